@@ -39,19 +39,30 @@ def resolve_model(name: str | None, backend: str = "auto", tell: Teller = TERMIN
     `name` is an embedded model, `default` or `nano`; else what was pulled or exported under that
     name; else a path to one of them or to a checkpoint folder; else a hub id, or a name of the
     catalogue, which is pulled after asking. What lies in the current folder takes no name over:
-    `./NAME` means it. None is the model pulled last, as a note then says, or else `default`, or
+    `./NAME` means it. None is the model pulled last, or else `default`, as a note then says, or
     where that is not installed the first of the catalogue. A checkpoint, and a GGUF file of an
     architecture that kvq computes, is exported into the user's cache folder the first time, with
     progress told to `tell`; llama.cpp is given the file itself. Raises `ModelError` naming what is
     possible, also for a path to a device or a pipe.
     """
-    if name is None and (latest := pulled.latest()) is not None:
-        tell.note(f"model: {latest}, the one pulled last")
+    if name is None:
+        _tell_unnamed(tell)
     place = _locate(name)
     _tell_which(name, place.path, tell)
     path = _ready(place, backend, tell)
     last_use.note(path)
     return path
+
+
+def _tell_unnamed(tell: Teller) -> None:
+    """Says which model runs when none is named; one that is pulled now says so itself."""
+    if (latest := pulled.latest()) is not None:
+        tell.note(f"model: {latest}, the one pulled last")
+    elif embedded_folder(DEFAULT):
+        tell.note(
+            f"model: {DEFAULT}, the small one that comes with kvq; `kvq pull {FIRST}` brings a "
+            "larger one"
+        )
 
 
 def _ready(place: "_Place", backend: str, tell: Teller) -> Path:

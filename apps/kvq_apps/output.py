@@ -107,6 +107,25 @@ def holding_text(budget_tokens: int, context_tokens: int, kv: str) -> str:
     return f"{budget_tokens} of {context_tokens} tokens at {kv} before it gives up bits or tokens"
 
 
+def verdict_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The quality report in a sentence: what weights and cache each keep of the likeliest tokens.
+
+    What the products lose by activations of 8 bits counts with the weights.
+    """
+    quality = report["quality"] or {}
+    found = quality.get("weights_and_kv")
+    if found is None:
+        return []
+    weights, cache = quality["weights"]["top1_agreement"], quality["kv"]["top1_agreement"]
+    return [
+        (
+            "verdict",
+            f"weights and 8-bit activations keep {weights:.0%} of the checkpoint's first choices, "
+            f"a cache at {found['kv']} {cache:.0%} of theirs",
+        )
+    ]
+
+
 def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Table rows for the weights a manifest's JSON names: of the graph, of the GGUF file."""
     rows: list[tuple[str, str]] = []
@@ -150,10 +169,12 @@ def _bits_by_layer(formats: Mapping[str, list[str]]) -> list[tuple[str, str]]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The word of `known` that `word` may have meant, as a question, or nothing."""
+    """The word of `known` that `word` begins or is near to, as a question, or nothing."""
     from difflib import get_close_matches
 
-    found = get_close_matches(word, list(known), n=1)
+    words = list(known)
+    begun = [one for one in words if word and one.startswith(word)]
+    found = begun or get_close_matches(word, words, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 

@@ -31,6 +31,7 @@ from kvq_export.quality import Original, log_softmax
 from kvq_export.stand_ins import Product, Rows, SegmentedAttention, Stack
 from kvq_export.weights import joined, quantize
 from kvq_export.writer import CheckpointWeights
+from kvq_models.config import Attention
 from kvq_models.family import is_stack
 from kvq_models.reference import forward, softcap
 
@@ -174,7 +175,8 @@ class _Pass:
             first = min(_layer_of(name, len(streams) - 1) for name in tried)
             # What later layers read must be there.
             mixers = (layer.mixer for layer in original.config.layers)
-            read = [mixer.kv_from for mixer in mixers if mixer.kv_from is not None]
+            sources = [mixer.kv_from for mixer in mixers if isinstance(mixer, Attention)]
+            read = [source for source in sources if source is not None]
             first = min(first, *read) if read else first
             self._entering = first, np.tile(streams[first], (1 + len(tried), 1))
 

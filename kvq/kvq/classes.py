@@ -372,7 +372,10 @@ class ClassedCache:
 
     def crowded(self, tokens: int) -> list[tuple[int, int]]:
         """See `Cache.crowded`: of the first class that is short of room."""
-        return next((runs for part in self.parts if (runs := part.crowded(tokens))), [])
+        for part in self.parts:
+            if runs := part.crowded(tokens):
+                return runs
+        return []
 
     def holdings(self) -> Holdings:
         """Of all classes; a token of a class counts by the numbers it has there."""

@@ -267,7 +267,7 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
             f"({bundle.config.float_bytes_per_token} bytes per token at 16 bits)",
         ),
         ("KV policy", kv["policy"]),
-        *_verdict(report["quality"] or {}),
+        *output.verdict_rows(report),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
         *predicted,
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
@@ -296,21 +296,6 @@ def _type_rows(types: dict[str, Any]) -> list[tuple[str, str]]:
             kept = f"; {row['kept']} of them code for code"
         rows.append((f"from {kind}", f"{row['tensors']} tensors: {formats}{kept}"))
     return rows
-
-
-def _verdict(quality: dict[str, Any]) -> list[tuple[str, str]]:
-    """The report in a sentence: what weights and cache each keep of the likeliest tokens."""
-    found = quality.get("weights_and_kv")
-    if found is None:
-        return []
-    weights, cache = quality["weights"]["top1_agreement"], quality["kv"]["top1_agreement"]
-    return [
-        (
-            "verdict",
-            f"the weights keep {weights:.0%} of the checkpoint's first choices, a cache at "
-            f"{found['kv']} {cache:.0%} of the weights'",
-        )
-    ]
 
 
 def _advice(bundle: "Bundle", report: dict[str, Any]) -> str | None:

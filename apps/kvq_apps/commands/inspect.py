@@ -179,6 +179,7 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
         ("sampling", _sampling(report["sampling"])),
         ("end tokens", " ".join(map(str, report["eos_token_id"])) or "none"),
         *((f"source, {key}", value) for key, value in output.flat(report["source"])),
+        *output.verdict_rows(report),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
         *(
             (name, f"{format_bytes(file['bytes'])}, sha256 {file['sha256'][:16]} ok")

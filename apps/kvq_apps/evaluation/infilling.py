@@ -127,6 +127,8 @@ def infilling(
     """Share of lines filled in exactly, greedily, up to a line's end or `answer_tokens`.
 
     `passes` runs a sample's test on a line; samples without a test are left out of its rate.
+    `outcomes` has a 1 or 0 for each line, right or not, and `test_outcomes` for each test that ran,
+    by which two caches are compared line by line.
     """
     options = GenerationOptions(
         max_tokens=answer_tokens, sampling=Sampling(temperature=0), stop_strings=("\n",),
@@ -149,26 +151,43 @@ def infilling(
         progress(len(found), len(asked))
     lines, nats = zip(*(found[place] for place in range(len(asked))), strict=True)
     samples = [gap.sample for gap in asked]
-    nearness = line_scores(samples, lines)
+    nearness: dict[str, Any] = {**line_scores(samples, lines)}
     tested = [(sample, line) for sample, line in zip(samples, lines, strict=True) if sample.test]
     if passes is not None and tested:
-        nearness["pass_rate"] = sum(passes(*one) for one in tested) / len(tested)
+        passed = [passes(*one) for one in tested]
+        nearness["pass_rate"] = sum(passed) / len(tested)
         nearness["tested"] = len(tested)
+        nearness["test_outcomes"] = _digits(passed)
     exact = nearness.pop("exact_match")
-    answer_nats = float(np.mean(nats))
-    return held.measurement(exact, "exact match", len(asked), **nearness, answer_nats=answer_nats)
+    return held.measurement(
+        exact,
+        "exact match",
+        len(asked),
+        **nearness,
+        answer_nats=float(np.mean(nats)),
+        outcomes=_digits(one == other for one, other in _pairs(samples, lines)),
+    )
 
 
 def line_scores(samples: Sequence[Sample], lines: Sequence[str]) -> dict[str, float]:
     """`exact_match` and `edit_similarity` of the lines written for the samples, means."""
-    pairs = [
-        (line.split("\n", 1)[0].rstrip(), sample.middle.rstrip())
-        for line, sample in zip(lines, samples, strict=True)
-    ]
+    pairs = _pairs(samples, lines)
     return {
         "exact_match": sum(line == wanted for line, wanted in pairs) / len(pairs),
         "edit_similarity": sum(edit_similarity(*pair) for pair in pairs) / len(pairs),
     }
+
+
+def _pairs(samples: Sequence[Sample], lines: Sequence[str]) -> list[tuple[str, str]]:
+    """What was written and what was wanted, as they are compared."""
+    return [
+        (line.split("\n", 1)[0].rstrip(), sample.middle.rstrip())
+        for line, sample in zip(lines, samples, strict=True)
+    ]
+
+
+def _digits(outcomes: Iterable[bool]) -> str:
+    return "".join(str(int(one)) for one in outcomes)
 
 
 def edit_similarity(one: str, other: str) -> float:

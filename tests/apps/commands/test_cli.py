@@ -233,11 +233,10 @@ def test_export_prints_a_table_and_progress_apart(
     table = finished.stdout.decode()
     assert "matrices 8/64/symmetric" in table
     assert "8:4, 4 sink tokens" in table
-    assert table.index("the weights keep ") < table.index("weights_and_kv.mean_kld")
-    kept = (
-        r"weights keep \d+% of the checkpoint's first choices, a cache at \S+ \d+% of the weights'"
-    )
-    assert re.search(kept, table)
+    assert table.index("verdict") < table.index("weights_and_kv.mean_kld")
+    kept = r"activations keep \d+% of the checkpoint's first choices, a cache at 8:4 \d+% of theirs"
+    assert (said := re.search(kept, table))
+    assert said[0] in kvq("inspect", str(destination), home=home).stdout.decode()
     assert b"100 %" in finished.stderr
     # The tiny checkpoint has a chat template.
     assert finished.stderr.decode().endswith(

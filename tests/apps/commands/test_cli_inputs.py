@@ -106,6 +106,7 @@ def test_without_an_embedded_model_one_is_pulled_or_installed(
 def test_models(bundle: str, refused: Refused, tmp_path: Path) -> None:
     assert "there is no model at ./nowhere; give" in refused("run", "-m", "./nowhere", "hello")
     assert "no model at defualt; did you mean default?" in refused("run", "-m", "defualt", "hello")
+    assert "at smollm2; did you mean smollm2-135m?" in refused("run", "-m", "smollm2", "hello")
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     assert "is not a GGUF file, or is cut short" in refused(
         "run", str(tmp_path / "weights.gguf"), "hello"

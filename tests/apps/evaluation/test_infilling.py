@@ -313,6 +313,7 @@ def test_infilling_asks_greedily_to_the_lines_end_and_scores(tokenizer: Tokenize
     assert measured.details["edit_similarity"] == pytest.approx(similarity)
     assert measured.details["answer_nats"] == pytest.approx(np.log(tokenizer.vocab_size), rel=1e-5)
     assert (measured.details["pass_rate"], measured.details["tested"]) == (0.5, 2)
+    assert (measured.details["outcomes"], measured.details["test_outcomes"]) == ("100", "01")
     assert tested == [("0", "    total = first + second"), ("2", "    total = 0")]
     for writer, gap in zip(writers, asked, strict=True):
         assert writer.tokens == gap.answered[:-1]

@@ -84,7 +84,7 @@ def test_a_pulled_model_has_its_name_and_is_the_one_without_a_name(
 
 
 def test_the_last_one_counts_until_it_is_deleted(
-    checkpoint: Path, tmp_path: Path, offered: Offer
+    checkpoint: Path, tmp_path: Path, offered: Offer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offered(path_source(checkpoint))
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
@@ -97,6 +97,8 @@ def test_the_last_one_counts_until_it_is_deleted(
     assert default_name() == "other"
     assert main(["models", "rm", "other"]) == 0
     assert default_name() == DEFAULT
+    assert main(["run", "-n", "1", "hello"]) == 0
+    assert "model: default, the small one that comes with kvq" in capsys.readouterr().err
 
 
 def test_what_is_here_is_not_fetched_again_but_with_force(
