@@ -175,8 +175,8 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
         )
     if (asked or options.predict_with) and not config.uniform:
         raise UsageError(
-            f"{argument('predict')} is of models whose layers are alike, and those of "
-            f"{config.model_type} differ in their heads, read others' keys or convolve; leave it out"
+            f"{argument('predict')} is of models whose layers are alike, and some of "
+            f"{config.model_type} differ in heads, read others' keys or convolve; leave it out"
         )
     if model.tokenizer is None and (asked or options.predict_with):
         raise UsageError(
