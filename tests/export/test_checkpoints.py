@@ -163,8 +163,8 @@ SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"tensor 'model.layers.2.input_layernorm.weight' is missing .*\(and 8 more\)",
     ),
     "head size the cache cannot hold": (
-        lambda f: change_json(f, "config.json", head_dim=320),
-        "head_dim 320 is not possible",
+        lambda f: change_json(f, "config.json", head_dim=1040),
+        "head_dim 1040 is not possible",
     ),
     "no tokenizer": (
         lambda f: (f / "tokenizer.json").unlink(),

@@ -47,7 +47,10 @@ def test_each_head_gets_the_form_of_keys_and_of_values_that_makes_less_noise(
         PageForm.PLAIN: ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 1.0], [2.0, 2.0]]),
         page_forms.EVERY_FORM: ([[1.1, 1.9], [3.0, 3.9]], [[0.9, 1.1], [2.0, 1.9]]),
     }
-    monkeypatch.setattr(page_forms, "_noise", lambda _, __, form: tuple(map(np.array, noise[form])))
+    found_noise = {form: [tuple(map(np.array, one))] for form, one in noise.items()}
+    monkeypatch.setattr(page_forms, "_noise", lambda _, __, form: found_noise[form])
+        page_forms, "_noise", lambda _, __, form: [tuple(map(np.array, noise[form]))]
+    )
     rotated, channels = PageForm.ROTATED_KEYS, PageForm.CHANNEL_VALUES
     found = page_forms.choose_forms(bundle, tokenizer, threads=1)
     assert found == (channels, rotated, PageForm.PLAIN, rotated | channels)
@@ -72,8 +75,8 @@ def test_a_loud_channel_that_no_query_reads_is_noise_only_once_it_is_spread(
     assert tokenizer is not None
     ids = np.array(tokenizer.encode("def f(x):\n    return x\n" * 99)[:512])
     backend = backends.open_backend("auto", made, threads=1)
-    plain, _ = page_forms._noise(backend, ids, PageForm.PLAIN)
-    turned, _ = page_forms._noise(backend, ids, page_forms.EVERY_FORM)
+    ((plain, _),) = page_forms._noise(backend, ids, PageForm.PLAIN)
+    ((turned, _),) = page_forms._noise(backend, ids, page_forms.EVERY_FORM)
     backend.close()
     assert turned[0, 0] > 20 * plain[0, 0]
     assert (turned[1] < 3 * plain[1]).all()
@@ -95,7 +98,7 @@ def test_norms_are_those_of_the_weights_that_make_keys_and_values(
          for side in "kv"]
         for layer in range(LAYERS)
     ]  # fmt: skip
-    np.testing.assert_allclose(bundle.weight_norms(), wanted, rtol=0.02)
+    np.testing.assert_allclose(bundle.weight_norms(range(LAYERS)), wanted, rtol=0.02)
 
 
 # What the bundle keeps
@@ -152,7 +155,7 @@ def test_sessions_decide_by_the_policy_and_norms_of_the_bundle(bundle: Bundle) -
             assert cache.policy == policy_named(policy)
             norms = cache.evidence().weight_norms
             assert norms is not None
-            np.testing.assert_array_equal(norms(), bundle.weight_norms())
+            np.testing.assert_array_equal(norms(), bundle.weight_norms(range(LAYERS)))
             cache.close()
         with engine.session() as session:
             assert session.config.policy == "h2o:recent=0.25"

@@ -54,8 +54,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a bundle: kvq.json does not say",
     ),
     "newer version": (
-        lambda f: rewrite(f, lambda d: d.update(version=8)),
-        "version 8, newer than the 7 this kvq reads; upgrade kvq-runtime",
+        lambda f: rewrite(f, lambda d: d.update(version=9)),
+        "version 9, newer than the 8 this kvq reads; upgrade kvq-runtime",
     ),
     "older pages": (
         lambda f: rewrite(f, lambda d: d.update(version=5)),

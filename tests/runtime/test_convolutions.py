@@ -23,6 +23,7 @@ from kvq_runtime.sequence import forward_all
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
 from logits import prompt
+from sequences import advance
 from shelf import Shelf
 from tiny import make_checkpoint
 
@@ -92,7 +93,7 @@ def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
         with tree.sequence.forward(ids, parents) as branch:
             branch.commit([0, 2, 3])
         steps.sequence.append([7, 9, 10])
-        steps.sequence.advance(1)
+        advance(steps.sequence, 1)
         assert goes_on(tree) == goes_on(steps)
 
 
@@ -109,17 +110,17 @@ def test_other_backends_answer_alike(
                 assert np.abs(found - wanted).std() < 0.1 * wanted.std()
                 for one in (session, ours):
                     one.sequence.append([token])
-                    one.sequence.advance()
+                    advance(one.sequence)
         before = session.sequence._logits
         with session.sequence.forward([1, 2, 3], [-1, 0, 0]) as branch:
             found = branch.logits[2]
             branch.commit([0, 2])
         session.rollback(2)
         session.sequence.append([1, 3])
-        session.sequence.advance()
+        advance(session.sequence)
         np.testing.assert_allclose(session.sequence._logits, found, atol=1e-3)
         session.rollback(2)
-        session.sequence.advance()
+        advance(session.sequence)
         np.testing.assert_allclose(session.sequence._logits, before, atol=1e-3)
 
 
@@ -150,7 +151,7 @@ def test_random_traces_answer_as_plain_decoding_does(
             text, answer = TEXTS[which], answers[which]
             session.align(text)
             while session.sequence.due():
-                session.sequence.advance(int(draw.integers(1, 64)))
+                advance(session.sequence, int(draw.integers(1, 64)))
             done = 0
             while done < STEPS - 8:
                 match int(draw.integers(6)):
@@ -169,7 +170,7 @@ def test_random_traces_answer_as_plain_decoding_does(
                     case _:
                         break
                 while session.sequence.due():
-                    session.sequence.advance()
+                    advance(session.sequence)
                 done = len(session.tokens) - len(text)
                 assert list(session.tokens[len(text) :]) == answer[:done], seed
                 cache = session.sequence.cache
