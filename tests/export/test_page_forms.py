@@ -49,8 +49,6 @@ def test_each_head_gets_the_form_of_keys_and_of_values_that_makes_less_noise(
     }
     found_noise = {form: [tuple(map(np.array, one))] for form, one in noise.items()}
     monkeypatch.setattr(page_forms, "_noise", lambda _, __, form: found_noise[form])
-        page_forms, "_noise", lambda _, __, form: [tuple(map(np.array, noise[form]))]
-    )
     rotated, channels = PageForm.ROTATED_KEYS, PageForm.CHANNEL_VALUES
     found = page_forms.choose_forms(bundle, tokenizer, threads=1)
     assert found == (channels, rotated, PageForm.PLAIN, rotated | channels)
