@@ -1,10 +1,6 @@
 // The kernels, written once over sixteen lanes. A .cpp file includes a simd header, then this.
 // Names of helpers are the ones of simd_generic.h, which says what each means.
 
-// A set of few registers is slower where this is more than the loop.
-#ifndef KVQ_UNROLL
-#define KVQ_UNROLL
-#endif
 // A call would put sums into memory.
 #define KVQ_INLINE inline __attribute__((always_inline))
 
@@ -238,7 +234,7 @@ struct Sums {
 
     // Adds products with four of each row's codes, of which the first is at `at`.
     KVQ_INLINE void add(Bytes codes, Bytes rest, const Folded& x, int first, int at) {
-        KVQ_UNROLL for (int r = 0; r < N; r++) {
+        for (int r = 0; r < N; r++) {
             const int place = (first + r) * Folded::kStride + at;
             const Quad quad = broadcast(x.code + place);
             high[r].add(codes, quad);
@@ -263,7 +259,7 @@ KVQ_INLINE void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& n
                                const Folded& x, int first, int group, F* total) {
     constexpr int kPerVector = Bits == 2 ? 16 : 8;  // numbers that meet 32 bytes
     Sums<Bits, N> sums;
-    KVQ_UNROLL for (int j = 0; j < Numbers / kPerVector; j++) {
+    for (int j = 0; j < Numbers / kPerVector; j++) {
         const int vector = 32 / kPerVector * group + j, at = kPerVector * vector;
         const Bytes high = planes.at(planes.high, vector);
         ask(next.high, vector);
@@ -280,7 +276,7 @@ KVQ_INLINE void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& n
             sums.add(field<4, 15>(high), b, x, first, at + 4);
         }
     }
-    KVQ_UNROLL for (int r = 0; r < N; r++) {
+    for (int r = 0; r < N; r++) {
         const int below = kJoined<Bits> ? r : 0;
         const F sum = combine<Bits>(sums.high[r], sums.low[below], sums.fine[below]);
         total[r] = fma(sum, set1(x.scale[group][first + r]), total[r]);
@@ -296,11 +292,11 @@ inline void multiply_rows(const uint8_t* const* side, const uint8_t* const* next
     for (int i = 0; i < outputs / 16; i++) {
         const Planes<Bits> planes(side, outputs, n, 2 * i), coming(next, outputs, n, 2 * i);
         F total[N];
-        KVQ_UNROLL for (int r = 0; r < N; r++) total[r] = set1(x.constant[first + r]);
+        for (int r = 0; r < N; r++) total[r] = set1(x.constant[first + r]);
         for (int group = 0; group < n / 32; group++)
             multiply_group<Bits, N, 32>(planes, coming, x, first, group, total);
         if (n % 32) multiply_group<Bits, N, 16>(planes, coming, x, first, n / 32, total);
-        KVQ_UNROLL for (int r = 0; r < N; r++) put(first + r, i, total[r]);
+        for (int r = 0; r < N; r++) put(first + r, i, total[r]);
     }
 }
 template <int Bits, int N, class Put>

@@ -2,9 +2,6 @@
 #pragma once
 #include "simd_x86.h"
 
-// Of a loop over rows' sums: they stay in registers where there are so many and no loop is left.
-#define KVQ_UNROLL _Pragma("GCC unroll 16")
-
 namespace {
 
 constexpr int kRegisterRows = 8;
