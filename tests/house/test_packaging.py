@@ -37,6 +37,13 @@ def builder() -> ModuleType:
     return module
 
 
+def test_what_is_installed_from_a_checkout_has_the_weights() -> None:
+    """What a source archive leaves out is in no wheel either, whatever its packages say."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    assert "models/kvq_embedded" in build["wheel"]["packages"]
+    assert not {*build["wheel"]["packages"]} & {*build["sdist"]["exclude"]}
+
+
 def wheel(folder: Path, files: dict[str, bytes]) -> Path:
     path = folder / "some.whl"
     with zipfile.ZipFile(path, "w") as archive:
