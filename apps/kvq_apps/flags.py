@@ -104,6 +104,8 @@ FLAGS: dict[str, Flag] = {
     "regex": Flag("the answer matches this pattern as a whole", metavar="PATTERN"),
     "exact": Flag("encode all that follows a change again; what is typed goes behind the rest of "
         "the file", switch=True),
+    "files": Flag("files that stay in the cache while you go to and fro between them, each in "
+        "--kv-budget", "{kvq_apps.commands.lsp:DEFAULT_FILES}", metavar="N"),
     "no-heal": Flag("keep the prompt's last token even if it is the start of a longer one",
         switch=True),
     "usage": Flag("print speed and bytes on stderr at the end", synonyms=("-u",), switch=True),

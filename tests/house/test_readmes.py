@@ -29,7 +29,17 @@ from shelf import Shelf
 ROOT = Path(__file__).parents[2]
 READMES = [
     ROOT / folder / "README.md"
-    for folder in (".", "kvq", "models", "runtime", "specdraft", "export", "apps", "apps/bench", "apps/lab")
+    for folder in (
+        ".",
+        "kvq",
+        "models",
+        "runtime",
+        "specdraft",
+        "export",
+        "apps",
+        "apps/bench",
+        "apps/lab",
+    )
 ] + [ROOT / "tests/README.md"]
 ADDRESS = "127.0.0.1:8012"
 BUNDLES = ("qwen", "qwen3", "smollm2-135m", "Qwen3-0.6B-kvq")

@@ -44,11 +44,16 @@ class GatedCompleter:
         texts = (f"<{before}>", f"second {len(self.calls)}")
         return Completion(drafts=tuple(Draft(text=text, logprob=-1.0) for text in texts))
 
-    def expect(self, document: Document, place: tuple[int, int]) -> None:
+    def read(
+        self,
+        document: Document,
+        place: tuple[int, int],
+        *,
+        cancel: Callable[[], bool],
+        progress: Callable[[int, int], None],
+    ) -> bool:
         self.expected.append((document.text, place))
-
-    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
-        return 0
+        return True
 
     def close(self) -> None:
         pass

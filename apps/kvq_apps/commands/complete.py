@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?")
 # A file and what is written in it.
 DEFAULT_CONTEXT = 4096
+CHUNK_TOKENS = 256
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,7 +46,10 @@ def run(arguments: Namespace) -> int:
     place = line - 1, end if column is None else min(column - 1, end)
     name = model[0] if model else arguments.model
     with open_engine(name, **options.engine_options(arguments)) as engine:
-        completions = asked.completion_engine(arguments, engine, DEFAULT_CONTEXT)
+        # Nobody waits for the disk or for another key: the text is read in large pieces.
+        completions = asked.completion_engine(
+            arguments, engine, DEFAULT_CONTEXT, chunk_tokens=CHUNK_TOKENS
+        )
         found = completions.complete(document, place)
         completions.close()
     _print(found, as_json=arguments.json)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # A file of some thousand lines and what is suggested in it.
 DEFAULT_CONTEXT = 8192
+DEFAULT_FILES = 2
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="MODEL", help="see --model")
     asked.add_arguments(parser)
     flags.add_flags(
-        parser, "exact", "server", "api-key",
+        parser, "exact", "files", "server", "api-key",
         server="suggestions of a running `kvq serve`, http://HOST:PORT or the path of its "
         "--socket, instead of loading a model",
         api_key="what the server asks for",
@@ -48,7 +49,10 @@ def run(arguments: Namespace) -> int:
         from kvq_apps.engine import open_engine
 
         engine = open_engine(options.model_name(arguments), **options.engine_options(arguments))
-        return asked.completion_engine(arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact)
+        files = DEFAULT_FILES if arguments.files is None else arguments.files
+        return asked.completion_engine(
+            arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact, files=files
+        )
 
     def log(line: str) -> None:
         print(f"kvq lsp: {line}", file=sys.stderr, flush=True)

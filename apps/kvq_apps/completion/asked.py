@@ -1,7 +1,7 @@
 """What `kvq complete` and `kvq lsp` ask alike: their flags, and the completion engine they mean."""
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError, argument
 from kvq_apps import flags, options
@@ -36,7 +36,7 @@ def check(arguments: Namespace) -> None:
         )
 
 
-def drafts_and_tokens(arguments: Namespace) -> dict[str, int]:
+def drafts_and_tokens(arguments: Namespace) -> dict[str, Any]:
     """`drafts` and `tokens` as far as flags ask for them."""
     asked = options.given(arguments, drafts="drafts", tokens="predict")
     if "drafts" in asked:
@@ -45,11 +45,11 @@ def drafts_and_tokens(arguments: Namespace) -> dict[str, int]:
 
 
 def completion_engine(
-    arguments: Namespace, engine: "Engine", context_tokens: int, *, exact: bool = False
+    arguments: Namespace, engine: "Engine", context_tokens: int, **settings: Any
 ) -> "CompletionEngine":
     """What completes as the flags say, in up to `context_tokens` unless they say that, too.
 
-    `exact` as in `CompletionEngine`.
+    `settings` are further ones of `CompletionEngine`.
     """
     from kvq_apps.completion.engine import CompletionEngine
 
@@ -59,6 +59,6 @@ def completion_engine(
         engine,
         engine.writer(method),
         session_options=session | options.session_options(arguments),
-        exact=exact,
+        **settings,
         **drafts_and_tokens(arguments),
     )

@@ -55,7 +55,6 @@ class ServedCompletions:
         self._address = address
         self._host, self._port = _host(address)
         self._drafts, self._tokens, self._exact = drafts, tokens, exact
-        self._expected: dict[str, Any] | None = None
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -65,7 +64,6 @@ class ServedCompletions:
     ) -> Completion:
         """Suggestions that go on at `place`. Raises `BackendError` where nobody answers."""
         since = perf_counter()
-        self._expected = None
         body = {
             "n_predict": self._tokens, "n_cmpl": self._drafts, "stop": ["\n"], "temperature": 0.0,
             "x_kvq": {"distinct": True, "exact": self._exact},
@@ -84,22 +82,23 @@ class ServedCompletions:
             why_not=None if drafts else "filtered",
         )
 
-    def expect(self, document: Document, place: tuple[int, int]) -> None:
-        """A completion may be asked for at this place: idle time reads the document for it."""
-        self._expected = _around(document, place)
+    def read(
+        self,
+        document: Document,
+        place: tuple[int, int],
+        *,
+        cancel: Callable[[], bool],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> bool:
+        """Has the server read what a completion at `place` will need; False once `cancel` says so.
 
-    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
-        """Has the server read all of what is expected, unless `cancel`; nothing is left then.
-
-        What is stale it encodes again in its own idle time. Nobody waits for an answer here: where
-        there is none, the next completion says so.
+        It says nothing of its progress. Nobody waits for an answer here: where there is none, the
+        next completion says so.
         """
-        expected, self._expected = self._expected, None
-        if expected is not None:
-            body = expected | {"n_predict": 0, "x_kvq": {"exact": self._exact}}
-            with suppress(BackendError):
-                self._asked(body, cancel)
-        return 0
+        body = _around(document, place) | {"n_predict": 0, "x_kvq": {"exact": self._exact}}
+        with suppress(BackendError):
+            return self._asked(body, cancel) is not None
+        return True
 
     def close(self) -> None:
         """Connections live for one request only."""

@@ -35,8 +35,8 @@ from kvq_apps.lsp.settings import Settings
 from kvq_apps.lsp.typed import TypedThrough
 from kvq_apps.processes import is_alive
 
-# Idle time begins so long after the last answer or change, and is used so many tokens at a time.
-IDLE_S, IDLE_TOKENS = 0.3, 64
+# Idle time begins so long after the last answer or change.
+IDLE_S = 0.3
 # Of a document with so many tokens left to read it is shown how far that is.
 SHOWN_TOKENS = 256
 PARENT_CHECK_S = 2.0
@@ -56,9 +56,14 @@ class Completer(Protocol):
         self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
     ) -> Completion: ...
 
-    def expect(self, document: Document, place: tuple[int, int]) -> None: ...
-
-    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int: ...
+    def read(
+        self,
+        document: Document,
+        place: tuple[int, int],
+        *,
+        cancel: Callable[[], bool],
+        progress: Callable[[int, int], None],
+    ) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -508,7 +513,7 @@ class LanguageServer:
             completer.close()
 
     def _next(self, completer: Completer | None) -> _Request | None:
-        """The next request. In idle time meanwhile a document is read, and what is stale, again."""
+        """The next request. In idle time meanwhile a document is read."""
         idle = completer is not None
         while True:
             try:
@@ -521,36 +526,39 @@ class LanguageServer:
             idle = completer is not None
 
     def _use_idle_time(self, completer: Completer) -> bool:
-        """Works a piece at a time until somebody comes; whether anything is left then."""
-        shown, most, left = None, 0, 1
+        """Reads where a completion may be asked for next; whether anything is left of that."""
+        expected = self._expected()
+        if expected is None:
+            return False
+        shown: Progress | None = None
+
+        def report(done: int, total: int) -> None:
+            nonlocal shown
+            if shown is None and total - done > SHOWN_TOKENS:
+                token = f"{READING}-{next(self._numbers)}"
+                shown = self._progress(token, "kvq: reading the document")
+            if shown is not None:
+                shown.report(100 * done // total)
+
         try:
-            self._expect(completer)
-            while left and not self._awaited():
-                left = completer.refresh(IDLE_TOKENS, self._awaited)
-                most = max(most, left)
-                if shown is None and left > SHOWN_TOKENS:
-                    token = f"{READING}-{next(self._numbers)}"
-                    shown = self._progress(token, "kvq: reading the document")
-                if shown is not None:
-                    shown.report(100 - 100 * left // most)
+            return not completer.read(*expected, cancel=self._awaited, progress=report)
         except Exception as error:  # noqa: BLE001  told in the log; completions go on
             self._log(f"idle time was not used: {told(error)}")
-            left = 0
-        if shown is not None:
-            shown.end()
-        return bool(left)
+            return False
+        finally:
+            if shown is not None:
+                shown.end()
 
-    def _expect(self, completer: Completer) -> None:
-        """Tells the completer where it may be asked next."""
+    def _expected(self) -> tuple[Document, tuple[int, int]] | None:
+        """Where somebody is, if a completion there could be asked for."""
         with self._lock:
             uri = self._focused or ""
             known = self._documents.get(uri)
             if known is None or self._why_not(uri, known) is not None:
-                return
+                return None
             document, (line, column) = known.document.copy(), known.place
         line = min(line, document.num_lines - 1)
-        if len(document.line(line)) <= MOST_LINE:
-            completer.expect(document, (line, column))
+        return None if len(document.line(line)) > MOST_LINE else (document, (line, column))
 
     def _awaited(self) -> bool:
         """Whether somebody waits for the worker."""

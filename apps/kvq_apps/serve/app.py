@@ -277,6 +277,7 @@ class _Routes:
             names=served.names | {*self._config.aliases},
             strict=self._config.strict_model,
             tokenizer=served.tokenizer,
+            gaps=served.gaps,
             vocab_size=served.vocab_size,
             context_tokens=served.context_tokens,
             sampling=self._sampling(served),

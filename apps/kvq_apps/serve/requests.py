@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from secrets import randbits
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from kvq.errors import DataError, ModelError, UsageError, argument
+from kvq_apps.completion.prompts import GapPrompts
 from kvq_apps.options import NO_DRAFTER
-from kvq_apps.serve import infill
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.formats import NAMES, constraint_of
@@ -27,6 +27,8 @@ from kvq_runtime.prediction import WithAuxiliary, predictor_named
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.scheduler import PRIORITIES
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
+
+T = TypeVar("T")
 
 MOST_CHOICES = 16
 MOST_PROMPTS = 64
@@ -53,6 +55,7 @@ class ModelView:
     names: frozenset[str]
     strict: bool
     tokenizer: Tokenizer
+    gaps: GapPrompts
     vocab_size: int
     context_tokens: int
     sampling: Sampling
@@ -177,14 +180,11 @@ def completion_request(fields: Fields, model: ModelView) -> GenerationRequest:
     if suffix:
         prefix = fields.text("prompt")
         prompts = [
-            _encoded(
-                "prompt",
-                lambda: infill.whole_prompt(
-                    model.tokenizer, model.name, prefix, suffix, model.context_tokens
-                ),
+            _infilled(
+                "prompt", model, lambda: model.gaps.whole(prefix, suffix, model.context_tokens)
             )
         ]
-        stop_ids = infill.stop_ids(model.tokenizer)
+        stop_ids = model.gaps.stop_ids
     else:
         prompts = _prompts(fields, model)
     count = fields.whole("logprobs", 0, MOST_LOGPROBS, 0)
@@ -235,16 +235,15 @@ def infill_request(fields: Fields, model: ModelView) -> GenerationRequest:
     # A model's answer gets at most a quarter of the context reserved; it may grow beyond.
     answer = min(model.context_tokens // 4, request.max_tokens or model.context_tokens)
     room = model.context_tokens - max(1, answer)
-    ids, truncated = _encoded(
-        "input_prefix",
-        lambda: infill.fitted_prompt(model.tokenizer, model.name, prefix, suffix, extra, room),
+    ids, truncated = _infilled(
+        "input_prefix", model, lambda: model.gaps.fitted(prefix, suffix, room, extra)
     )
     return _checked(
         replace(
             request,
             prompts=(tuple(ids),),
             healed=_healed(fields, model, [ids]),
-            stop_ids=infill.stop_ids(model.tokenizer),
+            stop_ids=model.gaps.stop_ids,
             truncated=truncated,
             transient=True,
             edits=not fields.object("x_kvq").flag("exact"),
@@ -477,11 +476,20 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return all(isinstance(row, kind) and not isinstance(row, bool) for row in rows)
 
 
-def _encoded(param: str, encode: Any) -> Any:
+def _encoded(param: str, encode: Callable[[], T]) -> T:
+    """What `encode` makes of a field's text, whose mistakes are that field's."""
     try:
         return encode()
     except DataError as error:
         raise RequestError(str(error), param=param) from error
+
+
+def _infilled(param: str, model: ModelView, encode: Callable[[], T]) -> T:
+    """The same of the texts around a gap, which not every model fills."""
+    try:
+        return _encoded(param, encode)
+    except ModelError as error:
+        raise RequestError(f"{model.name}: {error}", param="suffix", code="no_infilling") from error
 
 
 def _checked(request: GenerationRequest, model: ModelView, param: str) -> GenerationRequest:

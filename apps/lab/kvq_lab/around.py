@@ -50,11 +50,8 @@ class _NoEngine:
         self._held = ids
         return Completion(drafts=(Draft(text="draft", logprob=0.0),))
 
-    def expect(self, document: Document, place: tuple[int, int]) -> None:
-        pass
-
-    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
-        return 0
+    def read(self, *_: object, **__: object) -> bool:
+        return True
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
+from kvq_runtime.alternatives import Writer
 from kvq_runtime.generation import GenerationOptions, Step
 from kvq_runtime.metrics import Rounds
 from kvq_runtime.sequence import Call, Work
@@ -101,6 +102,10 @@ class Job:
                 self._finish(index, "length")
                 index += 1
                 continue
+            if request.writer is not None:
+                yield from self._written(session, index, begin_with, request.writer)
+                index += request.choices
+                continue
             if session.fits_beside(request.choices, request.max_tokens, begin_with):
                 yield from self._side_by_side(session, index, begin_with, decoding)
                 index += request.choices
@@ -178,6 +183,28 @@ class Job:
                     args = index + choice, step, indents[choice], started, decoding.stop_ids
                     if self._write(*args) is not None:
                         beside.leave(choice)
+
+    def _written(
+        self, session: Session[Any], index: int, begin_with: bytes, writer: Writer
+    ) -> Work[Any, None]:
+        """The choices of a prompt as `writer` writes them, those that it does not empty."""
+        request, started = self.request, monotonic()
+        found = yield from session.drafting(
+            request.choices,
+            request.options(begin_with),
+            writer,
+            lambda: self.cancelled,
+            exact=False,
+        )
+        self._measure(monotonic() - started, sum(len(one.ids) for one in found), 0)
+        for choice, one in enumerate(found, index):
+            self._new += len(one.ids)
+            each = zip(one.ids, one.logprobs, strict=True) if request.logprobs else ()
+            logs = tuple(TokenLog(token=token, logprob=logprob) for token, logprob in each)
+            self.outbox.put(Delta(index=choice, text=one.text, logs=logs))
+            self._finish(choice, one.finish_reason)
+        for choice in range(index + len(found), index + request.choices):
+            self._finish(choice, "stop")
 
     def _answer(
         self, session: Session[Any], index: int, options: GenerationOptions, decoding: Decoding

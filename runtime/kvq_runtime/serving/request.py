@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvq.errors import KvqError
+from kvq_runtime.alternatives import Writer
 from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Grammar
 from kvq_runtime.drafter import Drafter
@@ -45,7 +46,8 @@ class GenerationRequest:
     follows a change of an earlier prompt is kept as it was computed (PIE), not only what stands
     before. `predict`: what of the prompt is predicted, as `Engine.session` takes it; None: as the
     server does. `distinct`: the choices of a prompt begin with different tokens, see
-    `Session.beside`.
+    `Session.beside`. `writer`: who writes the choices of a prompt side by side instead, each known
+    when all are; there may be fewer of them.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -71,6 +73,7 @@ class GenerationRequest:
     edits: bool = False
     predict: str | None = None
     distinct: bool = False
+    writer: Writer | None = None
 
     @property
     def read(self) -> tuple[tuple[tuple[int, ...], bytes], ...]:

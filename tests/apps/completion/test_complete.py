@@ -9,9 +9,13 @@ import os
 import sched
 import shlex
 import textwrap
+import threading
+import time
 import tokenize
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +27,8 @@ from kvq_apps.completion.document import Document, Position
 from kvq_apps.completion.engine import CompletionEngine
 from kvq_lab.typing_sessions import PROGRAM
 from kvq_runtime.named_engine import Engine
+from kvq_runtime.sequence import forward_all
+from kvq_runtime.serving import pool
 from kvq_runtime.session import Session
 from kvq_specdraft import writer_named
 
@@ -50,9 +56,14 @@ def engine() -> Engine:
         yield opened
 
 
-def completions(engine: Engine, *, chunk_tokens: int = 256, **settings: bool) -> CompletionEngine:
-    options = {"kv": "fp", "context_tokens": 1024, "chunk_tokens": chunk_tokens}
-    return CompletionEngine(engine, writer_named("branches"), session_options=options, **settings)
+def completions(engine: Engine, *, chunk_tokens: int = 256, **settings: Any) -> CompletionEngine:
+    return CompletionEngine(
+        engine,
+        writer_named("branches"),
+        session_options={"kv": "fp", "context_tokens": 1024},
+        chunk_tokens=chunk_tokens,
+        **settings,
+    )
 
 
 def test_a_key_costs_its_own_tokens(engine: Engine) -> None:
@@ -215,7 +226,7 @@ def test_typing_behind_a_frozen_file_is_exact(engine: Engine) -> None:
         column += 1
         found = own.complete(document, (11, column))
         assert found.encoded_tokens <= 3
-        held = own._session
+        held = own._pool.served.slots.all[0].session
         assert held.stats().stale_tokens == 0
         with engine.session(kv="fp", context_tokens=1024) as fresh:
             fresh.prefill(held.tokens)
@@ -233,24 +244,57 @@ def logits(session: Session) -> np.ndarray:
         return held.logits[0]
 
 
-def test_a_cancelled_request_leaves_the_next_one_right(engine: Engine) -> None:
-    """LSP-11: in the prompt's passes and in the drafts', each asked before it begins."""
+@pytest.mark.parametrize("passes", [0, 1, 2, 3])
+def test_a_cancelled_request_leaves_the_next_one_right(
+    passes: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LSP-11: in the prompt's passes and in the drafts', before the pass that comes next."""
     fresh = completions(engine).complete(Document(TEXT), PLACE)
-    for passes in range(5):
-        own, left = completions(engine, chunk_tokens=32), [passes]
+    own, made, over = completions(engine, chunk_tokens=32), list[int](), threading.Event()
 
-        def cancel(left: list[int] = left) -> bool:
-            left[0] -= 1
-            return left[0] < 0
+    def forward_until_cancelled(calls: Sequence[Any]) -> list[Any]:
+        made.append(len(calls))
+        if len(made) > passes:
+            over.set()
+            while not all(job.cancelled for job in own._pool.running):
+                time.sleep(0.001)
+        return forward_all(calls)
 
-        cut = own.complete(Document(TEXT), PLACE, cancel=cancel)
-        # Two pieces of the prompt, then a token of the drafts in each pass.
-        assert (cut.why_not == "cancelled") == (passes < 3)
-        found = own.complete(Document(TEXT), PLACE)
-        assert [one.text for one in found.drafts] == [one.text for one in fresh.drafts]
-        # The same text under another name is the same text (LSP-22).
-        assert own.complete(Document(TEXT), PLACE).encoded_tokens <= 1
+    monkeypatch.setattr(pool, "forward_all", forward_until_cancelled)
+    cut = own.complete(Document(TEXT), PLACE, cancel=over.is_set)
+    monkeypatch.undo()
+    assert cut.why_not == "cancelled"
+    found = own.complete(Document(TEXT), PLACE)
+    assert len(made) == passes + 1
+    assert [one.text for one in found.drafts] == [one.text for one in fresh.drafts]
+    # The same text under another name is the same text (LSP-22).
+    assert own.complete(Document(TEXT), PLACE).encoded_tokens <= 1
+    own.close()
+
+
+def test_each_of_two_files_stays_in_the_cache(engine: Engine) -> None:
+    """Going to and fro costs nothing where there is a session for each, and a reading otherwise."""
+    documents = [Document(TEXT), Document(TEXT.upper().replace("COUNT", "sum of")[::-1])]
+    places = [PLACE, (2, 0)]
+    for files in (1, 2):
+        own = completions(engine, files=files)
+        for document, place in zip(documents, places, strict=True):
+            assert own.complete(document, place).encoded_tokens > 40
+        costs = [
+            own.complete(document, place).encoded_tokens
+            for document, place in zip(documents, places, strict=True)
+        ]
+        assert min(costs) > 40 if files == 1 else max(costs) <= 1
         own.close()
+
+
+def test_reading_ahead_leaves_nothing_to_encode(engine: Engine) -> None:
+    own, seen = completions(engine, chunk_tokens=32), list[tuple[int, int]]()
+    assert own.read(Document(TEXT), PLACE, progress=lambda *one: seen.append(one))
+    assert seen[-1][0] == seen[-1][1] > 32
+    assert own.complete(Document(TEXT), PLACE).encoded_tokens <= 1
+    assert not own.read(Document(f"import re\n{TEXT[::-1]}"), (3, 0), cancel=lambda: True)
+    own.close()
 
 
 def test_the_command_prints_what_an_editor_shows(

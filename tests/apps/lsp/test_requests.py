@@ -16,7 +16,6 @@ import pytest
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import Completion
 from kvq_apps.completion.engine import CompletionEngine
-from kvq_apps.lsp import server
 from kvq_lab.typing_sessions import PROGRAM
 from kvq_runtime.named_engine import Engine
 from kvq_specdraft import writer_named
@@ -411,51 +410,34 @@ def test_a_file_renamed_or_open_twice_is_another_document(completer: GatedComple
         assert texts(client.complete(0, 2))[0] == "zz<zz>"
 
 
-def test_idle_time_makes_what_is_stale_exact_until_somebody_asks(completer: GatedCompleter) -> None:
-    left, cancels = [3], []
-
-    def refresh(max_tokens: int, cancel: Callable[[], bool]) -> int:
-        cancels.append(cancel())
-        left[0] -= 1
-        done.set()
-        return max(0, left[0])
-
-    done = threading.Event()
-    completer.refresh = refresh  # type: ignore[method-assign]
-    client = started(completer, "a\n")
-    client.ready(0, 1)
-    assert done.wait(PATIENCE_S)
-    while left[0] > 0:
-        done.clear()
-        assert done.wait(PATIENCE_S)
-    client.change(2, 0, 0, 0, "b")
-    assert texts(client.complete(0, 2))[0] == "ba<ba>"
-    assert cancels[0] is False
-    client.close()
+PIECES = 3
 
 
 class IdleReader(GatedCompleter):
-    """Has `left` pieces to read of what it expects; each is begun when a test lets it."""
+    """Has `PIECES` to read of what it expects; each is begun when a test lets it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = 0
         self.pieces = threading.Semaphore(0)
         self.waits, self.cancelled = threading.Semaphore(0), threading.Event()
 
-    def expect(self, document: Document, place: tuple[int, int]) -> None:
-        super().expect(document, place)
-        self.left = 3
-
-    def refresh(self, max_tokens: int, cancel: Callable[[], bool]) -> int:
-        if self.left:
+    def read(
+        self,
+        document: Document,
+        place: tuple[int, int],
+        *,
+        cancel: Callable[[], bool],
+        progress: Callable[[int, int], None],
+    ) -> bool:
+        super().read(document, place, cancel=cancel, progress=progress)
+        for left in range(PIECES, 0, -1):
+            progress(PIECES - left, PIECES)
             self.waits.release()
             while not self.pieces.acquire(timeout=0.005):
                 if cancel():
                     self.cancelled.set()
-                    return self.left
-            self.left -= 1
-        return self.left
+                    return False
+        return True
 
 
 def read_next(reader: IdleReader) -> tuple[str, tuple[int, int]]:
@@ -483,7 +465,7 @@ def test_idle_time_reads_where_somebody_is_until_something_comes() -> None:
         client.open("peek\n", "file:///c.py")
         assert texts(client.ask(COMPLETE, at(1, 3, uri="file:///b.py")))[0] == "row<row>"
         assert read_next(reader) == ("second\nrow\n", (1, 3))
-        for _ in range(3):
+        for _ in range(PIECES):
             reader.pieces.release()
         client.send("textDocument/didClose", {"textDocument": {"uri": "file:///b.py"}})
         client.ask(COMPLETE, at(0, 0))
@@ -504,14 +486,13 @@ def reading_of(client: ThreadClient) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_document_is_read_before_anybody_asks(
-    exact: bool, monkeypatch: pytest.MonkeyPatch
+    exact: bool,
 ) -> None:
     """Real passes: the first completion encodes what it is asked at, and the file was read."""
-    monkeypatch.setattr(server, "IDLE_TOKENS", 16)
     text, told = PROGRAM.read_text("utf-8")[:4000], threading.Event()
     with Engine.open("nano", threads=1) as engine:
         own = CompletionEngine(
-            engine, writer_named("branches"), exact=exact,
+            engine, writer_named("branches"), exact=exact, chunk_tokens=16,
             session_options={"kv": "fp", "context_tokens": 2048},
         )  # fmt: skip
         whole = len(engine.tokenizer.encode(text))

@@ -117,20 +117,18 @@ def test_a_server_writes_the_drafts_of_an_own_engine(addresses: list[str]) -> No
 
 
 def test_a_server_reads_before_anybody_asks(addresses: list[str]) -> None:
-    """What is expected is read once, and a server that is not there says nothing yet."""
+    """What is read is read once, and a server that is not there says nothing yet."""
     document = Document(PROGRAM.read_text("utf-8")[4000:7000])
     for address in addresses:
         served = ServedCompletions(address)
         for _ in range(2):
-            served.expect(document, (20, 4))
-            assert served.refresh(64, lambda: False) == 0
+            assert served.read(document, (20, 4), cancel=lambda: False)
         found = served.complete(document, (20, 4), cancel=lambda: False)
         assert found.encoded_tokens <= 1
         assert found.reused_tokens > 300
         document.replace(Position(0, 0), Position(0, 0), "x = 1\n")
     nobody = ServedCompletions("http://127.0.0.1:9")
-    nobody.expect(document, (20, 4))
-    assert nobody.refresh(64, lambda: False) == 0
+    assert nobody.read(document, (20, 4), cancel=lambda: False)
 
 
 def test_two_editors_of_one_server_keep_their_own_text(addresses: list[str]) -> None:
