@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.graph_check import check_graph
+
+if TYPE_CHECKING:
+    import onnx_ir
 
 FORMAT = "kvq-bundle"
 VERSION = 8
@@ -508,17 +511,23 @@ class Bundle:
             )
         return self.manifest.weights
 
+    def read_graph(self) -> "onnx_ir.Model":
+        """The ONNX graph, anew each time. Raises `BundleError`."""
+        import onnx_ir
+
+        try:
+            # Its `path` is a PathLike of nothing said.
+            return onnx_ir.load(self.model_path)  # pyright: ignore[reportUnknownMemberType]
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{self.model_path} cannot be read: {error}") from error
+
     @cached_property
     def _stored(self) -> Mapping[str, np.ndarray]:
         """Initializers of the graph by name, as read-only views of the data file."""
         import onnx_ir
 
         _ = self._graph_weights
-        try:
-            # Its `path` is a PathLike of nothing said.
-            model = onnx_ir.load(self.model_path)  # pyright: ignore[reportUnknownMemberType]
-        except (OSError, ValueError) as error:
-            raise BundleError(f"{self.model_path} cannot be read: {error}") from error
+        model = self.read_graph()
         views: dict[str, np.ndarray] = {}
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
