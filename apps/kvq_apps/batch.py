@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvq.errors import DataError, UsageError
 from kvq.files import replace_file
+from kvq.json_values import is_array, is_object
 from kvq_apps import flags, options, output, text_input
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, error_body
@@ -104,8 +105,8 @@ class AskedFor:
 
 def _with_system(system: str, messages: Any) -> Any:
     """`messages` behind the system's, unless they have one or are no messages."""
-    if not isinstance(messages, list) or any(
-        isinstance(one, dict) and one.get("role") in ("system", "developer") for one in messages
+    if not is_array(messages) or any(
+        is_object(one) and one.get("role") in ("system", "developer") for one in messages
     ):
         return messages
     return [{"role": "system", "content": system}, *messages]

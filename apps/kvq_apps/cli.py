@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import import_module
 from io import FileIO, TextIOWrapper
@@ -137,7 +137,7 @@ def _forget_output() -> None:
 
 
 @contextmanager
-def _extras_named() -> Iterator[None]:
+def _extras_named() -> Generator[None]:
     """Turns the absence of an optional package into what to install."""
     try:
         yield

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvq.config import parse_budget
 from kvq.errors import DataError, UsageError
+from kvq.json_values import is_array, is_object
 from kvq.settings import config_folder, environment
 from kvq_apps import layers, options, output, text_input, trust
 from kvq_apps.flags import FLAGS, told
@@ -231,7 +232,7 @@ def _rows(file: TomlFile, warnings: list[str]) -> Iterator[tuple[str, Any]]:
         if section not in SECTIONS:
             known = ", ".join(f"[{name}]" for name in SECTIONS)
             warnings.append(f"{file.where(section)}: there is no section {section}; known: {known}")
-        elif not isinstance(rows, dict):
+        elif not is_object(rows):
             warnings.append(f"{file.where(section)}: {section} is a section; write [{section}]")
         elif section != KEYS:
             for key, value in rows.items():
@@ -255,7 +256,7 @@ def _found(file: TomlFile, name: str, value: Any, own: Settings | None) -> Found
             f"{name} counts in {user_path()} only, because a project's file comes from others"
         )
     flag = FLAGS[FLAG_OF[name]]
-    texts = value if flag.repeats and isinstance(value, list) else [value]
+    texts = value if flag.repeats and is_array(value) else [value]
     read_values = [_read(file, name, one) for one in texts]
     found = Found(value=read_values if flag.repeats else read_values[0], origin=file.where(name))
     if own is not None and PROJECT_RULES[name] is Rule.NARROW:

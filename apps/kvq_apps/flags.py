@@ -4,7 +4,7 @@ A command lists the names it wants with `add_flags`. Where a value comes from is
 what it means in `options`.
 """
 
-from argparse import ArgumentParser, _ArgumentGroup
+from argparse import ArgumentParser, _ArgumentGroup  # pyright: ignore[reportPrivateUsage]
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Any

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvq.config import KvPlan
 from kvq.formats import format_bytes
+from kvq.json_values import is_array
 from kvq_apps import output
 from kvq_runtime.backends.llama_layout import CACHE_TYPES, CacheLayout, LayerGroup
 from kvq_runtime.gguf_file import GgufFile
@@ -86,7 +87,7 @@ def _shown(value: Any) -> Any:
     """A metadata value as JSON; long arrays and bytes as their number."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    if isinstance(value, list):
+    if is_array(value):
         if len(value) > SHOWN_ITEMS:
             return f"[{len(value)} values]"
         return [

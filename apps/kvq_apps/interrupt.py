@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -10,7 +10,7 @@ INTERRUPTED = 130
 
 
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
+def interruptible() -> Generator[Callable[[], bool]]:
     """Yields a function that says whether Ctrl-C was pressed; pressed again, it ends at once."""
     pressed = False
 
@@ -28,7 +28,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def noted_interrupts() -> Iterator[Callable[[], bool]]:
+def noted_interrupts() -> Generator[Callable[[], bool]]:
     """Yields a function that says whether Ctrl-C ended something, in whatever words.
 
     An import that is interrupted may raise ImportError instead of KeyboardInterrupt.

@@ -15,6 +15,7 @@ from typing import Any, Self, TextIO
 
 from kvq.errors import KvqError
 from kvq.formats import format_bytes
+from kvq.json_values import is_object
 from kvq.settings import terminal_is_plain
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def line(value: Any) -> str:
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Rows of a nested mapping: `{"a": {"b": 1}}` -> `("a.b", 1)`; sizes in bytes made readable."""
     for key, value in values.items():
-        if isinstance(value, Mapping):
+        if is_object(value):
             yield from flat(value, f"{prefix}{key}.")
         elif key.endswith("_bytes") and isinstance(value, int):
             yield prefix + key.removesuffix("_bytes"), format_bytes(value)
@@ -112,7 +113,7 @@ def verdict_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     What the products lose by activations of 8 bits counts with the weights.
     """
-    quality = report["quality"] or {}
+    quality: Mapping[str, Any] = report["quality"] or {}
     found = quality.get("weights_and_kv")
     if found is None:
         return []
@@ -211,7 +212,7 @@ class Progress:
         self._drawn = not quiet and _is_terminal(self._stream)
         self._quiet = quiet
         self._label = ""
-        self._tenth = -1
+        self._tenth: int = -1
         self._last = 0.0
 
     def __call__(self, done: float, total: float, label: str = "") -> None:

@@ -56,7 +56,7 @@ def filled(text: str) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: tuple[object, ...] | str | float | None) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     if isinstance(value, float):

@@ -4,9 +4,10 @@ Print it into the shell's configuration: `source <(kvq --completion bash)`.
 """
 
 import shlex
-from argparse import Action, ArgumentParser, _HelpAction, _SubParsersAction
+from argparse import PARSER, Action, ArgumentParser
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvq_apps.flags import FLAGS
 
@@ -59,10 +60,10 @@ def script(shell: str, parsers: Mapping[str, ArgumentParser]) -> str:
 
 
 def _command(name: str, parser: ArgumentParser) -> _Command:
-    actions = (action for action in parser._actions if isinstance(action, _SubParsersAction))
-    commands = next(actions)
+    # What argparse keeps of the commands is of a class of its own.
+    commands: Any = next(action for action in parser._actions if action.nargs == PARSER)
     summary = next(str(one.help) for one in commands._choices_actions if one.dest == name)
-    chosen = commands.choices[name]
+    chosen: ArgumentParser = commands.choices[name]
     words = [str(one.metavar).strip("[]") for one in chosen._actions if not one.option_strings]
     lists = next((word for word in words if word in LISTED), None)
     return _Command(name=name, help=summary, flags=_flags(chosen), lists=lists)
@@ -88,7 +89,7 @@ def _suggested(name: str) -> tuple[str, ...]:
 
 
 def _help(parser: ArgumentParser, action: Action) -> str:
-    if isinstance(action, _HelpAction):
+    if "--help" in action.option_strings:
         return "show this help"
     return " ".join(parser._get_formatter()._expand_help(action).split())
 

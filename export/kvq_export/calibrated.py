@@ -141,7 +141,7 @@ class CalibratedWeights:
 
     def _compute(self) -> None:
         config, segments = self._original.config, self._segments
-        positions = np.tile(np.arange(segments.shape[1]), len(segments))
+        positions = np.tile(np.arange(segments.shape[1], dtype=np.int64), len(segments))
         attend = SegmentedAttention(len(segments))
         try:
             # The last layer's output is of no use: no row of it is asked for.

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kvq.errors import CheckpointError
+from kvq.json_values import is_array, is_object
 from kvq.reference_linear import ZERO_PARTS, BlockFormat, Blocks, Grid
 from kvq_models.family import WeightSource
 from kvq_models.registry import read_json
@@ -402,7 +403,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged header ({error})") from error
-    if not isinstance(header, dict):
+    if not is_object(header):
         raise CheckpointError(f"{file} has a damaged header (not an object)")
     header.pop("__metadata__", None)
     return {
@@ -417,7 +418,7 @@ def _entry(file: Path, name: str, row: Any, base: int, file_bytes: int) -> Tenso
         dtype, shape, (start, stop) = row["dtype"], row["shape"], row["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise damaged from None
-    numbers = [*shape, start, stop] if isinstance(shape, list) else [-1]
+    numbers = [*shape, start, stop] if is_array(shape) else [-1]
     if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
         raise damaged
     if base + stop > file_bytes:
@@ -445,7 +446,7 @@ def _weight_files(folder: Path) -> dict[Path, Sequence[str]]:
         )
         raise CheckpointError(f"{folder} has no safetensors weights; {hint}")
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not is_object(weight_map) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; download it again")
     files: dict[Path, list[str]] = {}
     for name, shard in weight_map.items():

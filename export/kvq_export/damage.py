@@ -189,7 +189,8 @@ class _Pass:
         """Runs the lanes up to the head; `watch` as `forward` has it."""
         config, count = self._original.config, 1 + len(self._lanes)
         ids = np.tile(self._texts.ravel(), count)
-        positions = np.tile(np.arange(self._texts.shape[1]), count * len(self._texts))
+        places = np.arange(self._texts.shape[1], dtype=np.int64)
+        positions = np.tile(places, count * len(self._texts))
         attend = SegmentedAttention(count * len(self._texts))
         forward(config, self._weight, ids, positions, attend, watch=watch, entering=self._entering)
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from kvq_export.gguf_model import GEMMA3_27B_LAYERS
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import Family, FimNames
 from kvq_models.registry import family_for
+from kvq_runtime.gguf_format import Value
 
 ARCHITECTURES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
@@ -38,7 +39,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 class Metadata:
     """The keys of one model, each read once and checked; those never asked for can be named."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
         self.path = path
         self.values = values
         self.architecture = self._text("general.architecture")
@@ -61,7 +62,7 @@ class Metadata:
     def real(self, key: str, default: float | None = None) -> float:
         """A finite number, the shortest that rounds to the float32 in the file."""
         value = self._get(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if isinstance(value, bool | str | list | np.ndarray) or not math.isfinite(value):
             self._refuse(key, value, "a finite number")
         return float(str(np.float32(value))) if isinstance(value, float) else float(value)
 
@@ -103,7 +104,7 @@ class Metadata:
                     f"for {self.architecture}"
                 )
 
-    def _get(self, key: str, default: Any) -> Any:
+    def _get(self, key: str, default: Value | None) -> Value:
         self._asked.add(key)
         value = self.values.get(self._name(key), default)
         if value is None:
@@ -122,7 +123,7 @@ class Metadata:
             raise CheckpointError(f"{self.path} is damaged: {name} is {value}; convert it again")
         return value
 
-    def _refuse(self, key: str, value: Any, what: str) -> None:
+    def _refuse(self, key: str, value: Any, what: str) -> NoReturn:
         raise CheckpointError(f"{self.path} is damaged: {self._name(key)} is {value}, not {what}")
 
 

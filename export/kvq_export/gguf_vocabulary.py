@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvq.errors import CheckpointError, UnsupportedModelError, argument
+from kvq.json_values import is_object
 from kvq_export.gguf_pre import pre_tokenizer_name
 from kvq_models.family import Family
 from kvq_models.tokenizer import Tokenizer, TokenizerFiles
@@ -131,7 +132,7 @@ def _kind(definition: Mapping[str, Any]) -> Kind:
 def _pieces(definition: Mapping[str, Any]) -> dict[str, int]:
     """Piece -> id, without the tokens that were added."""
     vocab = definition["model"]["vocab"]
-    if isinstance(vocab, Mapping):
+    if is_object(vocab):
         return dict(vocab)
     return {entry[0]: index for index, entry in enumerate(vocab)}
 
@@ -154,7 +155,8 @@ def _entries(
         elif model.get("byte_fallback") and _BYTE_PIECE.fullmatch(piece):
             kind = BYTE
         texts[token] = piece, kind
-    for added in definition.get("added_tokens") or []:
+    added_tokens: list[dict[str, Any]] = definition.get("added_tokens") or []
+    for added in added_tokens:
         token, content = added["id"], added["content"]
         if tokenizer.is_control(token):
             is_unknown = content in unknown
@@ -227,8 +229,8 @@ def _normalizers(stage: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]
 def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
     if any(stage["type"] == "Prepend" for stage in _normalizers(definition.get("normalizer"))):
         return True
-    before = definition.get("pre_tokenizer") or {}
-    parts = before.get("pretokenizers", [before])
+    before: dict[str, Any] = definition.get("pre_tokenizer") or {}
+    parts: list[dict[str, Any]] = before.get("pretokenizers", [before])
     return any(
         part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never"
         for part in parts
@@ -271,5 +273,5 @@ def _ids(
 
 def _named(tokenizer: Tokenizer, token: Any) -> int | None:
     """The id of a token as a file names it, by its content or by a dict that holds it."""
-    content = token.get("content") if isinstance(token, Mapping) else token
+    content = token.get("content") if is_object(token) else token
     return tokenizer.token_id(content) if isinstance(content, str) else None

@@ -524,7 +524,7 @@ class _Builder:
         return node.outputs
 
 
-def _initializer(name: str, tensor: ir.Tensor | ir.ExternalTensor) -> ir.Value:
+def _initializer(name: str, tensor: ir.Tensor[Any] | ir.ExternalTensor) -> ir.Value:
     return ir.Value(
         name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
     )

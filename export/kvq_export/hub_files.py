@@ -162,12 +162,19 @@ def _listed(hub: Any, hub_id: str) -> list[HubFile]:
     ]
 
 
+def _hub() -> Any:
+    """The client of the hub, which gives not all that its functions take a type."""
+    import huggingface_hub
+
+    return huggingface_hub
+
+
 def _cached(hub_id: str, choose: _Choice, why: Exception) -> dict[str, Path]:
     """The chosen files where an earlier download left them. Raises `ModelError` with `why`."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import errors
 
     try:
-        folder = Path(snapshot_download(hub_id, local_files_only=True))
+        folder = Path(_hub().snapshot_download(hub_id, local_files_only=True))
     except (errors.LocalEntryNotFoundError, OSError):
         raise _unreached(hub_id, why) from why
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -180,10 +187,10 @@ def _cached(hub_id: str, choose: _Choice, why: Exception) -> dict[str, Path]:
 
 def _download(hub_id: str, file: HubFile) -> Path:
     """The file in the hub's cache; what was not there before is checked."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
     before = try_to_load_from_cache(hub_id, file.name)
-    path = Path(hf_hub_download(hub_id, file.name, etag_timeout=ANSWER_SECONDS))
+    path = Path(_hub().hf_hub_download(hub_id, file.name, etag_timeout=ANSWER_SECONDS))
     if file.sha256 is None or before == str(path):
         return path
     found = file_sha256(path)

@@ -165,7 +165,7 @@ def ridge(gram: Floats, cross: Floats, start: Floats) -> Floats:
 
     `gram` = X^T X [n, n], `cross` = X^T Y [n, k]; lambda is `RIDGE` of the mean of the diagonal.
     """
-    penalty = RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram))
+    penalty: Floats = RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram))
     return start + np.linalg.solve(gram + penalty, cross - gram @ start)
 
 

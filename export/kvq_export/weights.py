@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvq.errors import CheckpointError, argument
 from kvq.reference_linear import (
@@ -164,7 +165,8 @@ def _symmetric(blocks: np.ndarray, bits: int, weight: np.ndarray) -> np.ndarray:
 
     So a candidate is judged by that gain alone, and every scale kept is already refitted.
     """
-    top, bottom = blocks.max(axis=0), blocks.min(axis=0)
+    top: NDArray[np.float32] = blocks.max(axis=0)
+    bottom: NDArray[np.float32] = blocks.min(axis=0)
     extreme = np.where(top > -bottom, top, bottom)
     # A block this small is stored as zeros: the squares below would underflow.
     alive = np.abs(extreme) > np.float32(1e-18)

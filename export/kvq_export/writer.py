@@ -122,8 +122,9 @@ def write_model(
                 data.tensor(name, reader.vector(name))
         for index, rope in enumerate(config.ropes):
             data.tensor(f"rope.{index}.inv_freq", _frequencies(rope))
-    ir.save(build_graph(config, layout), folder / MODEL_FILE)
     model = folder / MODEL_FILE
+    # Its `path` is a PathLike of nothing said.
+    ir.save(build_graph(config, layout), model)  # pyright: ignore[reportUnknownMemberType]
     return {
         MODEL_FILE: FileInfo(num_bytes=model.stat().st_size, sha256=file_sha256(model)),
         DATA_FILE: FileInfo(num_bytes=data.position, sha256=data.digest.hexdigest()),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain
 from threading import local
 from typing import Any, cast
 
@@ -64,6 +65,8 @@ class _Budget:
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """`within` a budget its templates may be compiled and rendered, from any thread."""
 
+    globals: dict[str, Any]
+    filters: dict[str, Callable[..., Any]]
     intercepted_binops = frozenset(("+", "*", "**", "%", "//"))
 
     def __init__(self, extensions: Sequence[type[Extension]]) -> None:
@@ -86,7 +89,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return attr not in _MAKES_BYTES and super().is_safe_attribute(obj, attr, value)
 
     @contextmanager
-    def within(self, given: object) -> Iterator[None]:
+    def within(self, given: object) -> Generator[None]:
         """A budget for what happens inside, larger for more that is `given`."""
         self._local.budget = _Budget(_size(given, CHARACTERS))
         try:
@@ -112,7 +115,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def made_flat(self, value: Any) -> Any:
         """`value`, whose items are not new."""
-        self.spend(len(value) if isinstance(value, str | list | tuple | dict) else 0)
+        self.spend(_length(value))
         return value
 
     def joined(self, parts: tuple[Any, ...]) -> str:
@@ -238,8 +241,14 @@ def _widths(name: str, texts: Sequence[str], values: Sequence[Any]) -> Iterator[
             yield from (int(found[:20]) for found in _NUMBER.findall(place))
         if not any(map(_ARGUED.search, texts)):
             return
-    within = [item for value in values if isinstance(value, tuple) for item in value]
+    tuples = (cast(tuple[Any, ...], value) for value in values if isinstance(value, tuple))
+    within = chain.from_iterable(tuples)
     yield from (abs(value) for value in (*values, *within) if isinstance(value, int))
+
+
+def _length(value: Any) -> int:
+    """Characters or items of a text or container; none of anything else."""
+    return len(cast(Sized, value)) if isinstance(value, str | list | tuple | dict) else 0
 
 
 def _size(value: Any, most: int) -> int:

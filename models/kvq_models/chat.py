@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -49,7 +49,7 @@ class ChatTemplate:
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
+def _said(what: str) -> Generator[None]:
     """Turns whatever a template raises into a `ModelError`."""
     try:
         yield
@@ -154,7 +154,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        items = cast(Mapping[str, Any], value).items()
+        items = cast(Mapping[Any, Any], value).items()
         return {
             change(key) if isinstance(key, str) else key: _mapped(item, change)
             for key, item in items

@@ -298,7 +298,13 @@ def experts(weight: Weights, feed: Experts, x: np.ndarray) -> np.ndarray:
     return added(grouped(weight("experts_down"), inner, counts), order, shares)
 
 
-def grouped(stack: np.ndarray, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
+class ExpertStack(Protocol):
+    """Stands in for the matrices of all experts: see `grouped`."""
+
+    def grouped(self, x: np.ndarray, counts: np.ndarray, /) -> np.ndarray: ...
+
+
+def grouped(stack: np.ndarray | ExpertStack, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Rows x float32 [R, K], `counts` of them for each expert, times its matrix: [R, N].
 
     `stack` holds the experts' matrices one behind the other, or stands in for them.

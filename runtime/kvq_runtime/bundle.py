@@ -14,13 +14,14 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from kvq.config import DEFAULT_POLICY, KvPlan, PageForm
 from kvq.errors import BundleError, KvqError, argument
 from kvq.files import replace_file
+from kvq.json_values import is_object
 from kvq.reference_linear import (
     PANEL_ROWS,
     BlockFormat,
@@ -39,6 +40,9 @@ from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.graph_check import check_graph
+
+if TYPE_CHECKING:
+    import onnx_ir
 
 FORMAT = "kvq-bundle"
 VERSION = 8
@@ -508,17 +512,23 @@ class Bundle:
             )
         return self.manifest.weights
 
+    def read_graph(self) -> "onnx_ir.Model":
+        """The ONNX graph, anew each time. Raises `BundleError`."""
+        import onnx_ir
+
+        try:
+            # Its `path` is a PathLike of nothing said.
+            return onnx_ir.load(self.model_path)  # pyright: ignore[reportUnknownMemberType]
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{self.model_path} cannot be read: {error}") from error
+
     @cached_property
     def _stored(self) -> Mapping[str, np.ndarray]:
         """Initializers of the graph by name, as read-only views of the data file."""
         import onnx_ir
 
         _ = self._graph_weights
-        try:
-            # Its `path` is a PathLike of nothing said.
-            model = onnx_ir.load(self.model_path)  # pyright: ignore[reportUnknownMemberType]
-        except (OSError, ValueError) as error:
-            raise BundleError(f"{self.model_path} cannot be read: {error}") from error
+        model = self.read_graph()
         views: dict[str, np.ndarray] = {}
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
@@ -545,21 +555,19 @@ class HashMemory:
     def load(cls) -> "HashMemory":
         """What earlier runs remembered; nothing, when the file is missing or damaged."""
         path = cache_folder() / "hashes.json"
-        rows: object = None
+        rows: Any = None
         with contextlib.suppress(OSError, ValueError):
             rows = json.loads(path.read_text(encoding="utf-8"))
-        return cls(path=path, rows=cast(dict[str, Any], rows) if isinstance(rows, dict) else {})
+        return cls(path=path, rows=rows if is_object(rows) else {})
 
     def sha256(self, file: Path) -> str:
         """The file's hash, read from the file unless it is large and unchanged."""
         status = file.stat()
         key = str(file.resolve())
         stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-        known: object = self.rows.get(key)
-        if isinstance(known, dict):
-            row = cast(dict[str, Any], known)
-            if stamp.items() <= row.items():
-                return str(row.get("sha256"))
+        known: Any = self.rows.get(key)
+        if is_object(known) and stamp.items() <= known.items():
+            return str(known.get("sha256"))
         digest = file_sha256(file)
         if status.st_size >= REMEMBERED_BYTES:
             self.rows[key] = stamp | {"sha256": digest}
@@ -596,12 +604,12 @@ def _read_manifest(folder: Path) -> Manifest:
         hint = "run `kvq export` on it" if (folder / "config.json").exists() else "check the path"
         raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}; {hint}")
     try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is damaged ({error}); export the model again") from error
-    data = cast(dict[str, Any], content) if isinstance(content, dict) else {}
+    data = content if is_object(content) else {}
     if data.get("format") != FORMAT:
         raise BundleError(f"{folder} is not a bundle: {MANIFEST_FILE} does not say {FORMAT!r}")
     _check_version(folder, data)

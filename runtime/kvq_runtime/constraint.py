@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError, UsageError
+from kvq.json_values import is_object
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import trial
 from kvq_runtime.gbnf import escaped_character, to_lark
@@ -312,10 +313,9 @@ def _check_depth(schema: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"the JSON schema is nested too deeply; nest it at most {_MOST_NESTED} deep"
             )
-        if isinstance(part, dict):
-            rows = cast(dict[Any, Any], part)
-            references |= {rows["$ref"]} if isinstance(rows.get("$ref"), str) else set()
-            left += [(row, depth + 1) for row in rows.values()]
+        if is_object(part):
+            references |= {part["$ref"]} if isinstance(part.get("$ref"), str) else set()
+            left += [(row, depth + 1) for row in part.values()]
         elif isinstance(part, list | tuple):
             left += [(row, depth + 1) for row in cast(Sequence[Any], part)]
     if len(references) > _MOST_REFERENCES:

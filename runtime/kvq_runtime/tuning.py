@@ -8,11 +8,12 @@ import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, cast
+from typing import Any
 
 from kvq import native
 from kvq.errors import BackendError, DataError
 from kvq.files import replace_file
+from kvq.json_values import is_object
 from kvq.settings import cache_folder
 from kvq_runtime import device
 
@@ -111,7 +112,7 @@ def _usable() -> Tuning | None:
 
 
 def _read(content: Any) -> Tuning:
-    found: dict[str, Any] = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    found = content if is_object(content) else {}
     names = {field.name for field in fields(Tuning)}
     if found.keys() != names:
         raise ValueError(f"it must give {', '.join(sorted(names))} and nothing else")

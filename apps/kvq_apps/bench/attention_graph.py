@@ -68,7 +68,7 @@ class AttentionGraph:
 
 def attention_model(bundle: Bundle, *, several: bool = False) -> ir.Model:
     """Its input `qkv` goes to every layer; its output is the sum of what comes of it."""
-    model = ir.load(bundle.model_path)
+    model = bundle.read_graph()
     graph = model.graph
     layers = [node for node in graph if node.domain == "kvq" and node.op_type == "Attention"]
     qkv = ir.Value(

@@ -4,7 +4,7 @@ Their prompts are read before the clock starts, so that a round times answers al
 hold a row of each chat. Knows no HTTP and no text; token ids are enough.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,7 @@ def measure(setup: Setup, job: ChatsJob) -> dict[str, Any]:
 
 
 @contextmanager
-def _running(engine: Engine, options: dict[str, Any], chats: int) -> Iterator[SessionPool[Served]]:
+def _running(engine: Engine, options: dict[str, Any], chats: int) -> Generator[SessionPool[Served]]:
     """A pool over `engine` for so many chats, that keeps nothing on disk."""
     # Chats leave one slot to completions.
     slots = chats + 1

@@ -56,7 +56,7 @@ class OnnxRuntimeEngine:
         self._standard = ort_twin(bundle)
         self.weight_bytes = self._standard.weight_bytes_per_step
         self._sessions = {
-            setting.kv: self._open(ir.load(self._standard.model_path), setting.kv)
+            setting.kv: self._open(self._standard.read_graph(), setting.kv)
             for setting in self.settings
         }
 

@@ -8,7 +8,7 @@ Every server is a process of its own; nothing is kept on disk, so that only the 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -132,7 +132,7 @@ def _code(seed: int, characters: int) -> str:
 
 
 @contextmanager
-def _asking(url: str) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+def _asking(url: str) -> Generator[Callable[[dict[str, Any]], dict[str, Any]]]:
     """Asks for completions on one connection."""
     parts = urlsplit(url)
     with closing(HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)) as http:
@@ -150,7 +150,7 @@ def _asking(url: str) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
 
 
 @contextmanager
-def _server(model: str, *words: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _server(model: str, *words: str) -> Generator[tuple[str, dict[str, Any]]]:
     """A `kvq serve` with room for all sessions in each pool: its address, and what it announced."""
     command = [
         sys.executable, "-m", "kvq_apps.cli", "serve", model, "--json", "--port", "0", "--threads",

@@ -4,7 +4,7 @@ A case is one engine with one cache setting at one depth. Knows the engines' pro
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from math import ceil
@@ -389,7 +389,7 @@ def _medians_ms(seconds: dict[int, list[float]]) -> dict[str, float]:
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
+def _collector_off() -> Generator[None]:
     gc.collect()
     gc.disable()
     try:

@@ -7,16 +7,13 @@ import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvq.errors import BackendError, UsageError, argument
 from kvq_apps.bench.engines import OURS, is_own
 from kvq_apps.bench.report import by_setting, setting_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLOURS = {
     OURS: "#c2410c",
@@ -49,10 +46,8 @@ def check_plot(path: Path) -> None:
 
 def draw(path: Path, data: Mapping[str, Any]) -> None:
     """Writes the plot of a report: one panel per thread count. Raises `UsageError`."""
-    from matplotlib.figure import Figure
-
     threads = data["threads"]
-    figure = Figure(figsize=(7.0 * len(threads), 4.6), layout="constrained")
+    figure = new_figure(7.0 * len(threads), 4.6)
     panels = figure.subplots(1, len(threads), sharey=True, squeeze=False)[0]
     _scale_axes(panels[0], data["rows"])
     for panel, count in zip(panels, threads, strict=True):
@@ -61,7 +56,14 @@ def draw(path: Path, data: Mapping[str, Any]) -> None:
     write_figure(figure, path)
 
 
-def write_figure(figure: "Figure", path: Path) -> None:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches. Matplotlib gives what its methods take by keyword no types."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_figure(figure: Any, path: Path) -> None:
     """Writes what was drawn. Raises `UsageError`."""
     try:
         figure.savefig(path, dpi=150)

@@ -6,7 +6,7 @@ Latency is what a client sees. Knows the server's routes and no engine.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -137,7 +137,8 @@ class Asker:
                 if not first:
                     first = last
                     begun()
-                count = (event.get("usage") or {}).get("completion_tokens", count)
+                usage: dict[str, int] = event.get("usage") or {}
+                count = usage.get("completion_tokens", count)
         return (last - first) / max(1, count - 1), count
 
     def complete(self, job: ServeJob, more: Callable[[], bool]) -> list[float]:
@@ -203,7 +204,7 @@ class Asker:
 
 
 @contextmanager
-def _serving(setup: Setup, context: int) -> Iterator[Asker]:
+def _serving(setup: Setup, context: int) -> Generator[Asker]:
     """A server of our own on a port of its own, which keeps nothing on disk."""
     session_options = setup.session_options | {"context_tokens": context}
     config = ServeConfig(port=0, sessions=_SESSIONS, saved_bytes=0, grace_s=0.0)
@@ -212,7 +213,7 @@ def _serving(setup: Setup, context: int) -> Iterator[Asker]:
     server = Server(
         lambda: serve_engine(Engine(setup.files, threads=setup.threads), session_options, config),
         config,
-        lambda *_: ready.set(),
+        lambda _served, _url: ready.set(),
     )
     address = server.url or ""
 

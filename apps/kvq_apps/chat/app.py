@@ -151,12 +151,13 @@ class ChatApp(App[None]):
     def set_timer(self, *arguments: Any, **options: Any) -> Timer:
         """A late tick still comes: Textual skips it, and with that one every later resize."""
         timer = super().set_timer(*arguments, **options)
-        timer._skip = False
+        timer._skip = False  # pyright: ignore[reportPrivateUsage]
         return timer
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The palette: Textual's own commands, then every key and slash command."""
-        yield from super().get_system_commands(screen)
+        # Theirs takes a Screen of nothing said.
+        yield from super().get_system_commands(screen)  # pyright: ignore[reportUnknownMemberType]
         for row in keys.KEYS:
             if row.app:
                 yield SystemCommand(row.says, row.keys, partial(self.run_action, row.action))
@@ -385,7 +386,7 @@ class ChatApp(App[None]):
 
         The kernel follows a hang-up by a SIGCONT, which Textual would begin to draw again at.
         """
-        signal.signal(signal.SIGCONT, lambda *_: None)
+        signal.signal(signal.SIGCONT, lambda _number, _frame: None)
         if self._driver is not None:
             self._driver.write = lambda data: None
 
@@ -648,7 +649,7 @@ def _run_in_terminal(words: Sequence[str]) -> str:
 
     Its Ctrl+C is not ours.
     """
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    before = signal.signal(signal.SIGINT, lambda _number, _frame: None)
     try:
         status = subprocess.run(words, check=False).returncode  # noqa: S603
     except OSError as error:

@@ -40,7 +40,7 @@ class _Open:
     """The block being read. An item's lines from `indent` on belong to it."""
 
     kind: str
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list[str])
     characters: int = 0
     gap: bool = True
     marker: str = ""

@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import sleep
 
@@ -42,12 +42,13 @@ class FakeOptions:
 def fake_options(text: str) -> FakeOptions:
     """`"tok_ms=5,fail_at=20"` as options. Raises `UsageError` for an unknown one."""
     values: dict[str, float | int | bool] = {}
+    defaults: dict[str, float | int | bool] = asdict(FakeOptions())
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        if name not in FakeOptions.__dataclass_fields__:
-            known = ", ".join(FakeOptions.__dataclass_fields__)
+        if name not in defaults:
+            known = ", ".join(defaults)
             raise UsageError(f"the fake engine has no {name!r}; it knows {known}")
-        kind = type(getattr(FakeOptions(), name))
+        kind = type(defaults[name])
         values[name] = kind(float(value)) if value else True
     return FakeOptions(**values)  # type: ignore[arg-type]
 
@@ -70,7 +71,7 @@ class FakeClient:
         script: Callable[[Turn], Iterable[str]] | None = None,
     ) -> None:
         self.options = FakeOptions() if options is None else options
-        self._script = script or (lambda turn: echo(turn, self.options.tokens))
+        self._script = script or self._echo
         self.facts = Facts(
             model="fake",
             context_tokens=self.options.context,
@@ -86,6 +87,9 @@ class FakeClient:
         self._faults = self.options.fail_times
         self.turns: list[Turn] = []
         self._drafts: list[str] = []
+
+    def _echo(self, turn: Turn) -> list[str]:
+        return echo(turn, self.options.tokens)
 
     def open(self) -> Facts:
         """Ready after `load_ms`."""

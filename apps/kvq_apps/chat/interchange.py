@@ -8,6 +8,7 @@ from typing import Any
 
 from kvq.errors import DataError, argument
 from kvq.files import replace_file
+from kvq.json_values import is_array, is_object
 from kvq_apps import text_input
 from kvq_apps.chat.messages import ROLES, Message
 from kvq_apps.chat.visible import storable
@@ -89,16 +90,16 @@ def _from_markdown(text: str) -> list[Message]:
 
 def _from_json(path: Path, text: str) -> list[Message]:
     try:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        found: Any = [json.loads(line) for line in text.splitlines() if line.strip()]
     except (ValueError, RecursionError):
         try:
-            rows = json.loads(text)
+            found = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is neither JSON lines nor JSON: {error}") from None
-    rows = rows if isinstance(rows, list) else [rows]
-    if len(rows) == 1 and isinstance(rows[0], list):
+    rows = found if is_array(found) else [found]
+    if len(rows) == 1 and is_array(rows[0]):
         rows = rows[0]
-    if rows and isinstance(rows[0], dict) and "mapping" in rows[0]:
+    if rows and is_object(rows[0]) and "mapping" in rows[0]:
         try:
             return _from_chatgpt(rows[0])
         except (AttributeError, TypeError):
@@ -107,7 +108,7 @@ def _from_json(path: Path, text: str) -> list[Message]:
 
 
 def _message(path: Path, row: Any) -> Message:
-    role, content = (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
+    role, content = (row.get("role"), row.get("content")) if is_object(row) else (None, None)
     if role not in ROLES or not isinstance(content, str):
         raise DataError(f"{path}: each row needs a role ({', '.join(ROLES)}) and its content")
     return Message(role=role, text=storable(content))
@@ -122,9 +123,11 @@ def _from_chatgpt(chat: Mapping[str, Any]) -> list[Message]:
     while isinstance(current, str) and current in nodes and current not in seen:
         seen.add(current)
         node = nodes[current]
-        message = node.get("message") or {}
-        parts = (message.get("content") or {}).get("parts") or []
-        role = (message.get("author") or {}).get("role")
+        message: dict[str, Any] = node.get("message") or {}
+        content: dict[str, Any] = message.get("content") or {}
+        author: dict[str, Any] = message.get("author") or {}
+        parts: list[object] = content.get("parts") or []
+        role = author.get("role")
         text = "\n".join(part for part in parts if isinstance(part, str))
         if role in ROLES and text:
             messages.append(Message(role=role, text=storable(text)))

@@ -8,6 +8,7 @@ from types import MappingProxyType, SimpleNamespace
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.binding import Binding
 
+from kvq.json_values import is_object
 from kvq_apps import configuration
 
 
@@ -143,7 +144,7 @@ def read_keys(path: Path) -> tuple[dict[str, str], list[str]]:
     known = {row.name: row.keys for row in KEYS}
     chosen: dict[str, str] = {}
     warnings: list[str] = []
-    for name, keys in section.items() if isinstance(section, dict) else ():
+    for name, keys in section.items() if is_object(section) else ():
         where = file.where(f"{configuration.KEYS}.{name}")
         if name not in known:
             warnings.append(f"{where}: there is no key action {name}; F1 lists them")

@@ -44,7 +44,7 @@ class LocalClient:
         self._open_drafts = ExitStack()
         self._rounds_before: Rounds | None = None
         self._engine: Engine | None = None
-        self._session: Session | None = None
+        self._session: Session[Any] | None = None
 
     def open(self) -> Facts:
         """Loads the model and opens a session."""
@@ -256,12 +256,12 @@ class LocalClient:
             session.rollback(len(session.tokens) - shared)
         return bool(edited)
 
-    def _opened(self) -> "tuple[Engine, Session]":
+    def _opened(self) -> "tuple[Engine, Session[Any]]":
         assert self._engine is not None
         assert self._session is not None
         return self._engine, self._session
 
-    def _new_session(self, options: Mapping[str, Any]) -> "Session":
+    def _new_session(self, options: Mapping[str, Any]) -> "Session[Any]":
         """With room for drafts side by side, where the budget has that.
 
         Elsewhere they come one after the other: the smallest budget is the model's, as everywhere.
@@ -299,7 +299,7 @@ class LocalClient:
             smaller_kv=self._smaller_kv(),
         )
 
-    def _rounds(self, session: "Session") -> "Rounds":
+    def _rounds(self, session: "Session[Any]") -> "Rounds":
         """Those of the newest reply."""
         before = self._rounds_before
         return session.rounds if before is None else session.rounds.since(before)

@@ -337,11 +337,11 @@ def _highlighted(lines: Sequence[str], language: str, palette: Palette) -> list[
 
 @cache
 def _lexer(language: str) -> Any:
-    from pygments.lexers import get_lexer_by_name
+    from pygments.lexers import find_lexer_class_by_name
     from pygments.util import ClassNotFound
 
     try:
-        return get_lexer_by_name(language, stripnl=False, ensurenl=False)
+        return find_lexer_class_by_name(language)(stripnl=False, ensurenl=False)
     except (ClassNotFound, ValueError):
         return None
 

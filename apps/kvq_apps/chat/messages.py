@@ -24,7 +24,7 @@ class Message:
     created_s: float = 0.0
     branch: int = 1
     branches: int = 1
-    stats: Mapping[str, Any] = field(default_factory=dict)
+    stats: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def state_after(reason: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvq.errors import BackendError, ModelError, SnapshotError, UsageError, argument
+from kvq.json_values import is_object
 from kvq_apps.chat.client import (
     ContextFullError,
     EngineLostError,
@@ -67,7 +68,7 @@ class RemoteClient:
                 f"{self._url} does not serve {name or 'any model'}; it serves "
                 f"{', '.join(served) or 'nothing'}"
             )
-        meta = named[name].get("meta") or {}
+        meta: dict[str, Any] = named[name].get("meta") or {}
         if meta.get("chat") is False:
             raise NoChatError(name, "its /v1/completions")
         self._model = name
@@ -211,7 +212,8 @@ class RemoteClient:
                     stream.measured(stats)
                 for choice in event.get("choices") or ():
                     draft = choice.get("index") or 0
-                    stream.write((choice.get("delta") or {}).get("content") or "", draft)
+                    delta: dict[str, Any] = choice.get("delta") or {}
+                    stream.write(delta.get("content") or "", draft)
                     if choice.get("finish_reason"):
                         reasons[draft] = choice["finish_reason"]
         if stream.cancelled():
@@ -250,9 +252,9 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
     usage = event.get("usage")
     if not usage:
         return None
-    details = usage.get("prompt_tokens_details") or {}
-    timings = event.get("timings") or {}
-    kvq = event.get("x_kvq") or {}
+    details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
+    timings: dict[str, Any] = event.get("timings") or {}
+    kvq: dict[str, Any] = event.get("x_kvq") or {}
     prompt, new = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     return ReplyStats(
         prompt_tokens=prompt,
@@ -285,7 +287,7 @@ def _refusal(url: str, status: int, body: bytes) -> Exception:
 
 
 def _error_of(error: Any, url: str) -> Exception:
-    details: Mapping[str, Any] = error if isinstance(error, dict) else {}
+    details: Mapping[str, Any] = error if is_object(error) else {}
     if details.get("type") == "unavailable_error":
         return EngineLostError(f"{url} is not ready: {_words_of(error)}")
     if details.get("code") == "context_length_exceeded":
@@ -295,5 +297,5 @@ def _error_of(error: Any, url: str) -> Exception:
 
 
 def _words_of(error: Any) -> str:
-    message = error.get("message") if isinstance(error, dict) else error
+    message = error.get("message") if is_object(error) else error
     return " ".join(str(message or "no reason given").split())

@@ -346,7 +346,8 @@ class TranscriptView(ScrollView, can_focus=True):
             text.append(f"  {message.branch}/{message.branches}", self._palette["header"])
         if message.state in STATES:
             text.append(f"  {STATES[message.state]}", self._palette["error"])
-        return Strip(list(text.render(self.app.console))).crop(0, self._width)
+        console = self.app.console  # pyright: ignore[reportUnknownMemberType]  an App of nothing said
+        return Strip(list(text.render(console))).crop(0, self._width)
 
     def _resize_virtual(self) -> None:
         ends = self._row_ends()

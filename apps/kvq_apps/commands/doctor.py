@@ -4,7 +4,7 @@ import platform
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,7 @@ def _settings() -> Iterator[dict[str, Any]]:
         }
 
 
-def _text(value: object) -> str:
+def _text(value: str | float | Sequence[str] | None) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(str, value)) or "none"
     return str(value)

@@ -220,7 +220,8 @@ def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
 
 def _prediction_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """What predicting after so many layers costs, of all that were tried."""
-    found = report["prediction"] or (report["quality"] or {}).pop("prediction", None)
+    quality: dict[str, Any] = report["quality"] or {}
+    found = report["prediction"] or quality.pop("prediction", None)
     if found is None:
         return _auxiliary_rows(report["auxiliary"])
     rows = [

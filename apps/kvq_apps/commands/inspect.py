@@ -342,7 +342,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], Rows]:
     checkpoint = source.checkpoint(config)
     checkpoint.check(source.weight_sources(family, config), family.spare(config))
     tensors = checkpoint.tensors.values()
-    report = {
+    report: dict[str, Any] = {
         "format": "checkpoint",
         "path": str(folder),
         "name": folder.resolve().name,

@@ -83,7 +83,7 @@ def _described(name: str, path: Path, arguments: Namespace) -> dict[str, Any]:
     }
     try:
         if path.is_file():
-            files, source = GgufFile.open(path), {}
+            files, source = GgufFile.open(path), dict[str, Any]()
         else:
             files = Bundle.open(path, verify="size")
             source = files.manifest.source

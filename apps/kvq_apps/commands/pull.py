@@ -38,17 +38,17 @@ def run(arguments: Namespace) -> int:
 
     asked = wanted(arguments.source)
     bundle = pull(asked, anew=arguments.force)
-    files = bundle.manifest.files.values()
+    num_bytes = sum(file.num_bytes for file in bundle.manifest.files.values())
     report = {
         "name": asked.name,
         "path": str(bundle.path),
-        "bytes": sum(file.num_bytes for file in files),
+        "bytes": num_bytes,
     }
     if arguments.json:
         output.print_json(report)
     else:
         output.print_note(
-            f"{asked.name} takes {format_bytes(report['bytes'])} in {bundle.path}; try: "
+            f"{asked.name} takes {format_bytes(num_bytes)} in {bundle.path}; try: "
             f'kvq run -m {asked.name} --chat "What is the capital of France?"'
         )
     return 0

@@ -178,7 +178,7 @@ def model_and_prompt(arguments: Namespace) -> tuple[str | None, str]:
     return model, text
 
 
-def _refuse_endless(prompt: str, engine: "Engine", session: "Session") -> None:
+def _refuse_endless(prompt: str, engine: "Engine", session: "Session[Any]") -> None:
     """Raises `UsageError` for a prompt whose beginning alone is twice too long.
 
     Making tokens of megabytes would take many seconds, only to say the same.
@@ -210,7 +210,7 @@ def _prompt_ids(engine: "Engine", arguments: Namespace, prompt: str) -> tuple[li
 
 
 def _answer(
-    session: "Session",
+    session: "Session[Any]",
     ids: list[int],
     begin_with: bytes,
     arguments: Namespace,
@@ -246,7 +246,7 @@ def _answer(
     return answer
 
 
-def _report(engine: "Engine", session: "Session", answer: _Answer) -> dict[str, Any]:
+def _report(engine: "Engine", session: "Session[Any]", answer: _Answer) -> dict[str, Any]:
     stats = session.stats()
     plan = session.config.plan
     return {

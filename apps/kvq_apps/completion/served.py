@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvq.errors import BackendError, UsageError, argument
+from kvq.json_values import is_array, is_object
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import (
     DEFAULT_DRAFTS,
@@ -72,7 +73,7 @@ class ServedCompletions:
         if answers is None:
             return Completion(drafts=(), why_not="cancelled")
         drafts = to_show(document, place, ((str(one.get("content", "")), 0.0) for one in answers))
-        own = answers[0].get("x_kvq") or {}
+        own: dict[str, Any] = answers[0].get("x_kvq") or {}
         cached = int(own.get("cached_tokens", 0))
         return Completion(
             drafts=tuple(drafts),
@@ -120,8 +121,8 @@ class ServedCompletions:
             raise BackendError(f"{self._address} does not answer: {error}") from error
         finally:
             connection.close()
-        answers = answer if isinstance(answer, list) else [answer]
-        if response.status != HTTP_OK or not answers or not all(map(_is_object, answers)):
+        answers = answer if is_array(answer) else [answer]
+        if response.status != HTTP_OK or not answers or not all(map(is_object, answers)):
             raise BackendError(f"{self._address} refuses: {_reason(answer)}")
         return answers
 
@@ -154,11 +155,7 @@ def _host(address: str) -> tuple[str | None, int | None]:
     return None, None
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def _reason(answer: Any) -> Any:
     """What a server says of an error, in its words."""
-    error = answer.get("error") if isinstance(answer, dict) else None
-    return error.get("message", answer) if isinstance(error, dict) else answer
+    error = answer.get("error") if is_object(answer) else None
+    return error.get("message", answer) if is_object(error) else answer

@@ -26,10 +26,10 @@ class CacheSetting:
 
     def opener(
         self,
-        open_session: Callable[..., Session],
+        open_session: Callable[..., Session[Any]],
         context_tokens: int,
         budget_bytes: int | None = None,
-    ) -> Callable[[], Session]:
+    ) -> Callable[[], Session[Any]]:
         """Opens sessions (`Engine.session`) for a context; no budget: what all of it needs."""
         options: dict[str, Any] = {} if self.policy is None else {"policy": self.policy}
         return partial(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import DataError
+from kvq.json_values import is_object
 from kvq_apps import text_input
 
 _OPENERS = {".jsonl": open, ".gz": gzip.open, ".xz": lzma.open}
@@ -36,7 +37,7 @@ def _record(line: bytes, place: str) -> dict[str, Any]:
         value = json.loads(line)
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise DataError(f"{place} is not a JSON object; give one object per line")
     return value
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq_runtime.session import Session
 
-OpenSession = Callable[[], Session]
+OpenSession = Callable[[], Session[Any]]
 Progress = Callable[[int, int], None]
 Floats = NDArray[np.floating]
 # Answers written in one pass: the weights are read once for all of them.
@@ -28,7 +29,7 @@ class Measurement:
     n: int
     kv_bytes: int
     bytes_per_token: float
-    details: dict[str, object] = field(default_factory=dict)
+    details: dict[str, object] = field(default_factory=dict[str, object])
 
 
 class HeldBytes:
@@ -38,7 +39,7 @@ class HeldBytes:
         self.peak = 0
         self.per_token = 0.0
 
-    def see(self, session: Session) -> None:
+    def see(self, session: Session[Any]) -> None:
         """Counts a session that has done its work."""
         stats = session.stats()
         self.peak = max(self.peak, stats.kv_bytes_peak)
@@ -56,7 +57,9 @@ class HeldBytes:
         )
 
 
-def predictions(session: Session, ids: Sequence[int], first: int) -> Iterator[tuple[int, Floats]]:
+def predictions(
+    session: Session[Any], ids: Sequence[int], first: int
+) -> Iterator[tuple[int, Floats]]:
     """Runs `ids` through an empty session; (position, logits [n, V]) of those from `first` on.
 
     The row at position i predicts token i + 1, so the last token has none.
@@ -89,7 +92,7 @@ class AnswerScore:
     reciprocal_rank: float
 
 
-def score_answer(session: Session, ids: Sequence[int], first: int) -> AnswerScore:
+def score_answer(session: Session[Any], ids: Sequence[int], first: int) -> AnswerScore:
     """Scores tokens `ids[first:]`, given that the session already holds `ids[: first - 1]`."""
     wanted = ids[first:]
     logits = np.concatenate(list(session.logits(ids[first - 1 : -1])))

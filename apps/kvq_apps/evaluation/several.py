@@ -20,7 +20,7 @@ from kvq_runtime.alternatives import Alternative, Writer
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.hunks import common_prefix
-from kvq_runtime.session import Session
+from kvq_runtime.session import Session, unseen
 
 Report = dict[str, Any]
 
@@ -56,13 +56,13 @@ class Place:
 class Scores:
     """What one method gave at every place."""
 
-    exact: list[float] = field(default_factory=list)
-    similarity: list[float] = field(default_factory=list)
-    leading: list[float] = field(default_factory=list)
-    logprob: list[float] = field(default_factory=list)
-    overlap: list[float] = field(default_factory=list)
-    drafts: list[float] = field(default_factory=list)
-    ratio: list[float] = field(default_factory=list)
+    exact: list[float] = field(default_factory=list[float])
+    similarity: list[float] = field(default_factory=list[float])
+    leading: list[float] = field(default_factory=list[float])
+    logprob: list[float] = field(default_factory=list[float])
+    overlap: list[float] = field(default_factory=list[float])
+    drafts: list[float] = field(default_factory=list[float])
+    ratio: list[float] = field(default_factory=list[float])
 
     def row(self, method: str, k: int) -> dict[str, Any]:
         """A row of the report: means, standard errors of the first two, the median of the times."""
@@ -141,7 +141,7 @@ def candidates_compared(engine: Engine, writer: Callable[[str], Writer], text: s
     )  # fmt: skip
     scores = measure(
         lambda: session_for_drafts(engine, CANDIDATE_CONTEXT), writer, engine.tokenizer, asked,
-        CANDIDATES, [CANDIDATE_DRAFTS], lambda *_: None,
+        CANDIDATES, [CANDIDATE_DRAFTS], unseen,
     )  # fmt: skip
     found = {name: scores[name, CANDIDATE_DRAFTS].similarity for name in CANDIDATES}
     return {

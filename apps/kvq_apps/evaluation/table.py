@@ -16,7 +16,7 @@ TASKS = ("kld", "passkey", "retrieval")
 
 
 def measure_table(
-    open_session: Callable[..., Session],
+    open_session: Callable[..., Session[Any]],
     material: Material,
     settings: Sequence[CacheSetting],
     context_tokens: int,

@@ -27,7 +27,9 @@ class Material:
 
     tokenizer: Tokenizer
     windows: Sequence[Sequence[int]] = ()
-    questions: Mapping[str, Sequence[Question]] = field(default_factory=dict)
+    questions: Mapping[str, Sequence[Question]] = field(
+        default_factory=dict[str, Sequence[Question]]
+    )
     gaps: Sequence[Gap] = ()
     answer_tokens: int = 1
     passes: Passes | None = None

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from kvq.json_values import is_array
+
 
 def app(args: Mapping[str, Any]) -> Any:
     """The application for `serve run kvq_apps.fleet:app model=nano replicas=2` or `serve deploy`.
@@ -16,7 +18,7 @@ def app(args: Mapping[str, Any]) -> Any:
     words: list[str] = []
     for name, value in args.items():
         flag = f"--{name.replace('_', '-')}"
-        many = value if isinstance(value, list) else [value]
+        many = value if is_array(value) else [value]
         words += [flag for one in many if one is True]
         words += [f"{flag}={one}" for one in many if not isinstance(one, bool)]
     return application(asked_for(parse(["serve", "--ray", *words])))

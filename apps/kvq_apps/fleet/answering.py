@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import ray.data  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+import ray.data
+from ray.exceptions import RayError
 
 from kvq.errors import BackendError
 from kvq_apps import batch
@@ -51,10 +51,8 @@ def answer_all(
     rows = [{"line": one.line, "text": one.text, "digest": one.digest} for one in prompts]
     replicas = Replicas.asked(arguments)
     share = share_of(asked.engine_options.get("threads"), replicas.most)
-    # Ray Data's types know no class here.
-    replica: Any = _Replica
     found = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // _LINES)).map(
-        replica,
+        _Replica,
         fn_constructor_args=[asked.with_threads(share.threads)],
         concurrency=replicas.most if replicas.least == replicas.most else (
             replicas.least, replicas.most,

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
 
 from kvq.errors import UsageError
@@ -14,14 +14,14 @@ _LOCAL = "local"
 
 
 @contextmanager
-def connected() -> Iterator[None]:
+def connected() -> Generator[None]:
     """While inside, Ray is there: that of `RAY_ADDRESS`, one that runs here, or one of our own.
 
     One of our own is on this machine alone: it listens on loopback. Nothing is reported to
     anybody. Raises `UsageError` where Ray cannot be reached, `ModuleNotFoundError` without it.
     """
     silence_ray()
-    import ray  # pyright: ignore[reportMissingImports]
+    import ray
 
     try:
         _join()
@@ -38,7 +38,7 @@ def connected() -> Iterator[None]:
 
 
 def _join() -> None:
-    import ray  # pyright: ignore[reportMissingImports]
+    import ray
 
     address = ray_address()
     if address != _LOCAL:

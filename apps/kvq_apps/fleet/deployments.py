@@ -12,13 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ray import serve  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
-from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import (
     BackPressureError,
     RayServeException,
 )
-from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
+from ray.serve.request_router import RequestRouter
 from starlette.types import Message
 
 from kvq_apps.fleet.gateway import Asked, gateway, lost
@@ -191,12 +191,11 @@ class Gateway:
             response.cancel()
 
 
-def application(fleet: AskedFor) -> Any:
+def application(fleet: AskedFor) -> serve.Application:
     """The Ray Serve application of a fleet. Raises `UsageError` where no machine has the CPUs."""
     config, replicas = fleet.config, fleet.replicas
     share = share_of(fleet.engine_options.get("threads"), replicas.most)
-    deployment: Any = serve.deployment
-    replica = deployment(
+    replica = serve.deployment(
         Replica,
         name="replica",
         ray_actor_options={"num_cpus": share.cpus},
@@ -212,7 +211,7 @@ def application(fleet: AskedFor) -> Any:
         },
         **replicas.options(config.sessions),
     ).bind(fleet, {**fleet.engine_options, "threads": share.threads})
-    return deployment(
+    return serve.deployment(
         Gateway,
         name="gateway",
         ray_actor_options={"num_cpus": 0},

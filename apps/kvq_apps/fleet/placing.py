@@ -61,7 +61,7 @@ def share_of(threads: int | None, most: int) -> Share:
     What Ray has is not known where it is yet to be started, as by `serve run`: one thread then.
     Raises `UsageError` where no machine has so many.
     """
-    import ray  # pyright: ignore[reportMissingImports]
+    import ray
 
     if not ray.is_initialized():
         return Share(threads or 1, threads or 1)

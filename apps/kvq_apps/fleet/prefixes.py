@@ -10,6 +10,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
+from kvq.json_values import is_array, is_object
+
 BLOCK = 64
 # Digests that are remembered of each replica: some 4 million characters.
 MOST_BLOCKS = 1 << 16
@@ -29,7 +31,7 @@ def chains_of(body: bytes, owner: str) -> tuple[Chain, ...]:
         fields: Any = json.loads(body)
     except (ValueError, RecursionError):
         return ()
-    if not isinstance(fields, dict):
+    if not is_object(fields):
         return ()
     before, after = _texts(fields)
     seed = f"{owner}\0{fields.get('cache_salt')}"
@@ -41,7 +43,7 @@ def _texts(fields: Mapping[str, Any]) -> tuple[str, str]:
     """The text before and behind the place that is written at; only equality means anything."""
     if "messages" in fields:
         messages = fields["messages"]
-        parts = messages if isinstance(messages, list) else [messages]
+        parts = messages if is_array(messages) else [messages]
         return "".join(map(json.dumps, [fields.get("tools"), *parts])), ""
     prompt = fields.get("prompt", "")
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)

@@ -5,11 +5,11 @@ import signal
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from ray import serve  # pyright: ignore[reportMissingImports]
+from ray import serve
 
 from kvq.errors import BackendError
 from kvq_apps.fleet.deployments import application, asked_for
@@ -60,10 +60,14 @@ def _why() -> str:
 
 
 @contextmanager
-def _until_told() -> Iterator[Callable[[], object]]:
+def _until_told() -> Generator[Callable[[], object]]:
     """Gives a wait for SIGINT or SIGTERM. Before, Ctrl-C ends the start."""
     told = threading.Event()
-    before = {number: signal.signal(number, lambda *_: told.set()) for number in _SIGNALS}
+
+    def tell(_number: int, _frame: object) -> None:
+        told.set()
+
+    before = {number: signal.signal(number, tell) for number in _SIGNALS}
     try:
         yield told.wait
     finally:

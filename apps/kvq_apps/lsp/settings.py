@@ -6,6 +6,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from kvq.json_values import is_array, is_object
+
 MOST_DRAFTS = 9
 # What usually holds secrets: it never gets to a model.
 SECRETS = (".env", ".env.*", "*.pem", "*.key", "id_rsa*", "id_ed25519*", ".netrc", ".pgpass")
@@ -22,7 +24,7 @@ class Settings:
 
     def changed(self, wanted: object, log: Callable[[str], None]) -> "Settings":
         """With the values of `wanted`; one that is not possible stays as it was, and is logged."""
-        if not isinstance(wanted, Mapping):
+        if not is_object(wanted):
             return self
         found = self
         for name, value in wanted.items():
@@ -60,7 +62,7 @@ def _drafts(value: Any) -> int:
 
 
 def _globs(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not is_array(value) or not all(isinstance(one, str) for one in value):
         raise TypeError
     return tuple(value)
 

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvq import __version__
 from kvq.errors import KvqError, UsageError
+from kvq.json_values import is_array
 from kvq_apps.serve import requests
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
@@ -452,7 +453,7 @@ def _text(tokenizer: Tokenizer, fields: Fields, vocab_size: int) -> str:
     """What `/detokenize` is asked for."""
     ids = fields.get("tokens")
     if (
-        not isinstance(ids, list)
+        not is_array(ids)
         or len(ids) > _MOST_TOKENIZED
         or not all(
             isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any, NoReturn, cast
 
+from kvq.json_values import is_array, is_object
 from kvq_apps.serve.errors import RequestError
 
 
@@ -129,9 +130,9 @@ class Fields:
 
 
 def _kind(value: Any) -> str:
-    names = {str: "a string", list: "a list", dict: "an object"}
-    kind = names.get(type(value), "missing")
-    return f"{kind} of {len(value)}" if isinstance(value, list) else kind
+    if is_array(value):
+        return f"a list of {len(value)}"
+    return "a string" if isinstance(value, str) else "an object" if is_object(value) else "missing"
 
 
 def _refuse_constant(name: str) -> NoReturn:

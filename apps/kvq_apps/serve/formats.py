@@ -1,6 +1,7 @@
 """What a request says of the answer's form: OpenAI's `response_format`, llama-server's fields."""
 
 from kvq.errors import UsageError
+from kvq.json_values import is_object
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
 from kvq_runtime.constraint import Constraint
@@ -49,6 +50,6 @@ def _response_format(given: Fields) -> Constraint | None:
 
 def _schema(fields: Fields, name: str) -> dict[str, object]:
     value = fields.get(name)
-    if not isinstance(value, dict):
+    if not is_object(value):
         fields.refuse(name, "a JSON schema, an object")
     return value

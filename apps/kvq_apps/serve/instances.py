@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -54,7 +54,7 @@ class Instance:
 
 
 @contextmanager
-def announced(instance: Instance) -> Iterator[None]:
+def announced(instance: Instance) -> Generator[None]:
     """While inside, `running` finds `instance`; where that cannot be, a note says so."""
     if sys.platform == "win32":
         yield

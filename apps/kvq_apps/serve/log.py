@@ -7,7 +7,7 @@ a prompt; `debug` keeps the text too.
 import logging
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from copy import copy
 from io import TextIOWrapper
@@ -31,7 +31,7 @@ def log_path(name: str) -> Path:
 
 
 @contextmanager
-def logged(path: Path, *, debug: bool = False) -> Iterator[None]:
+def logged(path: Path, *, debug: bool = False) -> Generator[None]:
     """While inside, what our packages log from INFO on is also written to `path`.
 
     What reaches the terminal stays as it was. A file that cannot be written is one note there.

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvq.errors import UsageError, argument
+from kvq.json_values import is_object
 
 TIMEOUT_S = 2.0
 
@@ -52,6 +53,6 @@ def get_json(url: str | None, path: str | None, route: str) -> dict[str, Any]:
             answer: Any = json.loads(connection.getresponse().read())
         except HTTPException as error:
             raise ValueError(str(error)) from error
-    if not isinstance(answer, dict):
+    if not is_object(answer):
         raise ValueError(f"{route} is not an object")
     return answer

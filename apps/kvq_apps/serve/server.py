@@ -8,7 +8,7 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, nullcontext
 from types import FrameType
 
@@ -135,12 +135,12 @@ class _Uvicorn(uvicorn.Server):
     """A uvicorn that leaves the signals to us."""
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Generator[None]:  # type: ignore[override]
         yield
 
 
 @contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
+def _signals(stop: Callable[[], None]) -> Generator[None]:
     """While inside, SIGINT and SIGTERM ask the server to stop."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:

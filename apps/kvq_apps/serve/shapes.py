@@ -20,8 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
+from kvq.json_values import is_array, is_object
 from kvq_apps.serve.requests import Delivery
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import CallPiece, CallReader, Piece
@@ -385,10 +386,10 @@ def _picked(answer: Json, names: Sequence[str] | None) -> Json:
 
 
 def _inside(value: Any, part: str) -> Any:
-    if isinstance(value, list):
-        number = int(part) if part.isdecimal() and len(part) < 9 else len(cast(list[Any], value))
-        return value[number] if number < len(cast(list[Any], value)) else None
-    return cast(Json, value).get(part) if isinstance(value, dict) else None
+    if is_array(value):
+        number = int(part) if part.isdecimal() and len(part) < 9 else len(value)
+        return value[number] if number < len(value) else None
+    return value.get(part) if is_object(value) else None
 
 
 def _said(pieces: Sequence[Piece]) -> Json:

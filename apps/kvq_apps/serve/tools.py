@@ -129,7 +129,7 @@ def _called(fields: Fields, choice: Any, names: list[str]) -> tuple[tuple[str, .
 def _object(function: Mapping[str, Any], arguments: str) -> str:
     """A call as the templates write one."""
     head = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
-    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    schema: dict[str, Any] = function.get("parameters") or {"type": "object", "properties": {}}
     return f"({escaped(head)} {json_part(schema)} {escaped('}')})"
 
 

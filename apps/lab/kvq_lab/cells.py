@@ -6,8 +6,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import RayTaskError  # pyright: ignore[reportMissingImports]
+import ray
+from ray.exceptions import RayTaskError
 
 from kvq.errors import BudgetError
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
@@ -16,6 +16,7 @@ from kvq_apps.evaluation.tasks import Material
 from kvq_apps.output import Shown
 from kvq_lab.sweep import Sweep, SweepFile, cell, key_of
 from kvq_runtime.named_engine import Engine
+from kvq_runtime.session import unseen
 
 # A task, a budget and the caches that are measured in it by one process.
 Job = tuple[str, Fraction | None, tuple[CacheSetting, ...]]
@@ -83,9 +84,7 @@ def _measure(
     ]
     exact = UNQUANTIZED.opener(engine.session, sweep.context_tokens)
     return list(
-        replace(material, tokenizer=engine.tokenizer).measure_all(
-            task, opened, exact, lambda *_: None
-        )
+        replace(material, tokenizer=engine.tokenizer).measure_all(task, opened, exact, unseen)
     )
 
 

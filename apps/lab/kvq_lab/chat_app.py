@@ -5,7 +5,7 @@ screen's thread; a key is echoed when its character stands in what is written to
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -54,10 +54,14 @@ class ChatJob:
                 raise UsageError(about=f"--{flag}", value=value, possible="give 1 or more")
 
 
+def _unseen(_data: str) -> None:
+    """What is written while nobody measures."""
+
+
 class SinkDriver(HeadlessDriver):
     """A terminal nobody looks at: what is written goes to `seen`."""
 
-    seen: Callable[[str], None] = staticmethod(lambda _data: None)
+    seen: Callable[[str], None] = staticmethod(_unseen)
 
     @property
     def is_headless(self) -> bool:
@@ -226,13 +230,13 @@ def _app(client: FakeClient, settings: ChatSettings) -> ChatApp:
 
 
 def _driver(app: ChatApp) -> SinkDriver:
-    driver = app._driver
+    driver = app._driver  # pyright: ignore[reportPrivateUsage]
     assert isinstance(driver, SinkDriver)
     return driver
 
 
 @asynccontextmanager
-async def _running(app: ChatApp) -> AsyncIterator[None]:
+async def _running(app: ChatApp) -> AsyncGenerator[None]:
     """The app from its first frame until it has been left by its own way."""
     running = asyncio.create_task(app.run_async(size=SIZE, mouse=False))
     await _until(lambda: app.controller.idle)

@@ -8,6 +8,7 @@ with those of an unquantised cache that computed the edited text from its beginn
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -153,13 +154,13 @@ def _case(
 
 
 # How a session that holds the text before comes to hold what follows the changes; what it encoded.
-Way = Callable[[Session, EditCase], int]
+Way = Callable[[Session[Any], EditCase], int]
 
 
 def changing(*, reencode_next: int | None = 0, reencode_tail: int = 1) -> Way:
     """One edit after the other, each encoded before the next."""
 
-    def change(session: Session, case: EditCase) -> int:
+    def change(session: Session[Any], case: EditCase) -> int:
         encoded = 0
         for one in case.changes:
             session.edit(
@@ -178,7 +179,7 @@ def changing(*, reencode_next: int | None = 0, reencode_tail: int = 1) -> Way:
 def refreshing(max_tokens: int | None) -> Way:
     """The edits alone, and then so much idle time."""
 
-    def change(session: Session, case: EditCase) -> int:
+    def change(session: Session[Any], case: EditCase) -> int:
         encoded, stale = changing()(session, case), session.sequence.staleness.stale
         session.refresh(max_tokens)
         return encoded + min(stale, max_tokens or stale)
@@ -189,7 +190,7 @@ def refreshing(max_tokens: int | None) -> Way:
 def again(choose: Callable[[Sequence[int]], Sequence[int]]) -> Way:
     """The edits alone, and then `AGAIN_TOKENS` stale tokens once more, at places it chooses."""
 
-    def change(session: Session, case: EditCase) -> int:
+    def change(session: Session[Any], case: EditCase) -> int:
         encoded = changing()(session, case)
         stale = np.flatnonzero(session.sequence.staleness.ages > 0).tolist()
         for start in choose(stale[::RUN_TOKENS])[: AGAIN_TOKENS // RUN_TOKENS]:
@@ -200,12 +201,12 @@ def again(choose: Callable[[Sequence[int]], Sequence[int]]) -> Way:
     return change
 
 
-def ignoring(session: Session, case: EditCase) -> int:
+def ignoring(session: Session[Any], case: EditCase) -> int:
     """The text stays as it was."""
     return 0
 
 
-def _prefilled(session: Session) -> int:
+def _prefilled(session: Session[Any]) -> int:
     count = len(session.sequence.due())
     if count:
         session.prefill()
@@ -335,14 +336,14 @@ def _answers(open_session: OpenSession, case: EditCase, held: HeldBytes) -> dict
     return answers
 
 
-def _answer(session: Session, case: EditCase, encoded_tokens: int) -> _Answer:
+def _answer(session: Session[Any], case: EditCase, encoded_tokens: int) -> _Answer:
     state = session.sequence.state()
     rows = log_softmax(np.concatenate(list(session.logits(case.following))))
     session.sequence.restore(state)
     return _Answer(rows, _first_line(session), encoded_tokens)
 
 
-def _first_line(session: Session) -> str:
+def _first_line(session: Session[Any]) -> str:
     """The first line that is not blank, written greedily."""
     text = ""
     for step in session.generate(LINE_TOKENS, sampling=Sampling(temperature=0)):

@@ -87,11 +87,9 @@ def predicting(
 
 def draw(path: Path, report: dict[str, Any]) -> None:
     """Quality over time saved, a line for each kind of matrices. Raises `UsageError`."""
-    from matplotlib.figure import Figure
+    from kvq_apps.bench.plot import new_figure, write_figure
 
-    from kvq_apps.bench.plot import write_figure
-
-    figure = Figure(figsize=(6.0, 4.2), layout="constrained")
+    figure = new_figure(6.0, 4.2)
     panel = figure.subplots()
     for kind, marker in (("own", "o"), ("fitted", "D"), ("auxiliary", "s")):
         rows = [row for row in report["rows"] if row["maps"] == kind]

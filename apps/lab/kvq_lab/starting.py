@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from kvq_apps.lsp.frames import framed, read_frames
 
@@ -28,7 +28,7 @@ def measure(starts: int = STARTS) -> dict[str, float | None]:
 
 
 def _server_s() -> float:
-    asked = {"id": 1, "method": "initialize", "params": {"capabilities": {}}}
+    asked: dict[str, Any] = {"id": 1, "method": "initialize", "params": {"capabilities": {}}}
     command = [sys.executable, "-c", "from kvq_apps.entry import main; main()", "lsp"]
     pipe, since = subprocess.PIPE, perf_counter()
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as process:

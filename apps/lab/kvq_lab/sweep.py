@@ -89,7 +89,8 @@ class SweepFile:
     def arrange(self, keys: Iterable[Key]) -> None:
         """Puts the cells of `keys` into their order, behind all others."""
         places = {key: place for place, key in enumerate(keys)}
-        self.data["cells"].sort(key=lambda one: places.get(_key(one), -1))
+        cells: list[Mapping[str, Any]] = self.data["cells"]
+        cells.sort(key=lambda one: places.get(_key(one), -1))
         self._write()
 
     def _resume(
@@ -118,14 +119,14 @@ def check_out(path: Path) -> None:
         )
 
 
-def check_settings(open_session: Callable[..., Session], sweep: Sweep) -> None:
+def check_settings(open_session: Callable[..., Session[Any]], sweep: Sweep) -> None:
     """Raises `UsageError` for a policy that cannot be opened, before anything is measured."""
     for setting in sweep.settings:
         setting.opener(open_session, sweep.context_tokens)().close()
 
 
 def run(
-    open_session: Callable[..., Session],
+    open_session: Callable[..., Session[Any]],
     material: Material,
     sweep: Sweep,
     file: SweepFile,

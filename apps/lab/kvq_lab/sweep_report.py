@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq.formats import format_bytes
 from kvq_apps import output
-from kvq_apps.bench.plot import LEAST_TICKS, log_ticks, open_panel, write_figure
+from kvq_apps.bench.plot import LEAST_TICKS, log_ticks, new_figure, open_panel, write_figure
 from kvq_lab.sweep import EXACT
 
 Cell = Mapping[str, Any]
@@ -98,14 +98,13 @@ def standard_error(values: Sequence[float]) -> float:
 def draw_sweep(path: Path, data: Mapping[str, Any]) -> None:
     """Writes the plot: a panel per measure, a line per cache. Raises `UsageError`."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
     tasks = [task for task in MEASURES if task in data["tasks"]]
     measured = [cell for cell in data["cells"] if "refused" not in cell]
     names = [name for name in dict.fromkeys(map(line_name, measured)) if name != EXACT]
-    palette = colormaps["tab10"].colors  # type: ignore[attr-defined]
+    palette = [colormaps["tab10"](i) for i in range(10)]
     looks = {name: (palette[i % 10], STYLES[i // 10 % len(STYLES)]) for i, name in enumerate(names)}
-    figure = Figure(figsize=(4.4 * len(tasks) + 2.2, 7.0), layout="constrained")
+    figure = new_figure(4.4 * len(tasks) + 2.2, 7.0)
     panels = figure.subplots(2, len(tasks), squeeze=False)
     for column, task in enumerate(tasks):
         cells = [cell for cell in measured if cell["task"] == task]
@@ -123,7 +122,7 @@ def _draw_panel(
     panel: Any,
     cells: Sequence[Cell],
     measure: tuple[str, str, str],
-    looks: Mapping[str, tuple[Any, str]],
+    looks: Mapping[str, tuple[tuple[float, ...], str]],
 ) -> None:
     key, words, axis = measure
     for name, (colour, style) in looks.items():
