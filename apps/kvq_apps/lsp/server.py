@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol, cast
 
 from kvq import __version__
+from kvq.json_values import is_array, is_object
 from kvq_apps.completion.document import Document, Encoding, Position
 from kvq_apps.completion.drafts import Completion
 from kvq_apps.flags import told
@@ -74,7 +75,9 @@ class _Open:
 
     document: Document
     version: int
-    shown: dict[tuple[int, int], Completion] = field(default_factory=dict)
+    shown: dict[tuple[int, int], Completion] = field(
+        default_factory=dict[tuple[int, int], Completion]
+    )
     typed: TypedThrough | None = None
     request: "_Request | None" = None
     last: Completion | None = None
@@ -209,7 +212,7 @@ class LanguageServer:
                 answered(message.get("result"))
             return
         try:
-            result = self._handle(method, params if isinstance(params, dict) else {}, number)
+            result = self._handle(method, params if is_object(params) else {}, number)
         except RpcError as error:
             if number is not None:
                 self._answer(number, error=error)
@@ -262,7 +265,7 @@ class LanguageServer:
         self._encoding = cast(Encoding, found)
         self._pulls = bool(capabilities.get("workspace", {}).get("configuration"))
         self._shows_progress = bool(capabilities.get("window", {}).get("workDoneProgress"))
-        options = params.get("initializationOptions") or {}
+        options: dict[str, Any] = params.get("initializationOptions") or {}
         self._settings = self._settings.changed(options, self._log)
         self._as_list = bool(options.get("fallbackCompletion"))
         if isinstance(parent := params.get("processId"), int):
@@ -309,12 +312,12 @@ class LanguageServer:
             self._call("workspace/configuration", items, self._configured)
 
     def _configured(self, result: Any) -> None:
-        if isinstance(result, list) and result:
+        if is_array(result) and result:
             self._settings = self._settings.changed(result[0], self._log)
 
     def _on_configuration(self, params: dict[str, Any], _: Any) -> None:
         wanted = params.get("settings")
-        if isinstance(wanted, dict):
+        if is_object(wanted):
             self._settings = self._settings.changed(wanted.get("kvq", wanted), self._log)
         self._pull()
 
@@ -402,7 +405,7 @@ class LanguageServer:
         if number is None:
             return None  # nobody can be answered
         uri, position = params["textDocument"]["uri"], _position(params["position"])
-        context = params.get("context") or {}
+        context: dict[str, Any] = params.get("context") or {}
         selected = _selected(context.get("selectedCompletionInfo"))
         with self._lock:
             known = self._documents.get(uri)
