@@ -69,6 +69,9 @@ class Completer(Protocol):
     def close(self) -> None: ...
 
 
+_Shown = dict[tuple[int, int], Completion]
+
+
 @dataclass(slots=True)
 class _Open:
     """A document, its version, and the list shown at one place of it until the next edit."""
