@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from kvq.errors import UsageError
 from kvq_apps.serve.fields import Fields
 from kvq_models.tokenizer import Tokenizer
-from kvq_models.tools import MARKS, CallReader, ToolForm, tool_form
+from kvq_models.tools import MARKS, Reader, ToolForm, reader_of, tool_form
 from kvq_runtime.constraint import Constraint, escaped, json_part
 
 MOST_TOOLS = 128
@@ -31,17 +32,30 @@ class Tools:
     called: tuple[str, ...] = ()
     many: bool = True
 
-    def reader(self) -> CallReader:
+    def reader(self) -> Reader:
         """Tells the calls in one answer."""
-        return CallReader(self.form, self._names, most=None if self.many else 1)
+        schemas = {
+            row["function"]["name"]: row["function"].get("parameters") or {} for row in self.rows
+        }
+        return reader_of(self.form, schemas, most=None if self.many else 1)
 
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The control tokens that are marks of calls, the model's own or another family's."""
-        ids = [tokenizer.token_id(mark) for pair in MARKS.items() for mark in pair if mark]
+        own = (self.form.opening, self.form.closing, self.form.quote)
+        marks = {mark for pair in (*MARKS.items(), own) for mark in pair if mark}
+        ids = [tokenizer.token_id(mark) for mark in sorted(marks)]
         return frozenset(one for one in ids if one is not None and tokenizer.is_control(one))
 
     def constraint(self, tokenizer: Tokenizer, text: Constraint | None) -> Constraint | None:
-        """What the answer has to look like: calls, where one must be, or `text`, or either."""
+        """What the answer has to look like: calls, where one must be, or `text`, or either.
+
+        Raises `UsageError` where calls in this model's form cannot be held to one.
+        """
+        if self.form.calls is not None and (self.called or text is not None):
+            raise UsageError(
+                "this model writes calls in a notation of its own, which no answer can be held to; "
+                "let tool_choice be auto, and leave response_format out beside tools"
+            )
         if not self.called:
             return text if text is None else _either(text, self._calls(tokenizer, self._names))
         return Constraint(f"start: calls\n{self._calls(tokenizer, self.called)}")
@@ -91,7 +105,8 @@ def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
         fields.refuse_with(
             "tools",
             "this model's chat template asks for no form of tool calls that is known here; leave "
-            "tools out, or serve a model that calls tools (Qwen, Llama 3, Phi 4, Mistral)",
+            "tools out, or serve a model that calls tools (Qwen, Llama 3, Phi 4, Mistral, Gemma 4, "
+            "SmolLM 3, LFM 2)",
             "unsupported",
         )
     called, one = _called(fields, choice, names)
