@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvq_models.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from kvq_models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,6 +216,24 @@ class Thinking:
         """Whether the prompt ends with the opening mark."""
         tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], special=True)
         return tail.rstrip().endswith(self.form.opening)
+
+    def ids(self, thought: str, answer: str, *, begun: bool) -> list[int]:
+        """Tokens of a reply as the model writes it, after a prompt that has `begun` the thought."""
+        encode = self.tokenizer.encode
+        if not thought and not begun:
+            return encode(answer)
+        ids = [] if begun else encode(f"{self.form.opening}\n", special=True)
+        ids += encode(thought)
+        closing = encode(f"\n{self.form.closing}\n\n", special=True)
+        return [*ids, *closing, *encode(answer)] if answer else ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a reply's tokens, its marks included."""
+        from kvq_models.tokenizer import IncrementalDetokenizer
+
+        detokenizer = IncrementalDetokenizer(self.tokenizer)
+        detokenizer.show(self.shown)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
     def reader(self, prompt: Sequence[int]) -> ThinkingReader:
         """Reads an answer to `prompt`."""

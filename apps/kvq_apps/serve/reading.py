@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from secrets import token_hex
 from typing import Any
 
-from kvq_apps.serve.thinking import Thinks
 from kvq_apps.serve.tools import Tools
+from kvq_apps.thinking import Thinks
 from kvq_models.thinking import Piece as ThinkingPiece
 from kvq_models.thinking import Thought
 from kvq_models.tools import CallPiece, Piece

@@ -17,8 +17,9 @@ from kvq_apps.serve import infill
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.formats import NAMES, constraint_of
-from kvq_apps.serve.thinking import Thinks, template_variables, thinks_of
+from kvq_apps.serve.thinking import template_variables, thinks_of
 from kvq_apps.serve.tools import Tools, calls_of, tools_of
+from kvq_apps.thinking import Thinks
 from kvq_models.thinking import said
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling

@@ -1,14 +1,12 @@
-"""What a request says of the model's thinking, and the form an answer that begins with it has."""
+"""What a request says of the model's thinking."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvq.errors import UsageError
 from kvq_apps.serve.fields import Fields
-from kvq_models.thinking import Thinking, ThinkingReader
+from kvq_apps.thinking import Thinks
+from kvq_models.thinking import Thinking
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.constraint import Constraint, escaped
 
 # OpenAI's words, and those of templates that know more of them.
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -17,67 +15,6 @@ FORMATS = ("auto", "deepseek", "none")
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _MOST_VARIABLES = 32
 _MOST_TOKENS = 1 << 31
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Thinks:
-    """How answers to a request think: `begun` says that the prompt opened the thought.
-
-    It has at most `budget` tokens, None: any. `told`: the client is told of it.
-    """
-
-    thinking: Thinking
-    begun: bool
-    budget: int | None
-    told: bool
-
-    def reader(self) -> ThinkingReader:
-        """Reads one answer."""
-        return ThinkingReader(self.thinking.form, begun=self.begun)
-
-    def constraint(self, answer: Constraint | None, shown: Sequence[int]) -> Constraint | None:
-        """The form of a thought and then an `answer`, None: any text and the tokens `shown`.
-
-        None where nothing is asked. Raises `UsageError` for a budget that cannot be kept.
-        """
-        if answer is None and self.budget is None:
-            return None
-        closing = self.thinking.tokenizer.token_id(self.thinking.form.closing)
-        if closing is None and self.budget is not None:
-            raise UsageError(
-                "this model's mark after a thought is no token of its own, so its thinking cannot "
-                "be held to reasoning_budget_tokens; leave that out"
-            )
-        thought, opening = f"thought close /[ \\n]*/ answer\n{self._thought(closing)}", ""
-        if not self.begun:
-            thought, opening = f"(open {thought.replace(' answer', ')? answer', 1)}", self._open()
-        return Constraint(f"start: {thought}{opening}{self._answer(answer, shown)}")
-
-    def _thought(self, closing: int | None) -> str:
-        """Rules of a thought and of the mark after it."""
-        mark = escaped(self.thinking.form.closing).strip("/")
-        if closing is None:
-            return f'thought[lazy]: /(?s:.*){mark}/\nclose: ""\n'
-        limit = "" if self.budget is None else f"[max_tokens={self.budget}]"
-        rest = f"/(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/"
-        return f"thought{limit}: THOUGHT\nTHOUGHT: {rest}\nclose: <[{closing}]>\n"
-
-    def _open(self) -> str:
-        """The rule of the mark before a thought: a control token by its id, then its text."""
-        tokenizer, mark = self.thinking.tokenizer, self.thinking.form.opening
-        first = self.thinking.form.tokens[0]
-        token = tokenizer.token_id(first)
-        if token is None:
-            return f"open: {escaped(mark)}\n"
-        rest = mark.removeprefix(first)
-        return f"open: <[{token}]>{f' {escaped(rest)}' if rest else ''}\n"
-
-    def _answer(self, answer: Constraint | None, shown: Sequence[int]) -> str:
-        if answer is not None:
-            return answer.lark.replace("start:", "answer:", 1)
-        tokens = "".join(f" | <[{token}]>" for token in shown)
-        opening = escaped(self.thinking.form.opening).strip("/")
-        return f"answer: (TEXT{tokens})*\nTEXT: /(?s:.+)/ & ~/[ \\n]*{opening}(?s:.*)/\n"
 
 
 def thinks_of(fields: Fields, tokenizer: Tokenizer, prompt: Sequence[int]) -> Thinks | None:
