@@ -124,7 +124,7 @@ class LocalClient:
         if self._thinking is None:
             return self._opened()[0].tokenizer.decode(ids)
         reader, writer = self._thinking.reader(asked), ThinkingWriter()
-        return writer.text([*reader.feed(self._thinking.text(ids)), *reader.flush()])
+        return writer.text(reader.feed(self._thinking.text(ids)))
 
     def _encode(self, turn: Turn, prompt: list[int], stream: Stream) -> int | None:
         """Has the session hold `prompt`; how much of it it held, None if that was stopped."""
@@ -153,7 +153,7 @@ class LocalClient:
             thoughts.token(step.text)
             stream.measured(thoughts.measured(self._stats(prompt, cached, count)))
             reason = step.finish_reason or reason
-        thoughts.end()
+        thoughts.end(reason)
         return reason
 
     @property
@@ -194,8 +194,8 @@ class LocalClient:
                 reasons[draft] = step.finish_reason or reasons[draft]
             rate = count / spent_s if spent_s else 0.0
             stream.measured(replace(self._stats(prompt, cached, count), decode_tok_s=rate))
-        for one in thoughts:
-            one.end()
+        for one, reason in zip(thoughts, reasons, strict=True):
+            one.end(reason)
         return reasons
 
     def _settle(self) -> None:

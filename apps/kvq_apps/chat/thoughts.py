@@ -50,9 +50,9 @@ class Thoughts:
             self._time()
         self._stream.write(self._writer.text(pieces), self._draft)
 
-    def end(self) -> None:
-        """The reply is over."""
-        if self._reader is not None:
+    def end(self, reason: str) -> None:
+        """The reply is over; one that is cut may go on, and what was held back then comes."""
+        if self._reader is not None and reason == "stop":
             self.write(self._reader.flush())
 
     def measured(self, stats: ReplyStats) -> ReplyStats:

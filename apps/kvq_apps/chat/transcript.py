@@ -134,7 +134,10 @@ class TranscriptView(ScrollView, can_focus=True):
         """Appends to the streaming message."""
         if self._document is None:
             return
+        thinking = self._reader.thinking
         self._take(self._reader.feed(text))
+        if thinking != self._reader.thinking:
+            self.restate(self.messages[-1])
 
     def _take(self, pieces: Sequence[Piece]) -> None:
         """Appends what is thought and what is said to the streaming message."""
