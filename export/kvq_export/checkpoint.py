@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike
 
 from kvq.errors import CheckpointError
 from kvq.reference_linear import ZERO_PARTS, BlockFormat, Blocks, Grid
+from kvq_models.config import MOST_EXPERTS
 from kvq_models.family import WeightSource
 from kvq_models.registry import read_json
 
@@ -348,7 +349,8 @@ def _experts_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The matrices of a tensor that holds those of all experts, by the experts' numbers."""
     owner, _, own = name.rpartition(".")
     stacked = own in _STACKED and owner.endswith(".experts") and len(tensor.shape) == 3
-    if not stacked or not isinstance(tensor, TensorEntry):
+    # Of no bytes a file may claim any number of them.
+    if not stacked or tensor.shape[0] > MOST_EXPERTS or not isinstance(tensor, TensorEntry):
         yield name, tensor
         return
     count, *shape = tensor.shape

@@ -282,7 +282,7 @@ class ModelConfig:
         mixer, feed = layer.mixer, layer.feed
         _check_count("intermediate_size", feed.width, least=1)
         if isinstance(feed, Experts):
-            _check_count("the number of experts", feed.count, least=1, most=_MOST_EXPERTS)
+            _check_count("the number of experts", feed.count, least=1, most=MOST_EXPERTS)
             _check_count("the experts of a token", feed.chosen, least=1, most=feed.count)
             if feed.beside is not None:
                 _check_count("intermediate_size", feed.beside.width, least=1)
@@ -533,7 +533,7 @@ _REAL = ("norm_eps", "final_softcap", "embedding_scale", "logits_scale", "norm_o
 _CALLED = {"heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim"}
 # What native code counts with.
 _MOST = (1 << 31) - 1
-_MOST_EXPERTS = 1 << 12
+MOST_EXPERTS = 1 << 12
 
 
 def _check_real(name: str, value: Any) -> None:
