@@ -18,7 +18,7 @@ from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.formats import NAMES, constraint_of
 from kvq_apps.serve.thinking import template_variables, thinks_of
-from kvq_apps.serve.tools import Tools, calls_of, tools_of
+from kvq_apps.serve.tools import Tools, answered_calls, calls_of, tools_of
 from kvq_apps.thinking import Thinks
 from kvq_models.thinking import said
 from kvq_models.tokenizer import Tokenizer
@@ -102,7 +102,8 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
     _check_model(fields, model)
     tools = tools_of(fields, model.tokenizer)
     variables = template_variables(fields, model.tokenizer)
-    ids = _chat_ids(model, _messages(fields), tools, variables)
+    messages = answered_calls(_messages(fields), model.tokenizer.chat_template)
+    ids = _chat_ids(model, messages, tools, variables)
     thinks = thinks_of(fields, model.tokenizer, ids)
     count = fields.whole("top_logprobs", 0, MOST_LOGPROBS, 0)
     logprobs = fields.flag("logprobs")

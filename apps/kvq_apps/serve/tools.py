@@ -17,6 +17,8 @@ MOST_TOOLS = 128
 MOST_CALLS = 16
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ID_CHARACTERS = 64
+# A template that has a word for messages of tools, as all but Gemma 4's have.
+_TOOL_ROLE = re.compile(r"""['"]tool['"]""")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +166,33 @@ def _either(text: Constraint, calls: str) -> Constraint:
 def calls_of(message: Fields) -> list[dict[str, Any]]:
     """`tool_calls` of an assistant's message as chat templates take them: arguments as objects."""
     return [_said(call) for call in message.objects("tool_calls")]
+
+
+def answered_calls(messages: list[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
+    """`messages` with results where the template looks for them: some know no role of tools.
+
+    There the results belong to the message with the calls, as objects where they are any.
+    """
+    if template is None or "tool_responses" not in template or _TOOL_ROLE.search(template):
+        return messages
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        before = found[-1] if found else {}
+        if message["role"] == "tool" and before.get("tool_calls"):
+            result = {"name": message["name"], "response": _result(message["content"])}
+            told = [*before.get("tool_responses", ()), result]
+            found[-1] = {**before, "tool_responses": told}
+        else:
+            found.append(message)
+    return found
+
+
+def _result(text: str) -> Any:
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def _said(call: Fields) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from kvq_apps.serve.server import Server
+from kvq_apps.serve.tools import answered_calls
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
 from serving import CHAT, Rule, ask, client, running
@@ -215,3 +216,16 @@ def test_what_cannot_be_asked_is_refused_by_name(field: str, value: Any, said: s
         reply = ask(server, CHAT, user(**{name: {inner: "x"} if inner else value}))
         assert (reply.status, reply.json["error"]["param"]) == (400, field)
         assert said in reply.json["error"]["message"]
+
+
+def test_results_go_where_the_template_looks_for_them() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    results = [{"role": "tool", "name": "f", "content": text} for text in ('{"b": 2}', "sunny")]
+    rest = [{"role": "user", "content": "so?"}, {"role": "tool", "name": "", "content": "lost"}]
+    messages = [asked, *results, *rest]
+    merged = answered_calls(messages, "{{ message.tool_responses }}")
+    told = [{"name": "f", "response": {"b": 2}}, {"name": "f", "response": "sunny"}]
+    assert merged == [{**asked, "tool_responses": told}, *rest]
+    for template in (None, "{{ messages }}", "{{ tool_responses }}{% if role == 'tool' %}"):
+        assert answered_calls(messages, template) == messages
