@@ -33,6 +33,8 @@ def variables(thinking: Thinking | None, think: str) -> dict[str, Any]:
 
 def request_fields(think: str) -> dict[str, Any]:
     """What a server is asked for; it leaves out what its model's template does not know."""
+    if think == HIDE:
+        return {"include_reasoning": False}
     on = switched(think)
     return {} if on is None else {"chat_template_kwargs": {"enable_thinking": on}}
 

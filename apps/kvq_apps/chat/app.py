@@ -46,6 +46,7 @@ from kvq_apps.chat.transcript import TranscriptView
 from kvq_apps.chat.visible import visible
 from kvq_apps.chat.welcome import Welcome
 from kvq_apps.flags import told
+from kvq_apps.thinking import HIDE
 
 QUIT_WITHIN_S = 1.0
 LEAVE_WITHIN_S = 3.0
@@ -216,6 +217,7 @@ class ChatApp(App[None]):
         self.call_later(partial(self.say, text, error=True))
 
     def changed(self) -> None:
+        self.transcript.hides_thoughts = self.controller.settings.think == HIDE
         if self.is_running:
             self.draw_meter()
             self._draw_queue()

@@ -93,7 +93,7 @@ class TranscriptView(ScrollView, can_focus=True):
         self.messages: list[Message] = []
         self.follow = True
         self.selected: Message | None = None
-        self.unfolded = False
+        self.unfolded = self.hides_thoughts = False
         self._reader = ThinkingReader(KEPT)
         self._rows: list[Row] = []
         self._ends: list[int] | None = []
@@ -338,8 +338,8 @@ class TranscriptView(ScrollView, can_focus=True):
         if row.block is None:
             return 2
         if row.block.kind == _THOUGHT:
-            return 1
-        if row.block.kind == _THOUGHT_TEXT and not self.unfolded:
+            return 0 if self.hides_thoughts else 1
+        if row.block.kind == _THOUGHT_TEXT and not self._shows_thoughts:
             return 0
         return estimate(row.block, self._width or 80)
 
@@ -411,11 +411,17 @@ class TranscriptView(ScrollView, can_focus=True):
         header = self._header(row.message)
         return [header] if first else [Strip.blank(0), header]
 
+    @property
+    def _shows_thoughts(self) -> bool:
+        return self.unfolded and not self.hides_thoughts
+
     def _draw_thought(self, message: Message, block: Block) -> list[Strip]:
         """The line of a thought, or a part of its text if that is unfolded."""
         palette: Palette = {**self._palette, "text": self._palette["note"]}
+        if self.hides_thoughts:
+            return []
         if block.kind == _THOUGHT_TEXT:
-            plain = plain_blocks(block.source) if self.unfolded else []
+            plain = plain_blocks(block.source) if self._shows_thoughts else []
             return [strip for one in plain for strip in draw(one, self._width, palette)]
         known = {name: message.stats.get(name, 0) for name in ("thought_ms", "thought_tokens")}
         streams = message is self.messages[-1] and self._document is not None

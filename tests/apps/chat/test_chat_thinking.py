@@ -71,6 +71,15 @@ def test_a_thought_is_one_line_until_a_key_shows_it(tmp_path: Path) -> None:
     run(again, telling(REPLY), folder=tmp_path, latest=True)
 
 
+def test_a_thought_may_be_hidden() -> None:
+    async def script(app: ChatApp, pilot: Pilots) -> None:
+        await say(app, pilot, "which?")
+        app.transcript.unfold(shown=True)
+        assert shown(app).splitlines() == ["you", "which?", "", "kvq", "It is two."]
+
+    run(script, telling(REPLY), think="hide")
+
+
 def test_a_thought_streams_into_its_line() -> None:
     client, gate = gated(REPLY[:20], REPLY[20:])
 
