@@ -25,6 +25,7 @@ from kvq_apps.serve.fields import parse_object
 from kvq_apps.serve.formats import NAMES as FORMS
 from kvq_apps.serve.hosted import Hosted, ask
 from kvq_apps.serve.protocol import SAMPLING_NAMES
+from kvq_apps.thinking import request_fields
 
 if TYPE_CHECKING:
     from kvq_apps.serve.loading import ServedModel
@@ -40,7 +41,7 @@ _SYNONYMS = {name: names for names in (_LENGTHS, FORMS) for name in names}
 # Flags that change what an answer says.
 _TELLING = (
     "model", *flags.KV_FLAGS, *flags.PREDICT_FLAGS, *flags.SAMPLING_FLAGS, "ctx-size", "predict",
-    "system", "chat", "stop", "no-heal", "json-schema", "grammar", "regex",
+    "system", "chat", "think", "stop", "no-heal", "json-schema", "grammar", "regex",
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -62,6 +63,7 @@ class Wanted:
     fields: Mapping[str, Any]
     chat: bool
     system: str | None
+    think: str = "auto"
 
     def request(self, text: str) -> tuple[str, Row, Any]:
         """The route, the body and the name that a line asks for. Raises `RequestError`."""
@@ -78,6 +80,8 @@ class Wanted:
         for field, value in self.fields.items():
             if not any(one in fields for one in _SYNONYMS.get(field, (field,))):
                 fields[field] = value
+        if "messages" in fields:
+            fields = request_fields(self.think) | fields
         fields["stream"] = False
         return CHAT if "messages" in fields else COMPLETIONS, fields, name
 
@@ -130,7 +134,12 @@ def wanted(arguments: Namespace) -> Wanted:
         raise UsageError("--json-schema, --grammar and --regex exclude each other; give one")
     if arguments.no_heal:
         fields["x_kvq"] = {"heal": False}
-    return Wanted(fields=fields, chat=arguments.chat, system=arguments.system)
+    return Wanted(
+        fields=fields,
+        chat=arguments.chat,
+        system=arguments.system,
+        **options.given(arguments, think="think"),
+    )
 
 
 def _json(text: str, file: str) -> Any:

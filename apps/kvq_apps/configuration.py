@@ -59,6 +59,7 @@ PROJECT_RULES: Mapping[str, Rule] = {
     "chat.system": Rule.ASK, "model.temp": Rule.SET, "model.top-k": Rule.SET,
     "model.top-p": Rule.SET, "model.min-p": Rule.SET, "model.repeat-penalty": Rule.SET,
     "model.repeat-last-n": Rule.SET, "model.seed": Rule.SET,
+    "model.think": Rule.SET,
     "serve.host": Rule.NEVER, "serve.port": Rule.SET, "serve.socket": Rule.NEVER,
     "serve.api-key": Rule.NEVER, "serve.origin": Rule.NEVER, "serve.alias": Rule.SET,
     "serve.sessions": Rule.NARROW, "serve.sessions-disk": Rule.NARROW,

@@ -98,6 +98,9 @@ FLAGS: dict[str, Flag] = {
     "system": Flag("system message; uses the model's chat template", setting="chat.system",
         metavar="TEXT", synonyms=("-s",)),
     "chat": Flag("put the prompt into the model's chat template", switch=True),
+    "think": Flag("whether a chat's model thinks first: auto, as its template has it; on or off, "
+        "where it can be switched; hide: as auto, and it is not shown", "auto",
+        setting="model.think", metavar="HOW", choices=("auto", "on", "off", "hide")),
     "json-schema": Flag("the answer is JSON that fits the schema in this file", metavar="FILE"),
     "grammar": Flag("the answer follows the grammar in this file, as llama.cpp writes them (GBNF)",
         metavar="FILE"),

@@ -20,6 +20,7 @@ from kvq.settings import terminal_is_plain
 
 logger = logging.getLogger(__name__)
 
+_DIM, _NORMAL = "\x1b[2m", "\x1b[22m"
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -54,6 +55,14 @@ def _shown(text: str, stream: TextIO) -> str:
 def print_note(text: str) -> None:
     """A remark for the person at the terminal, on stderr."""
     print(_shown(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def print_aside(text: str) -> None:
+    """What is beside the answer and streams as it does, on stderr at once; dim on a terminal."""
+    dim = sys.stderr.isatty() and not terminal_is_plain()
+    shown = _shown(text, sys.stderr)
+    sys.stderr.write(f"{_DIM}{shown}{_NORMAL}" if dim else shown)
+    sys.stderr.flush()
 
 
 def print_note_below(text: str) -> None:

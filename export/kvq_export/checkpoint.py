@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from numpy.typing import DTypeLike
 from kvq.errors import CheckpointError
 from kvq.json_values import is_array, is_object
 from kvq.reference_linear import ZERO_PARTS, BlockFormat, Blocks, Grid
+from kvq_models.config import MOST_EXPERTS
 from kvq_models.family import WeightSource
 from kvq_models.registry import read_json
 
@@ -38,6 +40,8 @@ _BESIDE_TEXT = tuple(
 )  # fmt: skip
 # That are compared of a head and an embedding that are said to be one.
 _HEAD_ROWS = 32
+# Tensors of three dimensions that hold a matrix of each expert.
+_STACKED = ("gate_up_proj", "down_proj")
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 FLOAT_DTYPES: dict[str, DTypeLike] = {
@@ -154,6 +158,7 @@ class Checkpoint:
                 )
             # The index says which of two tensors of one name is meant.
             tensors = entries | tensors | {name: entries[name] for name in expected}
+        tensors = dict(chain.from_iterable(starmap(_experts_of, tensors.items())))
         if _EMBEDDING not in tensors and _HEAD in tensors:
             # Of tied weights some tools keep only the other name; `check` refuses it elsewhere.
             tensors[_EMBEDDING] = tensors[_HEAD]
@@ -186,6 +191,8 @@ class Checkpoint:
         leaving out a bias would change the model in silence.
         """
         wanted = [part for source in sources.values() for part in source.parts]
+        factors = {one.factors: len(one.parts) for one in sources.values() if one.factors}
+        wanted += factors
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
             raise CheckpointError(
@@ -194,6 +201,8 @@ class Checkpoint:
             )
         for source in sources.values():
             self._check_shapes(source)
+        for name, count in factors.items():
+            self._check_shapes(WeightSource(parts=(name,), shape=(count,)))
         if _HEAD in wanted and self.tensors[_EMBEDDING] is self.tensors[_HEAD]:
             raise CheckpointError(
                 f"tensor {_EMBEDDING!r} is missing from {self.path}, and config.json does not "
@@ -242,10 +251,10 @@ class Checkpoint:
         from where it began. Raises `CheckpointError` for a short file, and for NaN or infinite
         weights.
         """
-        for tensor, start, stop in self._runs(source, max_weights, rows, multiple):
+        for tensor, start, stop, scale in self._runs(source, max_weights, rows, multiple):
             values = _finite(tensor, start, tensor.read(start, stop))
             values = values + np.float32(source.offset) if source.offset else values
-            yield values * np.float32(source.scale) if source.scale != 1 else values
+            yield values * np.float32(scale) if scale != 1 else values
 
     def stored(self, source: WeightSource, form: BlockFormat) -> Iterator[Blocks] | None:
         """Row chunks of a canonical matrix with the codes that the file has, as `form` keeps them.
@@ -258,11 +267,11 @@ class Checkpoint:
         return self._stored(source, form)
 
     def _stored(self, source: WeightSource, form: BlockFormat) -> Iterator[Blocks]:
-        for tensor, start, stop in self._runs(source):
+        for tensor, start, stop, scale in self._runs(source):
             blocks = tensor.read_blocks(start, stop)
             _finite(tensor, start, blocks.scales)
             assert tensor.grid is not None
-            yield _scaled(_as_kept(blocks, tensor.grid, form), form.grid, source.scale)
+            yield _scaled(_as_kept(blocks, tensor.grid, form), form.grid, scale)
 
     def format_of(self, source: WeightSource) -> BlockFormat | None:
         """The narrowest format that holds all of a canonical matrix as the file has it."""
@@ -282,17 +291,24 @@ class Checkpoint:
         max_weights: int = 1 << 20,
         rows: range | None = None,
         multiple: int = 1,
-    ) -> Iterator[tuple[Tensor, int, int]]:
-        """The tensors of a canonical weight in order, and of each the rows of every chunk."""
+    ) -> Iterator[tuple[Tensor, int, int, float]]:
+        """The tensors of a canonical weight in order, of each the rows of every chunk, and a scale.
+
+        All of its numbers are multiplied by that.
+        """
+        scales = [source.scale] * len(source.parts)
+        if source.factors is not None:
+            own = self.tensors[source.factors]
+            scales = (_finite(own, 0, own.read(0, len(scales))) * np.float32(source.scale)).tolist()
         rows = rows or range(source.shape[0])
         row_weights = math.prod(source.shape[1:])
         step = multiple * max(1, max_weights // max(1, row_weights * multiple))
         first = 0
-        for part in source.parts:
+        for part, scale in zip(source.parts, scales, strict=True):
             tensor = self.tensors[part]
             last = min(rows.stop - first, tensor.shape[0])
             for start in range(max(0, rows.start - first), last, step):
-                yield tensor, start, min(start + step, last)
+                yield tensor, start, min(start + step, last), scale
             first += tensor.shape[0]
 
     def read(self, source: WeightSource) -> np.ndarray:
@@ -328,6 +344,21 @@ class Checkpoint:
             raise CheckpointError(
                 f"wrong shape: {found}; {self.described_by} asks for {list(source.shape)}{together}"
             )
+
+
+def _experts_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of a tensor that holds those of all experts, by the experts' numbers."""
+    owner, _, own = name.rpartition(".")
+    stacked = own in _STACKED and owner.endswith(".experts") and len(tensor.shape) == 3
+    # Of no bytes a file may claim any number of them.
+    if not stacked or tensor.shape[0] > MOST_EXPERTS or not isinstance(tensor, TensorEntry):
+        yield name, tensor
+        return
+    count, *shape = tensor.shape
+    one_bytes = math.prod(shape) * ITEM_BYTES[tensor.dtype]
+    for expert in range(count):
+        part, start = f"{owner}.{expert}.{own}", tensor.start + expert * one_bytes
+        yield part, replace(tensor, name=part, shape=tuple(shape), start=start)
 
 
 def read_bytes(file: Path, start: int, count: int, what: str) -> np.ndarray:

@@ -30,6 +30,7 @@ from kvq_export.layout import Layout
 from kvq_models.config import Activation, Attention, Experts, ModelConfig
 from kvq_models.products import (
     Product,
+    expert_products,
     feed_products,
     head_product,
     mixer_products,
@@ -248,18 +249,27 @@ class _Builder:
 
     def _feed(self, layer: int, x: ir.Value, hidden: ir.Value) -> ir.Value:
         """Hidden + what the MLP of a layer makes of x, or its experts."""
-        products, feed = feed_products(self.config, layer), self.config.layers[layer].feed
-        if isinstance(feed, Experts):
-            return self._experts(products, x, hidden)
-        up, down = products
-        return self._branch(down, self._linear(up, x), hidden)
+        feed = self.config.layers[layer].feed
+        if not isinstance(feed, Experts):
+            up, down = feed_products(self.config, layer)
+            return self._branch(down, self._linear(up, x), hidden)
+        if feed.beside is None:
+            return self._experts(layer, x, hidden)
+        up, down, *_ = feed_products(self.config, layer)
+        dense = self._branch(down, self._linear(up, x), None)
+        name = f"layers.{layer}.post_mlp_norm"
+        both = self._norm(_norm_path(name), self._experts(layer, x, dense), name)
+        return self._node(f"{_norm_path(name)}/Add", [hidden, both])
 
-    def _experts(self, products: Sequence[Product], x: ir.Value, hidden: ir.Value) -> ir.Value:
-        """As `_feed`, of a router and the matrices of all experts."""
+    def _experts(self, layer: int, x: ir.Value, hidden: ir.Value) -> ir.Value:
+        """Hidden + what the experts of a layer, by the shares of its router, make of x."""
+        products = expert_products(self.config, layer)
         router, gate_up, down = products
-        path = node_path(router)
+        path, entering = node_path(router), x
         x = x if router.norm is None else self._norm(f"{path}/norm", x, router.norm)
         logits = self._node(f"{path}/Gemm", [x, self._stored(router.weight)], transB=1)
+        if gate_up.norm is not None:
+            x = self._norm(f"{node_path(gate_up)}/norm", entering, gate_up.norm)
         after, own = down.after, f"{node_path(down)}/Experts"
         inputs = [
             x,
@@ -277,8 +287,8 @@ class _Builder:
         out.shape = ir.Shape([None, self.config.hidden_size])
         if after is None:
             return out
-        branch = self._norm(f"/model/{'/'.join(after.rsplit('.', 1))}", out, after)
-        return self._node(f"/model/{'/'.join(after.rsplit('.', 1))}/Add", [hidden, branch])
+        branch = self._norm(_norm_path(after), out, after)
+        return self._node(f"{_norm_path(after)}/Add", [hidden, branch])
 
     def _normed_rows(self, path: str, weights: str, mixer: Attention, qkv: ir.Value) -> ir.Value:
         """Queries and keys normalised, each over all heads of a token."""
@@ -322,13 +332,13 @@ class _Builder:
         query = self._node(f"{path}/growth/Mul", [query, self.growths[key]])
         return self._node(f"{path}/growth/Concat", [query, rest], axis=-1)
 
-    def _branch(self, product: Product, x: ir.Value, hidden: ir.Value) -> ir.Value:
+    def _branch(self, product: Product, x: ir.Value, hidden: ir.Value | None) -> ir.Value:
         """Hidden + the last product of a branch, with the norm between that some models have."""
         if product.after is None:
             return self._linear(product, x, hidden)
-        path = f"/model/{'/'.join(product.after.rsplit('.', 1))}"
+        path = _norm_path(product.after)
         branch = self._norm(path, self._linear(product, x), product.after)
-        return self._node(f"{path}/Add", [hidden, branch])
+        return branch if hidden is None else self._node(f"{path}/Add", [hidden, branch])
 
     def _linear(self, product: Product, x: ir.Value, residual: ir.Value | None = None) -> ir.Value:
         """Residual + bias + weight . input: x, its norm, or activation(half of x) * other half."""
@@ -522,6 +532,11 @@ class _Builder:
             value.name = f"{name}_output_{index}"
         self.nodes.append(node)
         return node.outputs
+
+
+def _norm_path(weight: str) -> str:
+    """What the nodes of a norm of this weight are called."""
+    return f"/model/{'/'.join(weight.rsplit('.', 1))}"
 
 
 def _initializer(name: str, tensor: ir.Tensor[Any] | ir.ExternalTensor) -> ir.Value:

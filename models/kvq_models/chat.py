@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
@@ -41,6 +41,10 @@ class ChatTemplate:
         self._environment.globals.update(names)
         with self._environment.within(source), _said("does not compile"):
             self._template = self._environment.from_string(source)
+            # Names that it looks up besides those it sets itself.
+            self.variables = frozenset(
+                meta.find_undeclared_variables(self._environment.parse(source))
+            )
 
     def render(self, context: Mapping[str, Any]) -> str:
         """The prompt text for `context` (messages, add_generation_prompt, bos_token, ...)."""

@@ -114,6 +114,11 @@ class Dense:
     bias: bool = False
     gated: bool = True
 
+    @property
+    def widest(self) -> int:
+        """Columns of the widest of its MLPs, which is its own."""
+        return self.width
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
@@ -121,7 +126,9 @@ class Experts:
 
     A router gives every expert a share, the softmax of its products; a token's output is the sum
     of those of its `chosen` experts with the largest shares, each times its share, which are first
-    divided by their sum where `normalised` (Mixtral, 2401.04088).
+    divided by their sum where `normalised` (Mixtral, 2401.04088). Each token is also fed to the MLP
+    `beside`, if there is one. Then router, experts and MLP each read the stream through a norm of
+    their own, and what the experts and the MLP make is normalised before both are added.
     """
 
     count: int
@@ -129,6 +136,12 @@ class Experts:
     width: int
     normalised: bool
     activation: Activation = "silu"
+    beside: Dense | None = None
+
+    @property
+    def widest(self) -> int:
+        """Columns of the widest of its MLPs."""
+        return max(self.width, 0 if self.beside is None else self.beside.width)
 
     @property
     def gated(self) -> bool:
@@ -269,8 +282,13 @@ class ModelConfig:
         mixer, feed = layer.mixer, layer.feed
         _check_count("intermediate_size", feed.width, least=1)
         if isinstance(feed, Experts):
-            _check_count("the number of experts", feed.count, least=1, most=_MOST_EXPERTS)
+            _check_count("the number of experts", feed.count, least=1, most=MOST_EXPERTS)
             _check_count("the experts of a token", feed.chosen, least=1, most=feed.count)
+            if feed.beside is not None:
+                _check_count("intermediate_size", feed.beside.width, least=1)
+                _check_known("activation", feed.beside.activation, get_args(Activation))
+                if layer.norms != "both":
+                    raise ModelError("an MLP beside experts has norms before and after all of them")
         _check_real("a layer's scale", layer.scale)
         _check_known("activation", feed.activation, get_args(Activation))
         _check_known("place of the norms", layer.norms, get_args(Norms))
@@ -356,7 +374,7 @@ class ModelConfig:
     @property
     def widest_feed(self) -> int:
         """Columns of the widest MLP."""
-        return max(layer.feed.width for layer in self.layers)
+        return max(layer.feed.widest for layer in self.layers)
 
     @property
     def cache_classes(self) -> tuple[CacheClass, ...]:
@@ -515,7 +533,7 @@ _REAL = ("norm_eps", "final_softcap", "embedding_scale", "logits_scale", "norm_o
 _CALLED = {"heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim"}
 # What native code counts with.
 _MOST = (1 << 31) - 1
-_MOST_EXPERTS = 1 << 12
+MOST_EXPERTS = 1 << 12
 
 
 def _check_real(name: str, value: Any) -> None:
@@ -549,6 +567,8 @@ def _layer_from_json(data: Mapping[str, Any]) -> Layer:
     mixer, feed = values.pop("mixer"), values.pop("feed")
     mixes = ShortConv if "taps" in mixer else Attention
     feeds = Experts if "count" in feed else Dense
+    if feed.get("beside") is not None:
+        feed = feed | {"beside": Dense(**feed["beside"])}
     return Layer(mixer=mixes(**mixer), feed=feeds(**feed), **values)
 
 

@@ -36,7 +36,8 @@ class FimNames:
 class WeightSource:
     """A canonical weight of this shape: the rows of `parts`, plus `offset`, times `scale`.
 
-    A matrix may be quantised, unless it is `exact`.
+    A matrix may be quantised, unless it is `exact`. The tensor `factors`, if there is one, has a
+    number for each part, by which its rows are multiplied too.
     """
 
     parts: tuple[str, ...]
@@ -44,6 +45,7 @@ class WeightSource:
     offset: float = 0.0
     scale: float = 1.0
     exact: bool = False
+    factors: str | None = None
 
     @property
     def quantised(self) -> bool:
@@ -105,8 +107,9 @@ class Family:
                     ),
                     shape=shape,
                     offset=config.norm_offset if name.endswith("_norm") else 0.0,
-                    scale=config.layers[layer].scale if name in _last(config, layer) else 1.0,
+                    scale=_scale(config, layer, name),
                     exact=name in exact,
+                    factors=self._factors(layer, name),
                 )
         sources["final_norm"] = WeightSource(
             parts=(f"{self.final_norm}.weight",),
@@ -163,6 +166,11 @@ class Family:
             ),
         }
 
+    def _factors(self, layer: int, name: str) -> str | None:
+        """What the outputs of the experts of a layer are multiplied by, one by one."""
+        own = self.layer_weights.get("expert_factors") if name == "experts_down" else None
+        return None if own is None else f"model.layers.{layer}.{own[0]}"
+
     def _parts(self, config: ModelConfig, layer: int, name: str) -> tuple[str, ...]:
         """Those of a layer's weight; of experts one expert's after the other's."""
         parts, feed = self.layer_weights[name], config.layers[layer].feed
@@ -184,6 +192,13 @@ def is_stack(name: str) -> bool:
 
 def _embedding_source(config: ModelConfig, name: str) -> WeightSource:
     return WeightSource(parts=(name,), shape=(config.vocab_size, config.hidden_size))
+
+
+def _scale(config: ModelConfig, layer: int, name: str) -> float:
+    """What a layer's weight is multiplied by; a router's own norm divides by sqrt(hidden)."""
+    if name == "router_norm":
+        return config.hidden_size**-0.5
+    return config.layers[layer].scale if name in _last(config, layer) else 1.0
 
 
 def _last(config: ModelConfig, index: int) -> tuple[str, ...]:
@@ -226,6 +241,9 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
         if product.name == "in_proj" and isinstance(mixer, ShortConv):
             shapes["conv"] = (config.hidden_size, 1, mixer.taps)
         shapes |= _norm_shapes(config, product.after, product.rows)
+    feed = config.layers[index].feed
+    if isinstance(feed, Experts) and feed.beside is not None:
+        shapes |= _norm_shapes(config, "post_mlp_norm", config.hidden_size)
     if config.layers[index].scaled:
         shapes["scalar"] = (1,)
     return {name.rpartition(".")[2]: shape for name, shape in shapes.items()}

@@ -3,7 +3,8 @@
 Layers that see a window have heads of head_dim, those that see everything heads of their own size,
 of which a quarter of the pairs turns. Queries, keys and values are normalised, the stream behind a
 layer is multiplied by a learned number, and small models of the first family add to it an embedding
-per layer; in its other models, and in the second family, keys may be values too.
+per layer; in its other models, and in the second family, keys may be values too. One of the first
+family feeds tokens to experts beside the MLP.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq_models.config import Dense, ModelConfig, PerLayer, RopeConfig
+from kvq_models.config import Dense, Experts, Feed, ModelConfig, PerLayer, RopeConfig
 from kvq_models.decoder import decoder_config, rope_settings
 from kvq_models.family import Family
 from kvq_models.gemma import GEMMA_KEYS, SANDWICH_WEIGHTS, embedding_scale
@@ -24,23 +25,22 @@ _TYPE = "gemma4"  # in messages
 _GLOBAL, _LOCAL = 0, 1
 _FULL = "full_attention"
 _PERIOD = 6
+_EXPERT_WIDTH = "moe_intermediate_size"
 
 
 def _build(model_type: str, values: Mapping[str, Any]) -> ModelConfig:
     types = _types(values)
     own = _layers(values, types)
     wide = values["use_double_wide_mlp"]
-    readers = [layer for layer, one in enumerate(own) if "kv_from" in one]
+    readers = {layer for layer, one in enumerate(own) if "kv_from" in one}
     return decoder_config(
         model_type,
         values,
         ropes=_ropes(values),
         mixer={"scale": 1.0, "qk_norm": "heads", "value_norm": True},
-        feed={"activation": "gelu_tanh"},
         feeds={
-            layer: Dense(width=2 * values["intermediate_size"], activation="gelu_tanh")
-            for layer in readers
-            if wide
+            layer: _feed(model_type, values, doubled=wide and layer in readers)
+            for layer in range(len(types))
         },
         norms="both",
         scaled=True,
@@ -48,6 +48,26 @@ def _build(model_type: str, values: Mapping[str, Any]) -> ModelConfig:
         per_layer=_per_layer(values),
         final_softcap=values["final_logit_softcapping"],
         embedding_scale=embedding_scale(_TYPE, values),
+    )
+
+
+def _feed(model_type: str, values: Mapping[str, Any], *, doubled: bool) -> Feed:
+    """The MLP of a layer, `doubled` in width or not; in one model it stands beside experts."""
+    width = values["intermediate_size"]
+    dense = Dense(width=2 * width if doubled else width, activation="gelu_tanh")
+    if not values["enable_moe_block"]:
+        return dense
+    sizes = {name: values[name] for name in ("num_experts", "top_k_experts", _EXPERT_WIDTH)}
+    missing = [name for name, value in sizes.items() if value is None]
+    if missing:
+        raise CheckpointError(f"config.json of a {model_type} with experts has no {missing[0]}")
+    return Experts(
+        count=sizes["num_experts"],
+        chosen=sizes["top_k_experts"],
+        width=sizes[_EXPERT_WIDTH],
+        normalised=True,
+        activation="gelu_tanh",
+        beside=dense,
     )
 
 
@@ -162,7 +182,7 @@ FAMILY = Family(
         "hidden_size_per_layer_input": Default(int, 256),
         "vocab_size_per_layer_input": Default(int, 262_144),
         "final_logit_softcapping": Default(float, 0.0),
-        "enable_moe_block": MustEqual(False),
+        "enable_moe_block": Default(bool, False),
         # Without enable_moe_block they say nothing.
         "num_experts": Default(int),
         "top_k_experts": Default(int),
@@ -175,6 +195,14 @@ FAMILY = Family(
         "per_layer_up": ("per_layer_projection.weight",),
         "post_per_layer_norm": ("post_per_layer_input_norm.weight",),
         "scalar": ("layer_scalar",),
+        "router_norm": ("router.scale",),
+        "router": ("router.proj.weight",),
+        "expert_factors": ("router.per_expert_scale",),
+        "moe_norm": ("pre_feedforward_layernorm_2.weight",),
+        "experts_gate_up": ("experts.{expert}.gate_up_proj",),
+        "experts_down": ("experts.{expert}.down_proj",),
+        "post_dense_norm": ("post_feedforward_layernorm_1.weight",),
+        "post_moe_norm": ("post_feedforward_layernorm_2.weight",),
     },
     turn_ends=("<turn|>",),
 )
@@ -188,5 +216,6 @@ UNIFIED = dataclasses.replace(
         "sliding_window": Default(int, 1024),
         "hidden_size_per_layer_input": MustEqual(0, None),
         "vocab_size_per_layer_input": MustEqual(None),
+        "enable_moe_block": MustEqual(False),
     },
 )

@@ -7,7 +7,7 @@ of a weight and no node.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvq_models.config import Activation, Attention, Experts, Layer, ModelConfig
+from kvq_models.config import Activation, Attention, Dense, Experts, Layer, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,42 +116,72 @@ def _conv_products(config: ModelConfig, layer: Layer, index: int) -> tuple[Produ
 
 
 def feed_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
-    """Gate and up, or up, then down; of experts the router before those of all of them."""
-    layer, hidden, name = config.layers[index], config.hidden_size, f"layers.{index}"
+    """Gate and up, or up, then down; of experts, behind an MLP beside them, `expert_products`."""
+    layer, name = config.layers[index], f"layers.{index}"
     before = "attn_norm" if layer.parallel else "mlp_norm"
     norm = None if layer.norms == "after" else f"{name}.{before}"
     after = None if layer.norms == "before" else f"{name}.post_mlp_norm"
     feed = layer.feed
-    if isinstance(feed, Experts):
-        return (
-            Product(
-                weight=f"{name}.router",
-                place="mlp/router",
-                rows=feed.count,
-                columns=hidden,
-                layer=index,
-                norm=norm,
-                exact=True,
-            ),
-            Product(
-                weight=f"{name}.experts_gate_up",
-                place="mlp",
-                rows=2 * feed.width,
-                columns=hidden,
-                layer=index,
-                count=feed.count,
-            ),
-            Product(
-                weight=f"{name}.experts_down",
-                place="mlp",
-                rows=hidden,
-                columns=feed.width,
-                layer=index,
-                gate=feed.activation,
-                after=after,
-                count=feed.count,
-            ),
-        )
+    if isinstance(feed, Dense):
+        return _dense_products(config, index, feed, norm, after)
+    beside = feed.beside
+    dense = (
+        ()
+        if beside is None
+        else _dense_products(config, index, beside, norm, f"{name}.post_dense_norm")
+    )
+    return (*dense, *expert_products(config, index))
+
+
+def expert_products(config: ModelConfig, index: int) -> tuple[Product, Product, Product]:
+    """The router of a layer, then gate and up, and down, of all of its experts.
+
+    Beside an MLP the router and the experts read the stream each through a norm of its own.
+    """
+    layer, hidden, name = config.layers[index], config.hidden_size, f"layers.{index}"
+    feed = layer.feed
+    assert isinstance(feed, Experts)
+    norm = None if layer.norms == "after" else f"{name}.mlp_norm"
+    after = None if layer.norms == "before" else f"{name}.post_mlp_norm"
+    own = None
+    if feed.beside is not None:
+        norm, own, after = f"{name}.router_norm", f"{name}.moe_norm", f"{name}.post_moe_norm"
+    return (
+        Product(
+            weight=f"{name}.router",
+            place="mlp/router",
+            rows=feed.count,
+            columns=hidden,
+            layer=index,
+            norm=norm,
+            exact=True,
+        ),
+        Product(
+            weight=f"{name}.experts_gate_up",
+            place="mlp/experts" if own else "mlp",
+            rows=2 * feed.width,
+            columns=hidden,
+            layer=index,
+            norm=own,
+            count=feed.count,
+        ),
+        Product(
+            weight=f"{name}.experts_down",
+            place="mlp",
+            rows=hidden,
+            columns=feed.width,
+            layer=index,
+            gate=feed.activation,
+            after=after,
+            count=feed.count,
+        ),
+    )
+
+
+def _dense_products(
+    config: ModelConfig, index: int, feed: Dense, norm: str | None, after: str | None
+) -> tuple[Product, Product]:
+    hidden, name = config.hidden_size, f"layers.{index}"
     up = "gate_up" if feed.gated else "up"
     return (
         Product(

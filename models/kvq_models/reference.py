@@ -275,7 +275,18 @@ def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -
     def own(name: str) -> np.ndarray:
         return weight(f"layers.{layer}.{name}")
 
-    output = experts(own, feed, x) if isinstance(feed, Experts) else _dense(own, feed, x)
+    if isinstance(feed, Dense):
+        output = _dense(own, feed, x)
+    elif feed.beside is None:
+        output = experts(own, feed, x, x)
+    else:
+        name = f"layers.{layer}."
+        output = _normed(config, weight, name + "post_dense_norm", _dense(own, feed.beside, x))
+        routing, entering = (
+            _normed(config, weight, name + norm, hidden) for norm in ("router_norm", "moe_norm")
+        )
+        found = experts(own, feed, routing, entering)
+        output = output + _normed(config, weight, name + "post_moe_norm", found)
     return _half(config, weight, layer, output, "post_mlp_norm", without="before")
 
 
@@ -289,9 +300,12 @@ def _dense(weight: Weights, feed: Dense, x: np.ndarray) -> np.ndarray:
     return output + weight("down_bias") if feed.bias else output
 
 
-def experts(weight: Weights, feed: Experts, x: np.ndarray) -> np.ndarray:
-    """What the experts make of x float32 [T, K]: [T, K]. `weight` knows the layer's by name."""
-    chosen, shares = routed(x @ weight("router").T, feed.chosen, normalised=feed.normalised)
+def experts(weight: Weights, feed: Experts, routing: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """What the experts make of x float32 [T, K]: [T, K]. `weight` knows the layer's by name.
+
+    The router reads `routing`, float32 [T, K].
+    """
+    chosen, shares = routed(routing @ weight("router").T, feed.chosen, normalised=feed.normalised)
     order, counts = by_expert(chosen, feed.count)
     inner = grouped(weight("experts_gate_up"), x[order // feed.chosen], counts)
     inner = ACTIVATIONS[feed.activation](inner[:, : feed.width]) * inner[:, feed.width :]

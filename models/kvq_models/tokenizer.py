@@ -177,6 +177,11 @@ class Tokenizer:
         """The text of the chat template, if the model has one."""
         return None if self._template is None else self._template.source
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template looks up; none without one."""
+        return frozenset() if self._template is None else self._template.variables
+
     def encode(
         self, text: str, *, special: bool = False, start: bool = False, most: int | None = None
     ) -> list[int]:

@@ -1,19 +1,21 @@
 """How the supported families write calls of tools, and how such a call is read while it comes.
 
-A chat template that takes `tools` tells its model a form to answer in. A call is a JSON object of
-a name and arguments; families differ in the marks around it, and small models leave them out or
-write others: what llama-server reads as a call is read so here. Knows text, no token and no
-protocol.
+A chat template that takes `tools` tells its model a form to answer in. Most write a call as a JSON
+object of a name and arguments; families differ in the marks around it, and small models leave them
+out or write others: what llama-server reads as a call is read so here. Others have a notation of
+their own between their marks, which `call_texts` reads. Knows text, no token and no protocol.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
+
+from kvq_models.call_texts import Call, Schemas, gemma_calls, python_calls, xml_calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +23,9 @@ class ToolForm:
     """One form. `opening` and `closing` are the marks around a call, or around a list of calls.
 
     A form without an opening is the whole answer; it may stand after the mark `before`.
-    `known_by` stands in the templates that ask for it, `not_by` in those of another form.
+    `known_by` stands in the templates that ask for it, `not_by` in those of another form. `calls`
+    reads what stands between the marks where that is no JSON; None for what is no call. Then what
+    stands between the marks `bare`, with them, is read too, and `quote` is a mark within calls.
     """
 
     known_by: str
@@ -32,6 +36,9 @@ class ToolForm:
     arguments: str = "arguments"
     before: str = ""
     not_by: str = "\0"
+    calls: Callable[[str, Schemas], list[Call] | None] | None = None
+    bare: tuple[str, str] | None = None
+    quote: str = ""
 
 
 FORMS = (
@@ -43,6 +50,15 @@ FORMS = (
         listed=True),
     # Mistral 0.3
     ToolForm(known_by="[TOOL_CALLS]", opening="[TOOL_CALLS]", listed=True, not_by="[ARGS]"),
+    # Qwen 3.5 and Qwen 3 Coder
+    ToolForm(known_by="<parameter=", opening="<tool_call>", closing="</tool_call>",
+        calls=xml_calls, bare=("<function=", "</function>")),
+    # Gemma 4
+    ToolForm(known_by="<|tool_call>", opening="<|tool_call>", closing="<tool_call|>",
+        calls=gemma_calls, quote='<|"|>'),
+    # LFM 2 and 2.5
+    ToolForm(known_by="List of tools: ", opening="<|tool_call_start|>",
+        closing="<|tool_call_end|>", calls=python_calls),
     # Llama 3.1 to 3.3
     ToolForm(known_by='"parameters": ', arguments="parameters", before="<|python_tag|>"),
 )  # fmt: skip
@@ -59,7 +75,7 @@ def tool_form(template: str | None) -> ToolForm | None:
 # Marks that hold calls, and what closes each: those of the families, and tags that models told of
 # <tool_call> write in its place.
 _TAGS = ("function_call", "tool", "tools", "response", "json", "JSON", "xml")
-MARKS = {form.opening or form.before: form.closing for form in FORMS} | {
+MARKS = {form.opening or form.before: form.closing for form in FORMS if form.calls is None} | {
     f"<{tag}>": f"</{tag}>" for tag in _TAGS
 }
 _FENCE = "```"
@@ -85,6 +101,143 @@ class CallPiece:
 
 
 Piece = str | CallPiece
+
+
+class Reader(Protocol):
+    """Tells the calls in an answer from its text, piece by piece."""
+
+    @property
+    def calls(self) -> int:
+        """Calls told so far."""
+        ...
+
+    def feed(self, text: str) -> list[Piece]:
+        """What `text` adds; some of it may be held back until it is plain what it is."""
+        ...
+
+    def flush(self, *, cut: bool = False) -> list[Piece]:
+        """What was held back, once no more text comes; a call that was `cut` off is left out."""
+        ...
+
+
+def reader_of(form: ToolForm, schemas: Schemas, most: int | None = None) -> Reader:
+    """Reads answers in `form`; `schemas` are those of the tools' arguments, by their names.
+
+    At most `most` calls are told.
+    """
+    if form.calls is not None:
+        return MarkedReader(form, form.calls, schemas, most)
+    return CallReader(form, schemas, most)
+
+
+class MarkedReader:
+    """Reads calls in a notation of their own, which stand between the marks of `form`.
+
+    A call is told once its closing mark came. What stands there and is no call is text, and so is
+    what stands between the bare marks and calls no tool that was offered. All pieces together are
+    the answer, without the marks and without spaces before them.
+    """
+
+    def __init__(
+        self,
+        form: ToolForm,
+        read: Callable[[str, Schemas], list[Call] | None],
+        schemas: Schemas,
+        most: int | None = None,
+    ) -> None:
+        self._own = form.opening
+        self._closings = {form.opening: form.closing} | dict([form.bare] if form.bare else [])
+        self._read = read
+        self._schemas = schemas
+        self._most = most
+        self._calls = 0
+        self._held = ""
+        # Spaces and the opening mark before what is read as a call, None outside of one.
+        self._before: str | None = None
+        self._opening = ""
+        self._inside: list[str] = []
+
+    @property
+    def calls(self) -> int:
+        """Calls told so far."""
+        return self._calls
+
+    def feed(self, text: str) -> list[Piece]:
+        """See `Reader.feed`."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._text(pieces) if self._before is None else self._call(pieces):
+            pass
+        return pieces
+
+    def flush(self, *, cut: bool = False) -> list[Piece]:
+        """See `Reader.flush`. An answer that ends inside of a call may end it so."""
+        pieces: list[Piece] = []
+        if self._before is None:
+            if self._calls == 0 or self._held.strip():
+                pieces += [self._held] if self._held else []
+        elif not cut:
+            self._end("".join([*self._inside, self._held]), "", pieces)
+        self._held = ""
+        return pieces
+
+    def _text(self, pieces: list[Piece]) -> bool:
+        """Text up to where a call opens; its last spaces, and what may be a mark, are held."""
+        places = {mark: self._held.find(mark) for mark in self._closings}
+        found = [(place, mark) for mark, place in places.items() if place >= 0]
+        place, mark = min(found, default=(len(self._held) - self._half(), ""))
+        text = self._held[:place].rstrip()
+        pieces += [text] if text else []
+        if mark:
+            self._before, self._opening = self._held[len(text) : place] + mark, mark
+            self._held = self._held[place + len(mark) :]
+        else:
+            self._held = self._held[len(text) :]
+        return bool(mark)
+
+    def _half(self) -> int:
+        """How many of the last characters may be the beginning of a mark."""
+        longest = min(len(self._held), max(map(len, self._closings)) - 1)
+        ends = (n for n in range(longest, 0, -1) if self._opens(self._held[-n:]))
+        return next(ends, 0)
+
+    def _opens(self, text: str) -> bool:
+        return any(mark.startswith(text) for mark in self._closings)
+
+    def _call(self, pieces: list[Piece]) -> bool:
+        """The call up to its closing mark, of which a beginning stays held."""
+        closing = self._closings[self._opening]
+        body, found, rest = self._held.partition(closing)
+        if not found:
+            keep = len(closing) - 1
+            self._inside.append(self._held[:-keep])
+            self._held = self._held[-keep:]
+            return False
+        self._held = rest
+        self._end("".join([*self._inside, body]), closing, pieces)
+        return True
+
+    def _end(self, body: str, closing: str, pieces: list[Piece]) -> None:
+        """The call `body` ended, perhaps by `closing`."""
+        own = self._opening == self._own
+        calls = self._read(body if own else f"{self._opening}{body}{closing}", self._schemas)
+        told = [] if calls is None else list(map(_written, calls))
+        offered = own or all(name in self._schemas for name, _ in calls or ())
+        if not told or not offered or None in told:
+            pieces.append(f"{self._before}{body}{closing}")
+        for one in told if offered and None not in told else ():
+            if one is not None and (self._most is None or self._calls < self._most):
+                pieces.append(CallPiece(index=self._calls, name=one[0], arguments=one[1]))
+                self._calls += 1
+        self._before, self._inside = None, []
+
+
+def _written(call: Call) -> tuple[str, str] | None:
+    """A call with the text of its arguments; None for what JSON cannot write."""
+    try:
+        return call[0], json.dumps(call[1], ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
 
 
 class CallReader:

@@ -16,7 +16,7 @@ import numpy as np
 from kvq.errors import BundleError
 from kvq.reference_linear import ACTIVATIONS, BlockFormat
 from kvq_models.config import Attention, Experts, ModelConfig
-from kvq_models.products import Product, feed_products, products
+from kvq_models.products import Product, expert_products, products
 
 # Fields of onnx.proto's messages.
 _GRAPH = 7
@@ -128,7 +128,7 @@ def linear_attributes(config: ModelConfig, product: Product) -> dict[str, Any]:
 def experts_attributes(
     config: ModelConfig, feed: Sequence[Product], format_of: Formats
 ) -> dict[str, Any]:
-    """What a node of `kvq::Experts` says, of the products of its layer's feed."""
+    """What a node of `kvq::Experts` says, of the products of its layer's router and experts."""
     _, gate_up, down = feed
     assert down.layer is not None
     assert down.gate is not None
@@ -154,7 +154,7 @@ def _experts_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
     nodes: dict[str, Node] = {}
     for layer, own in enumerate(config.layers):
         if isinstance(own.feed, Experts):
-            feed = feed_products(config, layer)
+            feed = expert_products(config, layer)
             nodes[f"{node_path(feed[0])}/Gemm"] = ("Gemm", {"transB": 1})
             facts = experts_attributes(config, feed, format_of)
             nodes[f"{node_path(feed[-1])}/Experts"] = ("Experts", facts)

@@ -228,6 +228,7 @@ class Session(Generic[C]):
         logprobs: bool = False,
         begin_with: bytes = b"",
         constraint: Constraint | None = None,
+        shown: Iterable[int] = (),
         cancel: Cancel = never,
     ) -> Iterator[Step]:
         """Yields new tokens; `GenerationOptions` says what each argument asks for.
@@ -247,6 +248,7 @@ class Session(Generic[C]):
                 logprobs=logprobs,
                 begin_with=begin_with,
                 grammar=None if constraint is None else self._vocabulary.grammar(constraint),
+                shown=frozenset(shown),
             )
         )
         if not self._catch_up(unseen, cancel):

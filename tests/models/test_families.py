@@ -99,6 +99,7 @@ BOUNDS = {
     # Rounded activations send a token near the edge between two experts to the other one.
     "olmoe": Bounds(shipped=0.08),
     "qwen3-moe": Bounds(shipped=0.03),
+    "gemma4-experts": Bounds(shipped=0.05),
     "mixtral": Bounds(shipped=0.07, four_bit=1.3),
 }
 CASES = {name: Case(row=name, bounds=BOUNDS.get(name, Bounds())) for name in tiny.CASES}
@@ -149,7 +150,7 @@ class Peer:
     def load(self, bundle: Bundle) -> None:
         """Replaces every weight by what the bundle restores, by the names it has in a file."""
         family, config, _ = read_checkpoint(self.checkpoint)
-        tensors = tiny.read_safetensors(self.checkpoint / "model.safetensors")
+        tensors = tiny.by_expert(tiny.read_safetensors(self.checkpoint / "model.safetensors"))
         for name, source in family.weights(config).items():
             restored = bundle.read_weight(name) / np.float32(source.scale) - np.float32(
                 source.offset
@@ -157,11 +158,14 @@ class Peer:
             rows = [len(tensors[part]) for part in source.parts]
             assert sum(rows) == len(restored)
             parts = np.split(restored, np.cumsum(rows)[:-1])
+            if source.factors is not None:
+                factors = tensors[source.factors].astype(np.float32)
+                parts = [part / factor for part, factor in zip(parts, factors, strict=True)]
             tensors |= zip(source.parts, parts, strict=True)
         folder = bundle.path.with_name(f"{bundle.path.name}-restored")
         folder.mkdir()
         shutil.copy(self.checkpoint / "config.json", folder)
-        tiny.write_safetensors(folder / "model.safetensors", tensors)
+        tiny.write_safetensors(folder / "model.safetensors", tiny.stacked_experts(tensors))
         self._read(folder)
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ import tiny
 from kvq.config import ConvShape
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
 from kvq.reference import normalize
-from kvq_models.config import Attention, Dense, Layer, ModelConfig, RopeConfig
+from kvq_models.config import Attention, Dense, Experts, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import (
     ACTIVATIONS,
     PlainAttention,
@@ -74,8 +74,10 @@ def test_chunks_and_steps_equal_one_pass(checkpoint: Path) -> None:
 
 def test_weights_name_every_tensor_of_the_checkpoint(checkpoint: Path) -> None:
     family, config, _ = read_checkpoint(checkpoint)
-    tensors = tiny.read_safetensors(checkpoint / "model.safetensors")
-    used = [part for source in family.weights(config).values() for part in source.parts]
+    tensors = tiny.by_expert(tiny.read_safetensors(checkpoint / "model.safetensors"))
+    sources = family.weights(config).values()
+    used = [part for source in sources for part in source.parts]
+    used += [source.factors for source in sources if source.factors is not None]
     attending = [layer.attention for layer in config.layers if layer.attends]
     shared = [mixer for mixer in attending if mixer.values == "keys"]
     assert sorted(set(used)) == sorted(tensors)
@@ -653,3 +655,20 @@ def test_numpy_checkpoint_loads_in_transformers(dtype: str, tmp_path: Path) -> N
     ids = random_ids(40)
     expected = tiny.transformers_logits(folder, ids)
     np.testing.assert_allclose(reference_logits(folder, ids), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_experts_beside_an_mlp_are_refused_where_they_cannot_be() -> None:
+    model_type, keys = tiny.CASES["gemma4-experts"]
+    values = {"model_type": model_type, **tiny.COMMON, **keys}
+    family = family_for(values)
+    config = family.config(values)
+    feed = config.layers[0].feed
+    assert isinstance(feed, Experts)
+    assert feed.beside is not None
+    assert (feed.count, feed.chosen, feed.width, feed.normalised) == (8, 3, 48, True)
+    assert config.widest_feed == feed.beside.width == tiny.COMMON["intermediate_size"]
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        with pytest.raises(CheckpointError, match=name):
+            family.config({**values, name: None})
+    with pytest.raises(ModelError, match="norms before and after"):
+        tiny.altered(config, norms="before")

@@ -7,9 +7,17 @@ import random
 
 import pytest
 
-from kvq_models.tools import FORMS, CallPiece, CallReader, Piece, ToolForm, tool_form
+from kvq_models.tools import (
+    FORMS,
+    CallPiece,
+    CallReader,
+    Piece,
+    ToolForm,
+    reader_of,
+    tool_form,
+)
 
-HERMES, PHI, MISTRAL, LLAMA = FORMS
+HERMES, PHI, MISTRAL, XML, GEMMA, PYTHON, LLAMA = FORMS
 A = '{"name": "add", "%s": {"a": 1, "b": ["}", "\\"{"], "c": {"d": {}}}}'
 B = '{"%s": {"q": "é\\n"}, "name": "look_up"}'
 CALLS = [("add", {"a": 1, "b": ["}", '"{'], "c": {"d": {}}}), ("look_up", {"q": "é\n"})]
@@ -189,3 +197,138 @@ def test_text_is_held_back_only_while_it_may_become_a_call() -> None:
 )
 def test_a_form_is_known_by_its_template(template: str | None, form: ToolForm | None) -> None:
     assert tool_form(template) is form
+
+
+SCHEMAS = {
+    "add": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "l": {}}},
+    "look_up": {},
+}
+ADDED = ("add", {"a": -3, "s": "4\n\"x'", "l": [1.5, True, None, {"b": []}]})
+RAW = '<|"|>'
+MARKED = {
+    "xml": (
+        XML,
+        "<tool_call>\n<function=add>\n<parameter=a>\n-3\n</parameter>\n<parameter=s>\n4\n\"x'\n"
+        '</parameter>\n<parameter=l>\n[1.5, true, null, {"b": []}]\n</parameter>\n</function>\n'
+        "</tool_call>",
+        "<tool_call>\n<function=look_up>\n</function>\n</tool_call>",
+    ),
+    "gemma": (
+        GEMMA,
+        f"<|tool_call>call:add{{a:-3,s:{RAW}4\n\"x'{RAW},l:[1.5,true,null,{{b:[]}}]}}<tool_call|>",
+        "<|tool_call>call:look_up{}<tool_call|>",
+    ),
+    "python": (
+        PYTHON,
+        "<|tool_call_start|>[add(a=-3, s='4\\n\"x\\'', l=[1.5, True, None, {'b': []}])"
+        "]<|tool_call_end|>",
+        "<|tool_call_start|>[look_up()]<|tool_call_end|>",
+    ),
+}
+
+
+def marked(
+    form: ToolForm, text: str, cuts: list[int] | None = None, *, cut: bool = False, most: int = 9
+) -> tuple[str, list[tuple[str, object]]]:
+    reader, pieces = reader_of(form, SCHEMAS, most), list[Piece]()
+    ends = [*(cuts or []), len(text)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        pieces += reader.feed(text[start:end])
+    pieces += reader.flush(cut=cut)
+    told = [piece for piece in pieces if isinstance(piece, CallPiece)]
+    assert [piece.index for piece in told] == list(range(reader.calls))
+    said = "".join(piece for piece in pieces if isinstance(piece, str))
+    return said, [(piece.name, json.loads(piece.arguments)) for piece in told]
+
+
+def marked_every_way(form: ToolForm, text: str) -> tuple[str, list[tuple[str, object]]]:
+    whole = marked(form, text)
+    assert marked(form, text, list(range(1, len(text)))) == whole
+    for seed in range(10):
+        cuts = sorted(random.Random(seed).sample(range(len(text) + 1), min(4, len(text))))
+        assert marked(form, text, cuts) == whole
+    return whole
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_calls_in_a_notation_of_their_own(name: str) -> None:
+    form, one, other = MARKED[name]
+    both = [ADDED, ("look_up", {})]
+    assert marked_every_way(form, f"I look.\n{one}\n{other}\n") == ("I look.", both)
+    assert marked_every_way(form, one + other) == ("", both)
+    assert marked(form, one + other, most=1) == ("", both[:1])
+    # One that its closing mark does not end is one where the model ended it, and none where it
+    # was cut.
+    open_end = f"I look. {one[: -len(form.closing)]}"
+    assert marked_every_way(form, open_end) == ("I look.", both[:1])
+    assert marked(form, open_end, cut=True) == ("I look.", [])
+    assert marked(form, f"{other}{one[:-30]}", cut=True) == ("", [("look_up", {})])
+    # As other families write them.
+    written = json.dumps({"name": "add", "arguments": ADDED[1]})
+    assert marked_every_way(form, f"{form.opening}{written}{form.closing}") == ("", both[:1])
+
+
+def test_several_calls_between_one_pair_of_marks() -> None:
+    text = "<|tool_call_start|>[look_up(), look_up(q=[])]<|tool_call_end|>So."
+    assert marked_every_way(PYTHON, text) == ("So.", [("look_up", {}), ("look_up", {"q": []})])
+
+
+def test_a_function_without_its_outer_mark_is_a_call_where_it_was_offered() -> None:
+    text = "<function={}>\n<parameter=q>\n1\n</parameter>\n</function>"
+    found = marked_every_way(XML, text.format("look_up"))
+    assert found == ("", [("look_up", {"q": "1"})])
+    assert marked_every_way(XML, text.format("other")) == (text.format("other"), [])
+
+
+@pytest.mark.parametrize(
+    ("form", "body"),
+    [
+        (XML, ""),
+        (XML, "<function=add>"),
+        (XML, "<function=add><parameter=a>1</function>"),
+        (XML, "<function=add>1</function>"),
+        (XML, "<function=><parameter=a>1</parameter></function>"),
+        (XML, "<function=add>" + "<parameter=a>" * 2000),
+        (GEMMA, "call:add{a:}"),
+        (GEMMA, "call:add{a:1"),
+        (GEMMA, "add{a:1}"),
+        (GEMMA, "call:add{a:word}"),
+        (GEMMA, "call:add{a:1e999}"),
+        (GEMMA, "call:add{a:" + "{b:" * 3000),
+        (GEMMA, "call:add{a:" + "9" * 5000 + "}"),
+        (PYTHON, "[add(1)]"),
+        (PYTHON, "[add(a=b)]"),
+        (PYTHON, "[add(a=1"),
+        (PYTHON, "[__import__('os').system('x')]"),
+        (PYTHON, "[" * 5000),
+        (PYTHON, "[add(s='\\\\\\')]"),
+        (PYTHON, "[]"),
+        (PYTHON, '[{"name": "add"}]'),
+    ],
+)
+def test_what_is_no_call_between_the_marks_is_text(form: ToolForm, body: str) -> None:
+    text = f"a {form.opening}{body}{form.closing} b"
+    assert marked(form, text) == (text, [])
+    assert marked(form, text, list(range(1, len(text)))) == (text, [])
+
+
+def test_hostile_text_is_read_and_never_an_error() -> None:
+    parts = [
+        *(mark for _, one, _ in MARKED.values() for mark in (one[:20], one[20:40], one[40:])),
+        *("<", "<function=", "</function>", "{", "[", "(", "'", '"', RAW, ":", "=", ",", "\\", "1"),
+    ]
+    for seed in range(600):
+        form = (XML, GEMMA, PYTHON)[seed % 3]
+        text = "".join(random.Random(seed).choices([*parts, form.opening, form.closing], k=12))
+        whole = marked(form, text)
+        assert marked(form, text, list(range(1, len(text)))) == whole
+
+
+def test_templates_ask_for_these_forms() -> None:
+    for form, template in (
+        (XML, "{{ tools }}<tool_call>\n<function=f>\n<parameter=p>"),
+        (GEMMA, "{{ tools }}<|tool_call>call:"),
+        (PYTHON, "List of tools: {{ tools | tojson }}"),
+        (HERMES, "{{ tools }}<tool_call>"),
+    ):
+        assert tool_form(template) == form

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -275,6 +276,25 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "layer_types": [_SLIDING, _SLIDING, _FULL],
+            "sliding_window": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 
@@ -323,6 +343,8 @@ def weight_statistics(
         return 1.0 - norm_offset, 0.1
     if name.endswith(".bias"):
         return 0.0, 0.2
+    if name.endswith(("router.scale", "per_expert_scale")):
+        return 1.0, 0.3
     if "embed_tokens" in name:
         return 0.0, 0.3
     return 0.0, (3.0 if "lm_head" in name else 1.4) / shape[-1] ** 0.5
@@ -347,15 +369,49 @@ def checkpoint_weights(folder: Path) -> Weights:
     tensors: dict[str, np.ndarray] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= read_safetensors(path)
-    canonical = {
-        name: np.float32(source.scale)
-        * (
-            np.concatenate([tensors[part] for part in source.parts]).astype(np.float32)
-            + np.float32(source.offset)
-        )
-        for name, source in family.weights(config).items()
-    }
+    tensors = by_expert(tensors)
+    canonical: dict[str, np.ndarray] = {}
+    for name, source in family.weights(config).items():
+        factors = np.ones(len(source.parts)) if source.factors is None else tensors[source.factors]
+        parts = zip(source.parts, factors, strict=True)
+        rows = [tensors[part].astype(np.float32) * np.float32(factor) for part, factor in parts]
+        whole = np.concatenate(rows) + np.float32(source.offset)
+        canonical[name] = np.float32(source.scale) * whole
     return canonical.__getitem__
+
+
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)")
+
+
+def by_expert(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, those that hold the matrices of all experts as one of each."""
+    found: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        stacked = _STACKED.fullmatch(name) if tensor.ndim == 3 else None
+        rows = (
+            {name: tensor}
+            if stacked is None
+            else {f"{stacked[1]}.{expert}.{stacked[2]}": one for expert, one in enumerate(tensor)}
+        )
+        found |= rows
+    return found
+
+
+def stacked_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inverse of `by_expert`."""
+    found: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        one = _ONE_EXPERT.fullmatch(name)
+        if one is None:
+            found[name] = tensor
+        else:
+            stacks.setdefault(f"{one[1]}.{one[3]}", {})[int(one[2])] = tensor
+    return found | {
+        name: np.stack([rows[expert] for expert in range(len(rows))])
+        for name, rows in stacks.items()
+    }
 
 
 def make_llama_checkpoint(

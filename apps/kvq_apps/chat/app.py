@@ -41,10 +41,12 @@ from kvq_apps.chat.replies import words_of
 from kvq_apps.chat.screens import ChatPicker, Entry, HelpScreen, Question
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.slash import SlashCommands
+from kvq_apps.chat.thoughts import said_of
 from kvq_apps.chat.transcript import TranscriptView
 from kvq_apps.chat.visible import visible
 from kvq_apps.chat.welcome import Welcome
 from kvq_apps.flags import told
+from kvq_apps.thinking import HIDE
 
 QUIT_WITHIN_S = 1.0
 LEAVE_WITHIN_S = 3.0
@@ -216,6 +218,7 @@ class ChatApp(App[None]):
         self.call_later(partial(self.say, text, error=True))
 
     def changed(self) -> None:
+        self.transcript.hides_thoughts = self.controller.settings.think == HIDE
         if self.is_running:
             self.draw_meter()
             self._draw_queue()
@@ -542,16 +545,20 @@ class ChatApp(App[None]):
         self.transcript.select(step)
         (self.prompt if self.transcript.selected is None else self.transcript).focus()
 
+    def action_thoughts(self) -> None:
+        """Shows what the model thought before its answers, or folds it away again."""
+        self.transcript.unfold(shown=not self.transcript.unfolded)
+
     def action_copy(self) -> None:
         """Copies the source of the selected or last message."""
         message = self._chosen()
         if message is not None:
-            self._copy(message.text, "message")
+            self._copy(said_of(message), "message")
 
     def action_copy_fence(self) -> None:
         """Copies the code of the selected or last message."""
         message = self._chosen()
-        fences = code_fences(message.text) if message is not None else []
+        fences = code_fences(said_of(message)) if message is not None else []
         if fences:
             self._copy(fences[-1], "code")
         else:

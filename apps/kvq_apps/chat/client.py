@@ -73,6 +73,7 @@ class Turn:
     Where the last of `messages` is the assistant's, the reply goes on with it.
     `edited` are the messages up to one of which the last of `messages` is an edit, none else: what
     follows the change in it may then be kept as computed.
+    `think` is what `--think` says.
     """
 
     messages: Sequence[Message]
@@ -80,6 +81,7 @@ class Turn:
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
     seed: int | None = None
+    think: str = "auto"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,7 +40,9 @@ COMMANDS = (
     Command(name="exact", says="compute again what edits left as it was computed before them"),
     Command(name="copy", takes="[code]", says="copy the last reply, or its code"),
     Command(name="system", takes="[TEXT]", says="set or show the system message"),
-    Command(name="set", takes="NAME VALUE", says="temp, top-k, top-p, min-p, seed or predict"),
+    Command(
+        name="set", takes="NAME VALUE", says="temp, top-k, top-p, min-p, seed, predict or think"
+    ),
     Command(name="show", says="the model and every setting"),
     Command(name="kv", takes="[K:V] [SIZE]", says="change the KV bits and budget: /kv 4:2 64MiB"),
     Command(name="stats", says="what the last reply cost"),

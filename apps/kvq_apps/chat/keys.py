@@ -71,6 +71,9 @@ KEYS = (
         action="draft(-1)",
         says="the same, the one before marked",
     ),
+    KeyRow(
+        name="thoughts", keys="ctrl+o", action="thoughts", says="what the model thought, or fold it"
+    ),
     KeyRow(name="top", keys="home", action="top", says="to the first line", app=False),
     KeyRow(name="bottom", keys="end", action="bottom", says="to the end, and follow it", app=False),
     KeyRow(name="copy", keys="y", action="copy", says="copy the message", app=False),

@@ -13,7 +13,10 @@ from kvq.errors import BudgetError, UsageError
 from kvq.formats import whole_units
 from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, Stream, Turn
 from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.thoughts import Thoughts
 from kvq_apps.chat.visible import storable
+from kvq_apps.thinking import AUTO, variables
+from kvq_models.thinking import Thinking, ThinkingWriter, said, split
 
 if TYPE_CHECKING:
     from kvq_runtime.beside import Beside
@@ -44,6 +47,9 @@ class LocalClient:
         self._open_drafts = ExitStack()
         self._rounds_before: Rounds | None = None
         self._engine: Engine | None = None
+        self._thinking: Thinking | None = None
+        self._think = "auto"
+        self._asked_tokens = 0
         self._session: Session[Any] | None = None
 
     def open(self) -> Facts:
@@ -57,6 +63,7 @@ class LocalClient:
             name = self._model or engine.model.name
             raise NoChatError(name, f"`kvq run -m {name}`")
         self._engine, self._opens = engine, lasting_name(self._model)
+        self._thinking = Thinking.of(engine.tokenizer)
         self._session = self._new_session(self._session_options)
         return self._facts()
 
@@ -91,10 +98,11 @@ class LocalClient:
         self._settle()
         engine, session = self._opened()
         last = turn.messages[-1]
+        asked = turn.messages[:-1] if last.role == "assistant" else turn.messages
+        prompt = prompt_tokens(engine, asked, turn.think)
+        self._asked_tokens = len(prompt)
         if last.role == "assistant":
-            prompt = self._begun(prompt_tokens(engine, turn.messages[:-1]), last.text)
-        else:
-            prompt = prompt_tokens(engine, turn.messages)
+            prompt = self._begun(prompt, last.text)
         limit = session.config.context_tokens
         if len(prompt) >= limit:
             raise ContextFullError(len(prompt), limit)
@@ -104,15 +112,25 @@ class LocalClient:
         """The tokens `asked` and those of the reply begun as `text`: the model's own where held."""
         engine, session = self._opened()
         held = list(session.tokens)
-        own = engine.tokenizer.decode(held[len(asked) :])
+        own = self._kept(asked, held[len(asked) :])
         if held[: len(asked)] == asked and storable(own) == storable(text):
             return held
-        return asked + engine.tokenizer.encode(text)
+        if self._thinking is None:
+            return asked + engine.tokenizer.encode(text)
+        return asked + self._thinking.ids(*split(text), begun=self._thinking.begun(asked))
+
+    def _kept(self, asked: Sequence[int], ids: Sequence[int]) -> str:
+        """What a message keeps of the reply to `asked` that has these tokens."""
+        if self._thinking is None:
+            return self._opened()[0].tokenizer.decode(ids)
+        reader, writer = self._thinking.reader(asked), ThinkingWriter()
+        return writer.text(reader.feed(self._thinking.text(ids)))
 
     def _encode(self, turn: Turn, prompt: list[int], stream: Stream) -> int | None:
         """Has the session hold `prompt`; how much of it it held, None if that was stopped."""
         _, session = self._opened()
         self._rounds_before = session.rounds
+        self._think = turn.think
         cached = session.align(prompt, edits=self._goes_back(turn.edited))
         stream.measured(self._stats(prompt, cached, 0))
         whole = cached == len(prompt) or session.prefill(
@@ -124,13 +142,33 @@ class LocalClient:
         cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
         if cached is None:
             return "cancelled"
-        steps = session.generate(turn.max_tokens, sampling=turn.sampling, cancel=stream.cancelled)
-        reason = "cancelled"
+        steps = session.generate(
+            turn.max_tokens,
+            sampling=turn.sampling,
+            shown=self._shown_tokens,
+            cancel=stream.cancelled,
+        )
+        reason, thoughts = "cancelled", self._thoughts(prompt, stream, draft)
         for count, step in enumerate(steps, 1):
-            stream.write(step.text, draft)
-            stream.measured(self._stats(prompt, cached, count))
+            thoughts.token(step.text)
+            stream.measured(thoughts.measured(self._stats(prompt, cached, count)))
             reason = step.finish_reason or reason
+        thoughts.end(reason)
         return reason
+
+    @property
+    def _shown_tokens(self) -> frozenset[int]:
+        """The control tokens that thoughts are known by."""
+        return frozenset() if self._thinking is None else self._thinking.shown
+
+    def _thoughts(self, prompt: Sequence[int], stream: Stream, draft: int = 0) -> Thoughts:
+        """What writes the reply to `prompt`, whose end may be what the reply began with."""
+        if self._thinking is None:
+            return Thoughts(stream, None, draft)
+        asked, begun = prompt[: self._asked_tokens], prompt[self._asked_tokens :]
+        thoughts = Thoughts(stream, self._thinking.reader(asked), draft)
+        thoughts.begin(self._thinking.text(begun))
+        return thoughts
 
     def _answer_beside(
         self, turn: Turn, prompt: list[int], seeds: Sequence[int], stream: Stream
@@ -142,17 +180,22 @@ class LocalClient:
         cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
         if cached is None:
             return reasons
-        options = GenerationOptions(max_tokens=turn.max_tokens, sampling=turn.sampling)
+        options = GenerationOptions(
+            max_tokens=turn.max_tokens, sampling=turn.sampling, shown=self._shown_tokens
+        )
+        thoughts = [self._thoughts(prompt, stream, draft) for draft in range(len(seeds))]
         self._beside = self._open_drafts.enter_context(session.beside(seeds, options))
         count, spent_s = 0, 0.0
         while self._beside.going and not stream.cancelled():
             steps, seconds = session.sequence.run(self._beside.stepping(stream.cancelled))
             count, spent_s = count + len(steps), spent_s + seconds
             for draft, step in steps:
-                stream.write(step.text, draft)
+                thoughts[draft].token(step.text)
                 reasons[draft] = step.finish_reason or reasons[draft]
             rate = count / spent_s if spent_s else 0.0
             stream.measured(replace(self._stats(prompt, cached, count), decode_tok_s=rate))
+        for one, reason in zip(thoughts, reasons, strict=True):
+            one.end(reason)
         return reasons
 
     def _settle(self) -> None:
@@ -252,7 +295,7 @@ class LocalClient:
 
         engine, session = self._opened()
         if edited:
-            shared = common_prefix(session.tokens, prompt_tokens(engine, edited))
+            shared = common_prefix(session.tokens, prompt_tokens(engine, edited, self._think))
             session.rollback(len(session.tokens) - shared)
         return bool(edited)
 
@@ -325,10 +368,17 @@ class LocalClient:
         )
 
 
-def prompt_tokens(engine: "Engine", messages: Sequence[Message]) -> list[int]:
+def prompt_tokens(engine: "Engine", messages: Sequence[Message], think: str = AUTO) -> list[int]:
     """Token ids of the conversation in the model's chat template, ready for a reply."""
-    rows = [{"role": message.role, "content": message.text} for message in messages]
-    return engine.tokenizer.chat(rows, add_generation_prompt=True)
+    rows = [
+        {
+            "role": row.role,
+            **(said(*split(row.text)) if row.role == "assistant" else {"content": row.text}),
+        }
+        for row in messages
+    ]
+    given = variables(Thinking.of(engine.tokenizer), think)
+    return engine.tokenizer.chat(rows, add_generation_prompt=True, variables=given)
 
 
 def token_hash(tokens: Sequence[int]) -> str:

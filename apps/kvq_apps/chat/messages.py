@@ -40,7 +40,8 @@ class ReplyStats:
     `kv_bytes` bytes at mean widths of `mean_k_bits` and `mean_v_bits` (0: not known), but for
     `evicted_share` of them; a model that reads prompts holds `auxiliary_bytes` beside.
     `predicted_tokens` of them were predicted and not computed. Of
-    `drafted_tokens` that were guessed `accepted_tokens` were right.
+    `drafted_tokens` that were guessed `accepted_tokens` were right. The reply was thought about
+    for `thought_ms` in `thought_tokens`.
     """
 
     prompt_tokens: int = 0
@@ -57,6 +58,8 @@ class ReplyStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     predicted_tokens: int = 0
+    thought_tokens: int = 0
+    thought_ms: float = 0.0
 
     @property
     def encoded_tokens(self) -> int:

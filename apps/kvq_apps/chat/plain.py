@@ -4,7 +4,7 @@ The answer alone goes to stdout; what the person should know goes to stderr. No 
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from threading import Thread
 
@@ -20,6 +20,8 @@ from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.visible import storable
 from kvq_apps.flags import told
 from kvq_apps.interrupt import INTERRUPTED, interruptible
+from kvq_apps.thinking import HIDE
+from kvq_models.thinking import KEPT, Piece, ThinkingReader, split
 
 POLL_S = 0.02
 # An engine whose reply nobody reads any more may take so long to stop.
@@ -42,6 +44,8 @@ class PlainChat:
         self._show = show
         self._ways_on = ways_on
         self._thread: Thread | None = None
+        self._reader = ThinkingReader(KEPT)
+        self._aside = False
         self._history = History(settings.history_path, on_trouble=output.print_note)
         self.conversation = Conversation(self._write, system=settings.system)
         self._resume()
@@ -78,11 +82,13 @@ class PlainChat:
 
     def _reply(self, turn: Turn, reply: Message) -> str:
         self.conversation.answered_by(self._facts)
-        reason = "failed"
+        reason, self._reader = "failed", ThinkingReader(KEPT)
+        self._reader.feed(reply.text)
         try:
             reason = self._stream(turn)
         finally:
             self.conversation.finish(state_after(reason), self.stats)
+            self._tell(self._reader.flush())
             if not reply.text.endswith("\n"):
                 self._show("\n")
         if reason == "length":
@@ -131,8 +137,19 @@ class PlainChat:
             self.stats = news.stats
         text = storable(news.text)
         self.conversation.feed(text)
-        if text:
-            self._show(text)
+        self._tell(self._reader.feed(text))
+
+    def _tell(self, pieces: Sequence[Piece]) -> None:
+        """Shows the answer; what is thought is told beside it, unless it is to be hidden."""
+        for piece in pieces:
+            if isinstance(piece, str):
+                if self._aside:
+                    output.print_aside("\n\n")
+                self._aside = False
+                self._show(piece)
+            elif self._settings.think != HIDE and self._show is not _unshown:
+                self._aside = True
+                output.print_aside(piece.text)
 
     def _resume(self) -> None:
         chat_id = self._settings.chat_id
@@ -158,9 +175,10 @@ def answer_once(client: ChatClient, settings: ChatSettings, text: str, *, as_jso
     finally:
         chat.close()
     if as_json:
-        answer = chat.conversation.messages[-1].text
+        thought, answer = split(chat.conversation.messages[-1].text)
         facts = {
             "chat": chat.conversation.id, "model": chat.model, "text": answer,
+            "thought": thought,
             "finish_reason": reason,
         }  # fmt: skip
         output.print_json(facts | asdict(chat.stats))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from socket import SHUT_RDWR, socket
@@ -19,8 +20,11 @@ from kvq_apps.chat.client import (
     Stream,
     Turn,
 )
-from kvq_apps.chat.messages import ReplyStats
+from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.thoughts import Thoughts
 from kvq_apps.serve.protocol import check_answer, sampling_fields, sampling_of
+from kvq_apps.thinking import request_fields
+from kvq_models.thinking import Piece, Thought, split
 
 CONNECT_TIMEOUT_S = 10.0
 UNAVAILABLE = 503
@@ -108,11 +112,12 @@ class RemoteClient:
         """Why each choice ended, by its number."""
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": [{"role": row.role, "content": row.text} for row in turn.messages],
+            "messages": [{"role": row.role, **_said(row)} for row in turn.messages],
             "stream": True,
             "stream_options": {"include_usage": True},
             "temperature": turn.sampling.temperature,
             "top_p": turn.sampling.top_p,
+            **request_fields(turn.think),
             **more,
         }
         if self._is_kvq:
@@ -199,6 +204,7 @@ class RemoteClient:
         sock.settimeout(None)
         stream.when_cancelled(lambda: _hang_up(sock))
         reasons: dict[int, str] = {}
+        thoughts: dict[int, Thoughts] = {}
         # A response outlives its connection where the server closes that, so it is closed too.
         with connection.getresponse() as response:
             check_answer(self._url, response.getheader)
@@ -209,11 +215,13 @@ class RemoteClient:
                     raise _error_of(event["error"], self._url)
                 stats = _stats(event)
                 if stats is not None:
-                    stream.measured(stats)
+                    spent_ms = thoughts[0].ms if 0 in thoughts else 0.0
+                    stream.measured(replace(stats, thought_ms=spent_ms))
                 for choice in event.get("choices") or ():
                     draft = choice.get("index") or 0
                     delta: dict[str, Any] = choice.get("delta") or {}
-                    stream.write(delta.get("content") or "", draft)
+                    writer = thoughts.setdefault(draft, Thoughts(stream, None, draft))
+                    writer.write(_pieces(delta))
                     if choice.get("finish_reason"):
                         reasons[draft] = choice["finish_reason"]
         if stream.cancelled():
@@ -221,6 +229,21 @@ class RemoteClient:
         if not reasons:
             raise EngineLostError(f"{self._url} ended the reply too early; is it still running?")
         return reasons
+
+
+def _said(message: Message) -> dict[str, str]:
+    """A message as servers take it: the thought of a reply apart from what it said."""
+    if message.role != "assistant":
+        return {"content": message.text}
+    thought, answer = split(message.text)
+    return {"content": answer} | ({"reasoning_content": thought} if thought else {})
+
+
+def _pieces(delta: Mapping[str, Any]) -> list[Piece]:
+    """What a delta has of a thought, under either of the names servers give it, and of text."""
+    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    text = delta.get("content") or ""
+    return [*([Thought(thought)] if thought else []), *([text] if text else [])]
 
 
 def _hang_up(sock: socket) -> None:
@@ -253,6 +276,7 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
     if not usage:
         return None
     details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
+    spent: dict[str, Any] = usage.get("completion_tokens_details") or {}
     timings: dict[str, Any] = event.get("timings") or {}
     kvq: dict[str, Any] = event.get("x_kvq") or {}
     prompt, new = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
@@ -271,6 +295,7 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
         drafted_tokens=timings.get("draft_n") or 0,
         accepted_tokens=timings.get("draft_n_accepted") or 0,
         predicted_tokens=kvq.get("predicted_tokens") or 0,
+        thought_tokens=spent.get("reasoning_tokens") or 0,
     )
 
 

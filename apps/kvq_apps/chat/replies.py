@@ -15,6 +15,7 @@ from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.view import View
 from kvq_apps.chat.visible import storable
 from kvq_apps.flags import told
+from kvq_models.thinking import split
 
 AGAIN = "Enter in the empty prompt asks again"
 
@@ -211,7 +212,7 @@ class Replies:
         except ContextFullError:
             fewer = conversation.oldest_turns(sum(len(row.text) for row in old) // 2)
             return len(fewer) < len(old) and await self._summarise(fewer, limit)
-        summary = storable("".join(parts)).strip()
+        summary = split(storable("".join(parts)))[1].strip()
         if reason == "cancelled" or not summary:
             return False
         conversation.leave_out(old, summary)

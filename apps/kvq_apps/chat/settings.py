@@ -45,6 +45,7 @@ class ChatSettings:
     theme: str | None = None
     theme_origin: str = "--theme"
     meter: str = "full"
+    think: str = "auto"
     warnings: Sequence[str] = ()
     chat_id: str | None = None
     latest: bool = False
@@ -68,16 +69,20 @@ class ChatSettings:
             sampling=self.sampling,
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
             seed=self.seed,
+            think=self.think,
         )
 
     def change(self, words: str) -> str:
         """`"temp 0.2"` changes one value; returns what it is now. Raises `UsageError`."""
         name, _, value = words.strip().partition(" ")
-        known = (*SAMPLING_FIELDS, "seed", "predict")
+        known = (*SAMPLING_FIELDS, "seed", "predict", "think")
         if name not in known or not value.strip():
             raise UsageError(
                 f"/set {words} is not possible: write /set NAME VALUE, NAME of {', '.join(known)}"
             )
+        if name == "think":
+            self.think = _chosen("think", value.strip())
+            return f"think is {self.think} from the next reply on"
         try:
             number = FLAGS[name].read(value)
         except ArgumentTypeError:
@@ -100,5 +105,14 @@ class ChatSettings:
             f"temp {sampling.temperature}, top-k {sampling.top_k}, top-p {sampling.top_p}, "
             f"min-p {sampling.min_p}, repeat-penalty {sampling.repeat_penalty}",
             f"seed {'fresh' if self.seed is None else self.seed}, predict "
-            f"{'to the end of the context' if self.max_tokens is None else self.max_tokens}",
+            f"{'to the end of the context' if self.max_tokens is None else self.max_tokens}, "
+            f"think {self.think}",
         ]
+
+
+def _chosen(name: str, value: str) -> str:
+    """`value`, if it is one of those that the flag `name` takes."""
+    choices = FLAGS[name].choices or ()
+    if value not in choices:
+        raise UsageError(f"/set {name} {value} is not possible: give {', '.join(choices)}")
+    return value

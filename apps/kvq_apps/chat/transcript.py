@@ -2,12 +2,12 @@
 
 Rows are the blocks of all messages. A row that was never on screen has an estimated height; it is
 measured when it comes into view, and what stands on screen stays where it is. The streaming
-message is always the last one.
+message is always the last one. What a reply thought is one line, and more only if unfolded.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
 
@@ -24,11 +24,16 @@ from textual.strip import Strip
 from kvq_apps.chat.blocks import Block, plain_blocks
 from kvq_apps.chat.document import Document
 from kvq_apps.chat.markdown import STYLES, Palette, draw, estimate, strip_text
-from kvq_apps.chat.messages import Message
+from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.thoughts import thought_line
+from kvq_models.thinking import KEPT, Piece, ThinkingReader
 
 GUTTER_CELLS = 2
 FOLLOW_ROWS = 2
 NAMES = {"user": "you", "assistant": "kvq", "system": "system"}
+# Kinds of blocks: the line of a thought, and parts of its text, which is drawn again as it grows.
+_THOUGHT, _THOUGHT_TEXT = "thought", "thought text"
+_THOUGHT_CHARACTERS = 2048
 _TONES = ("user", "assistant", "note", "error", "header")
 STATES = {
     "stopped": "stopped",
@@ -88,6 +93,8 @@ class TranscriptView(ScrollView, can_focus=True):
         self.messages: list[Message] = []
         self.follow = True
         self.selected: Message | None = None
+        self.unfolded = self.hides_thoughts = False
+        self._reader = ThinkingReader(KEPT)
         self._rows: list[Row] = []
         self._ends: list[int] | None = []
         self._document: Document | None = None
@@ -127,7 +134,20 @@ class TranscriptView(ScrollView, can_focus=True):
         """Appends to the streaming message."""
         if self._document is None:
             return
-        closed = self._document.feed(text)
+        thinking = self._reader.thinking
+        self._take(self._reader.feed(text))
+        if thinking != self._reader.thinking:
+            self.restate(self.messages[-1])
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        """Appends what is thought and what is said to the streaming message."""
+        assert self._document is not None
+        closed: list[Block] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                closed += self._document.feed(piece)
+            else:
+                self._think(self.messages[-1], piece.text)
         self._extend(self.messages[-1], closed)
         self.settle(closed=bool(closed))
 
@@ -142,6 +162,8 @@ class TranscriptView(ScrollView, can_focus=True):
 
     def finish(self) -> None:
         """Freezes the streaming message as it is."""
+        if self._document is not None:
+            self._take(self._reader.flush())
         document, self._document, self._tail = self._document, None, []
         if document is None:
             return
@@ -152,11 +174,23 @@ class TranscriptView(ScrollView, can_focus=True):
         self._changed()
 
     def restate(self, message: Message) -> None:
-        """Draws the header of `message` again: its state or its branch changed."""
+        """Draws the header of `message` again: its state, its branch or its cost changed."""
         for row in self._rows:
-            if row.message is message and row.block is None:
+            if row.message is message and (row.block is None or row.block.kind == _THOUGHT):
                 row.strips = None
         self._see()
+
+    def unfold(self, *, shown: bool) -> None:
+        """Shows what was thought, or one line of it; the first row on screen stays."""
+        self.unfolded = shown
+        top = self._row_at(round(self.scroll_y))
+        self._ends = None
+        for row in self._rows:
+            if row.block is not None and row.block.kind == _THOUGHT_TEXT:
+                row.strips = None
+                row.height = self._estimate(row)
+        self._changed()
+        self._stay_at(top)
 
     @property
     def lines(self) -> list[str]:
@@ -243,6 +277,10 @@ class TranscriptView(ScrollView, can_focus=True):
         if self._document is not None:
             self._tail = self._document.tail(width, palette, closed=True) or []
         self._changed()
+        self._stay_at(top)
+
+    def _stay_at(self, top: int) -> None:
+        """Has this row be the first on screen again, unless the end is followed."""
         if not self.follow and top < len(self._rows):
             self._move(self._row_ends()[top - 1] if top else 0)
             self._see()
@@ -254,15 +292,40 @@ class TranscriptView(ScrollView, can_focus=True):
         if message.role in NAMES:
             self._rows.append(Row(message, None, 2 if len(self._rows) else 1))
         if message.role == "assistant":
-            document = Document()
-            blocks = document.feed(message.text)
-            if message.state == "streaming":
+            document, self._reader = Document(), ThinkingReader(KEPT)
+            pieces = self._reader.feed(message.text)
+            streams = message.state == "streaming"
+            pieces += [] if streams else self._reader.flush()
+            blocks: list[Block] = []
+            for piece in pieces:
+                if isinstance(piece, str):
+                    blocks += document.feed(piece)
+                else:
+                    self._think(message, piece.text)
+            if streams:
                 self._document = document
             else:
                 blocks += document.finish()
         else:
             blocks = plain_blocks(message.text)
         self._extend(message, blocks)
+
+    def _think(self, message: Message, text: str) -> None:
+        """Appends to what `message` thought."""
+        last = self._rows[-1]
+        if last.block is None:
+            line = Block(kind=_THOUGHT, source="", gap=False)
+            self._extend(message, [line, Block(kind=_THOUGHT_TEXT, source="", gap=False)])
+            last = self._rows[-1]
+        assert last.block is not None
+        *lines, rest = (last.block.source + text).split("\n")
+        if len(last.block.source) > _THOUGHT_CHARACTERS and lines:
+            last.block = replace(last.block, source="\n".join(lines))
+            self._extend(message, [replace(last.block, source=rest)])
+        else:
+            last.block = replace(last.block, source=last.block.source + text)
+        last.strips = None
+        self._changed()
 
     def _extend(self, message: Message, blocks: Sequence[Block]) -> None:
         self._ends = None
@@ -272,7 +335,13 @@ class TranscriptView(ScrollView, can_focus=True):
             self._rows.append(row)
 
     def _estimate(self, row: Row) -> int:
-        return 2 if row.block is None else estimate(row.block, self._width or 80)
+        if row.block is None:
+            return 2
+        if row.block.kind == _THOUGHT:
+            return 0 if self.hides_thoughts else 1
+        if row.block.kind == _THOUGHT_TEXT and not self._shows_thoughts:
+            return 0
+        return estimate(row.block, self._width or 80)
 
     def _row_ends(self) -> list[int]:
         """Where each row ends, in lines from the top."""
@@ -332,6 +401,8 @@ class TranscriptView(ScrollView, can_focus=True):
         return shift
 
     def _draw(self, row: Row, *, first: bool) -> list[Strip]:
+        if row.block is not None and row.block.kind in (_THOUGHT, _THOUGHT_TEXT):
+            return self._draw_thought(row.message, row.block)
         if row.block is not None:
             if row.message.role in ("note", "error"):
                 palette: Palette = {**self._palette, "text": self._palette[row.message.role]}
@@ -339,6 +410,24 @@ class TranscriptView(ScrollView, can_focus=True):
             return draw(row.block, self._width, self._palette)
         header = self._header(row.message)
         return [header] if first else [Strip.blank(0), header]
+
+    @property
+    def _shows_thoughts(self) -> bool:
+        return self.unfolded and not self.hides_thoughts
+
+    def _draw_thought(self, message: Message, block: Block) -> list[Strip]:
+        """The line of a thought, or a part of its text if that is unfolded."""
+        palette: Palette = {**self._palette, "text": self._palette["note"]}
+        if self.hides_thoughts:
+            return []
+        if block.kind == _THOUGHT_TEXT:
+            plain = plain_blocks(block.source) if self._shows_thoughts else []
+            return [strip for one in plain for strip in draw(one, self._width, palette)]
+        known = {name: message.stats.get(name, 0) for name in ("thought_ms", "thought_tokens")}
+        streams = message is self.messages[-1] and self._document is not None
+        thinks = streams and self._reader.thinking
+        text = "thinking" if thinks else thought_line(ReplyStats(**known))
+        return draw(replace(block, kind="plain", source=text), self._width, palette)
 
     def _header(self, message: Message) -> Strip:
         text = Text(NAMES[message.role], self._palette[_tone(message)] + Style(bold=True), end="")

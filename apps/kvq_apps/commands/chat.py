@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="MODEL", help="what to talk to (as -m)")
     flags.add_flags(parser, *flags.ENGINE_FLAGS, "server", "api-key")
     flags.add_flags(
-        parser, "ctx-size", "system", "inline", "theme", "meter", "draft", "draft-model"
+        parser, "ctx-size", "system", "think", "inline", "theme", "meter", "draft", "draft-model"
     )
     flags.add_flags(parser, "predict", predict=PREDICT_HELP)
     flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
@@ -126,7 +126,7 @@ def chat_settings(arguments: Namespace) -> "ChatSettings":
         keys_path=configuration.user_path(),
         theme=arguments.theme,
         theme_origin=themes[0] if themes and not elsewhere else "--theme",
-        **options.given(arguments, meter="meter"),
+        **options.given(arguments, meter="meter", think="think"),
         warnings=[
             *(warning for file in files for warning in file.warnings),
             *filter(None, [arguments.untrusted]),

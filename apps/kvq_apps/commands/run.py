@@ -13,6 +13,8 @@ from kvq_apps import flags, options, output, text_input
 from kvq_apps.interrupt import INTERRUPTED, interruptible
 
 if TYPE_CHECKING:
+    from kvq_apps.thinking import Thinks
+    from kvq_models.thinking import Piece
     from kvq_runtime.constraint import Constraint
     from kvq_runtime.engine import Engine
     from kvq_runtime.session import Session
@@ -32,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "and piped text goes before it",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
-    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "stop", "no-heal")
+    flags.add_flags(parser, "ctx-size", "predict", "system", "chat", "think", "stop", "no-heal")
     flags.add_flags(parser, "draft", "draft-model")
     flags.add_flags(parser, *CONSTRAINT_FLAGS, "extract", "stream", "no-stream", "usage")
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS)
@@ -62,12 +64,7 @@ def run(arguments: Namespace) -> int:
         from kvq_apps import batch
 
         return batch.run(arguments)
-    for name in ("out", "ray", "replicas", "autoscale"):
-        if options.written(arguments, name):
-            raise UsageError(
-                f"{argument(f'--{name}')} is for {argument('--batch')} FILE, which answers many "
-                "prompts"
-            )
+    _check_flags(arguments)
     model, prompt = model_and_prompt(arguments)
     options.max_tokens(arguments.predict, None)  # refused before a model is loaded
     pieces = _pieces(arguments)
@@ -84,9 +81,13 @@ def run(arguments: Namespace) -> int:
         interruptible() as cancel,
     ):
         _refuse_endless(prompt, engine, session)
-        ids, begin_with = _prompt_ids(engine, arguments, prompt)
+        ids, begin_with, thinks = _prompt_ids(engine, arguments, prompt)
+        if thinks is not None:
+            constraint = thinks.constraint(constraint, ())
         meter = Meter()
-        answer = _answer(session, ids, begin_with, arguments, sampling, constraint, cancel, pieces)
+        answer = _answer(
+            session, ids, begin_with, arguments, sampling, constraint, cancel, pieces, thinks
+        )
         report = _report(engine, session, answer)
         report["joules"] = meter.joules()
         report["prompt_tokens"] = len(ids) + bool(begin_with)
@@ -109,6 +110,21 @@ def run(arguments: Namespace) -> int:
     return INTERRUPTED if answer.finish_reason == "cancelled" else 0
 
 
+def _check_flags(arguments: Namespace) -> None:
+    """Raises `UsageError` for flags that ask for nothing here."""
+    for name in ("out", "ray", "replicas", "autoscale"):
+        if options.written(arguments, name):
+            raise UsageError(
+                f"{argument(f'--{name}')} is for {argument('--batch')} FILE, which answers many "
+                "prompts"
+            )
+    if options.written(arguments, "think") and not _is_chat(arguments):
+        raise UsageError(
+            f"{argument('--think')} is for answers in the model's chat template; give "
+            f"{argument('--chat')} too"
+        )
+
+
 def _constraint(arguments: Namespace) -> "Constraint | None":
     """What the answer has to look like, if one of the flags says so."""
     asked = options.given(arguments, **{flag: flag for flag in CONSTRAINT_FLAGS})
@@ -123,6 +139,11 @@ def _constraint(arguments: Namespace) -> "Constraint | None":
         text = text_input.read_text(value)
         return Constraint.grammar(text) if flag == "grammar" else Constraint.json(text)
     return None
+
+
+def _is_chat(arguments: Namespace) -> bool:
+    """Whether the prompt goes through the model's chat template."""
+    return arguments.system is not None or arguments.chat
 
 
 def _pieces(arguments: Namespace) -> Callable[[str], None] | None:
@@ -151,6 +172,8 @@ def _first_fence(text: str) -> str | None:
 @dataclass(kw_only=True, slots=True)
 class _Answer:
     text: str = ""
+    thought: str = ""
+    thought_tokens: int = 0
     finish_reason: str = "cancelled"
 
 
@@ -192,21 +215,33 @@ def _refuse_endless(prompt: str, engine: "Engine", session: "Session[Any]") -> N
         )
 
 
-def _prompt_ids(engine: "Engine", arguments: Namespace, prompt: str) -> tuple[list[int], bytes]:
+def _prompt_ids(
+    engine: "Engine", arguments: Namespace, prompt: str
+) -> "tuple[list[int], bytes, Thinks | None]":
     """Token ids of the prompt, in the chat template when one was asked for.
 
     A plain prompt is healed: what was cut off its end is the bytes that the answer begins with.
+    Last comes how an answer to it thinks, None: not at all.
     """
+    from kvq_apps.thinking import HIDE, Thinks, variables
+    from kvq_models.thinking import Thinking
     from kvq_runtime.healing import heal
 
-    if arguments.system is None and not arguments.chat:
+    if not _is_chat(arguments):
         ids = engine.tokenizer.encode(prompt, start=True)
-        return (ids, b"") if arguments.no_heal else heal(engine.tokenizer, ids)
+        ids, begin_with = (ids, b"") if arguments.no_heal else heal(engine.tokenizer, ids)
+        return ids, begin_with, None
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         system = text_input.check_argument(arguments.system)
         messages.insert(0, {"role": "system", "content": system})
-    return engine.tokenizer.chat(messages, add_generation_prompt=True), b""
+    thinking, think = Thinking.of(engine.tokenizer), arguments.think or "auto"
+    ids = engine.tokenizer.chat(
+        messages, add_generation_prompt=True, variables=variables(thinking, think)
+    )
+    if thinking is None:
+        return ids, b"", None
+    return ids, b"", Thinks(thinking=thinking, begun=thinking.begun(ids), told=think != HIDE)
 
 
 def _answer(
@@ -218,6 +253,7 @@ def _answer(
     constraint: "Constraint | None",
     cancel: Callable[[], bool],
     pieces: Callable[[str], None] | None,
+    thinks: "Thinks | None",
 ) -> _Answer:
     """Generates to the end; `pieces` gets the text as it comes."""
     from kvq_runtime.config import DEFAULT_MAX_TOKENS
@@ -234,16 +270,69 @@ def _answer(
         stop_strings=arguments.stop or (),
         begin_with=begin_with,
         constraint=constraint,
+        shown=frozenset() if thinks is None else thinks.thinking.shown,
         cancel=cancel,
     )
+    told = _Telling(arguments, pieces, aside=thinks is not None and thinks.told)
+    reader = None if thinks is None else thinks.reader()
     for step in steps:
-        answer.text += step.text
-        if step.text and pieces is not None:
-            pieces(step.text)
+        found: list[Piece] = [step.text] if step.text else []
+        if reader is not None:
+            answer.thought_tokens += reader.thinking
+            found = reader.feed(step.text)
+            found += reader.flush() if step.finish_reason else []
+        for piece in found:
+            if isinstance(piece, str):
+                told.say(piece)
+                answer.text += piece
+            else:
+                told.think(piece.text)
+                answer.thought += piece.text
         answer.finish_reason = step.finish_reason or answer.finish_reason
-    if pieces is not None and not arguments.json and not answer.text.endswith("\n"):
-        output.print_data("")
+    told.end(answer)
     return answer
+
+
+class _Telling:
+    """Prints an answer as it comes, by `pieces` where that is not None.
+
+    `aside`: what is thought goes to stderr, or is a line of its own in a stream of JSON.
+    """
+
+    def __init__(
+        self, arguments: Namespace, pieces: Callable[[str], None] | None, *, aside: bool
+    ) -> None:
+        self._json = arguments.json
+        self._streams = arguments.stream
+        self._pieces = pieces
+        self._aside = aside
+        self._thinking = False
+
+    def think(self, text: str) -> None:
+        """A piece of what is thought."""
+        if self._aside and not self._json:
+            self._thinking = True
+            output.print_aside(text)
+        elif self._aside and self._streams:
+            output.print_json_line({"thought": text})
+
+    def say(self, text: str) -> None:
+        """A piece of the answer."""
+        self._end_thought()
+        if self._pieces is not None:
+            self._pieces(text)
+
+    def end(self, answer: _Answer) -> None:
+        """The answer is whole."""
+        self._end_thought()
+        if self._pieces is not None and not self._json and not answer.text.endswith("\n"):
+            output.print_data("")
+
+    def _end_thought(self) -> None:
+        """An empty line parts what was thought from the answer."""
+        thinking, self._thinking = self._thinking, False
+        if thinking:
+            output.print_aside("\n\n")
 
 
 def _report(engine: "Engine", session: "Session[Any]", answer: _Answer) -> dict[str, Any]:
@@ -251,6 +340,8 @@ def _report(engine: "Engine", session: "Session[Any]", answer: _Answer) -> dict[
     plan = session.config.plan
     return {
         "text": answer.text,
+        "thought": answer.thought,
+        "thought_tokens": answer.thought_tokens,
         "finish_reason": answer.finish_reason,
         "model": engine.model.name,
         "backend": engine.backend.name,

@@ -45,6 +45,7 @@ from kvq_apps.serve.streams import (
     chunks,
     whole_answer,
 )
+from kvq_apps.serve.thinking import thinks_of
 from kvq_apps.serve.tools import tools_of
 from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
@@ -331,9 +332,12 @@ class _Routes:
         owner = owner_of(headers, fields.text("cache_salt"), keyed=keyed)
         view = self._view(served)
         asked = replace(read(fields, view), owner=owner)
-        tools = tools_of(fields, served.tokenizer) if read is requests.chat_request else None
-        form = requests.form_of(fields, served.tokenizer, tools)
-        found = asked, requests.delivery(fields, tools), form
+        tools = thinks = None
+        if read is requests.chat_request:
+            tools = tools_of(fields, served.tokenizer)
+            thinks = thinks_of(fields, served.tokenizer, asked.prompts[0])
+        form = requests.form_of(fields, served.tokenizer, tools, thinks)
+        found = asked, requests.delivery(fields, tools, thinks), form
         self._name_unread(fields)
         return found
 

@@ -17,7 +17,10 @@ from kvq_apps.options import NO_DRAFTER
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.formats import NAMES, constraint_of
-from kvq_apps.serve.tools import Tools, calls_of, tools_of
+from kvq_apps.serve.thinking import template_variables, thinks_of
+from kvq_apps.serve.tools import Tools, answered_calls, calls_of, tools_of
+from kvq_apps.thinking import Thinks
+from kvq_models.thinking import said
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Constraint
@@ -77,11 +80,12 @@ class Delivery:
     include_usage: bool = False
     response_fields: tuple[str, ...] | None = None
     tools: Tools | None = None
+    thinks: Thinks | None = None
     echo: bool = False
 
 
-def delivery(fields: Fields, tools: Tools | None) -> Delivery:
-    """How the client wants the answer, in which `tools` may be called."""
+def delivery(fields: Fields, tools: Tools | None, thinks: Thinks | None = None) -> Delivery:
+    """How the client wants the answer, in which `tools` may be called, and which so `thinks`."""
     names = fields.get("response_fields")
     if names is not None and not _is_list_of(names, str):
         fields.refuse("response_fields", "a list of strings")
@@ -90,6 +94,7 @@ def delivery(fields: Fields, tools: Tools | None) -> Delivery:
         include_usage=fields.object("stream_options").flag("include_usage"),
         response_fields=None if names is None else tuple(cast(list[str], names)),
         tools=tools,
+        thinks=thinks,
         echo=fields.flag("echo"),
     )
 
@@ -99,7 +104,10 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
     _refuse_unsupported(fields, _CHAT_UNSUPPORTED)
     _check_model(fields, model)
     tools = tools_of(fields, model.tokenizer)
-    ids = _chat_ids(model, _messages(fields), tools)
+    variables = template_variables(fields, model.tokenizer)
+    messages = answered_calls(_messages(fields), model.tokenizer.chat_template)
+    ids = _chat_ids(model, messages, tools, variables)
+    thinks = thinks_of(fields, model.tokenizer, ids)
     count = fields.whole("top_logprobs", 0, MOST_LOGPROBS, 0)
     logprobs = fields.flag("logprobs")
     if count and not logprobs:
@@ -111,18 +119,27 @@ def chat_request(fields: Fields, model: ModelView) -> GenerationRequest:
             max_tokens=_most_tokens(fields, "max_completion_tokens", "max_tokens", default=None),
             logprobs=logprobs,
             top_logprobs=count,
-            shown=frozenset() if tools is None else tools.shown(model.tokenizer),
+            shown=_shown(model.tokenizer, tools, thinks),
         ),
         model,
         "messages",
     )
 
 
+def _shown(tokenizer: Tokenizer, tools: Tools | None, thinks: Thinks | None) -> frozenset[int]:
+    """The control tokens that are text, as what calls and thoughts are known by."""
+    shown = frozenset[int]() if tools is None else tools.shown(tokenizer)
+    return shown if thinks is None else shown | thinks.thinking.shown
+
+
 def _chat_ids(
-    model: ModelView, messages: list[dict[str, Any]], tools: Tools | None
+    model: ModelView,
+    messages: list[dict[str, Any]],
+    tools: Tools | None,
+    variables: Mapping[str, Any],
 ) -> Sequence[int]:
     """The prompt that `messages` become in the model's template."""
-    variables = {} if tools is None else {"tools": [dict(row) for row in tools.rows]}
+    variables = {**variables, **({} if tools is None else {"tools": [*map(dict, tools.rows)]})}
     try:
         return model.tokenizer.chat(messages, variables=variables, most=model.context_tokens)
     except DataError as error:
@@ -134,14 +151,20 @@ def _chat_ids(
         raise RequestError(message, param="messages" if tools is None else "tools") from None
 
 
-def form_of(fields: Fields, tokenizer: Tokenizer, tools: Tools | None) -> Form | None:
-    """The form that is asked for, or that a call of `tools` needs; None: any."""
+def form_of(
+    fields: Fields, tokenizer: Tokenizer, tools: Tools | None, thinks: Thinks | None = None
+) -> Form | None:
+    """The form that is asked for, or that a call of `tools` needs, behind a thought; None: any."""
     constraint = constraint_of(fields)
     # Beside another name `response_format` only asks for text.
     name = next((name for name in reversed(NAMES) if fields.get(name)), "tools")
     try:
         if tools is not None:
             constraint = tools.constraint(tokenizer, constraint)
+        if thinks is not None:
+            # Marks of thoughts are none of an answer.
+            shown = _shown(tokenizer, tools, None) - thinks.thinking.shown
+            constraint = thinks.constraint(constraint, sorted(shown))
     except UsageError as error:
         raise RequestError(str(error), param=name) from error
     return None if constraint is None else Form(constraint, name)
@@ -404,6 +427,10 @@ def _message(message: Fields) -> dict[str, Any]:
         if role != "assistant":
             message.refuse_with("tool_calls", "only an assistant's message has tool_calls")
         found["tool_calls"] = calls_of(message)
+    if role == "assistant":
+        # What an earlier turn thought the template keeps or drops.
+        thought = message.text("reasoning_content") or message.text("reasoning")
+        found |= said(thought, found["content"])
     return found
 
 

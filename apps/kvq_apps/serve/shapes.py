@@ -23,9 +23,9 @@ from secrets import token_hex
 from typing import Any, Protocol
 
 from kvq.json_values import is_array, is_object
+from kvq_apps.serve.reading import AnswerReader
 from kvq_apps.serve.requests import Delivery
 from kvq_models.tokenizer import Tokenizer
-from kvq_models.tools import CallPiece, CallReader, Piece
 from kvq_runtime.serving.outbox import Delta, Finished, Report, TokenLog
 from kvq_runtime.serving.request import GenerationRequest
 
@@ -125,7 +125,9 @@ class _OpenAiShape(ABC):
         """The usage, for a client that asked."""
         if not self._usage_last:
             return None
-        return self._chunk(None) | {"usage": _usage(report)} | _measures(self._answered, report)
+        return (
+            self._chunk(None) | {"usage": self._usage(report)} | _measures(self._answered, report)
+        )
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Any:
         """The answer as one object."""
@@ -133,7 +135,7 @@ class _OpenAiShape(ABC):
             **self._identity,
             "object": self.kind,
             "choices": [self._complete(index, choice) for index, choice in enumerate(choices)],
-            "usage": _usage(report),
+            "usage": self._usage(report),
             **_measures(self._answered, report),
         }
         return _picked(answer, self._answered.delivery.response_fields)
@@ -146,6 +148,15 @@ class _OpenAiShape(ABC):
         }
         # Asked for, usage is null in every chunk but the last.
         return chunk | ({"usage": None} if self._usage_last else {})
+
+    def _usage(self, report: Report) -> Json:
+        return {
+            "prompt_tokens": report.prompt_tokens,
+            "completion_tokens": report.new_tokens,
+            "total_tokens": report.prompt_tokens + report.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
+            "evicted_share": report.evicted_share,
+        }
 
     @abstractmethod
     def _piece(
@@ -167,7 +178,7 @@ class ChatShape(_OpenAiShape):
 
     def __init__(self, answered: Answered) -> None:
         super().__init__(answered)
-        self._readers: dict[int, CallReader] = {}
+        self._readers: dict[int, AnswerReader] = {}
 
     def opening(self, index: int) -> Json | None:
         """The role comes first."""
@@ -177,29 +188,32 @@ class ChatShape(_OpenAiShape):
         )
 
     def delta(self, delta: Delta) -> Json | None:
-        """A chunk with text or with calls; None while it is not known what it will be."""
-        if self._answered.delivery.tools is None:
-            return super().delta(delta)
-        said = _said(self._reader(delta.index).feed(delta.text))
+        """A chunk with thought, text or calls; None while it is not known what it will be."""
+        said = self._reader(delta.index).feed(delta.text)
         if not said and not delta.logs:
             return None
         return self._chunk(self._choice(delta.index, said, delta.logs, None))
 
     def finish(self, finished: Finished) -> Json:
         """A chunk with a reason, and what was held back until now."""
-        if self._answered.delivery.tools is None:
-            return super().finish(finished)
         reader = self._reader(finished.index)
-        said = _said(reader.flush(cut=finished.reason == "length"))
-        chunk = self._chunk(
-            self._choice(finished.index, said, (), _reason(reader, finished.reason))
-        )
+        said = reader.flush(cut=finished.reason == "length")
+        reason = reader.reason(finished.reason)
+        chunk = self._chunk(self._choice(finished.index, said, (), reason))
         return chunk | _measures(self._answered, finished.report)
 
-    def _reader(self, index: int) -> CallReader:
-        tools = self._answered.delivery.tools
-        assert tools is not None
-        return self._readers.setdefault(index, tools.reader())
+    def _reader(self, index: int) -> AnswerReader:
+        delivery = self._answered.delivery
+        return self._readers.setdefault(index, AnswerReader(delivery.thinks, delivery.tools))
+
+    def _usage(self, report: Report) -> Json:
+        """With the tokens that were thought, as far as the texts of the thoughts tell."""
+        if self._answered.delivery.thinks is None:
+            return super()._usage(report)
+        encode = self._answered.tokenizer.encode
+        count = sum(len(encode(reader.thought)) for reader in self._readers.values())
+        details = {"completion_tokens_details": {"reasoning_tokens": count}}
+        return super()._usage(report) | details
 
     def _piece(
         self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
@@ -218,12 +232,10 @@ class ChatShape(_OpenAiShape):
 
     def _complete(self, index: int, choice: Choice) -> Json:
         asked, reason = self._answered.request.logprobs, choice.reason
-        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
-        if self._answered.delivery.tools is not None:
-            reader = self._reader(index)
-            pieces = [*reader.feed(choice.text), *reader.flush(cut=reason == "length")]
-            message |= _whole(pieces)
-            reason = _reason(reader, reason)
+        reader = self._reader(index)
+        message: Json = {"role": "assistant", "content": "", "refusal": None}
+        message |= reader.whole(choice.text, cut=reason == "length")
+        reason = reader.reason(reason)
         return {
             "index": index,
             "message": message,
@@ -392,53 +404,12 @@ def _inside(value: Any, part: str) -> Any:
     return value.get(part) if is_object(value) else None
 
 
-def _said(pieces: Sequence[Piece]) -> Json:
-    """The delta of a chunk: text and calls, as far as there are any."""
-    text, calls = _parts(pieces)
-    return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
-
-
-def _whole(pieces: Sequence[Piece]) -> Json:
-    """Content and calls of a whole message."""
-    text, calls = _parts(pieces)
-    bare = [{name: call[name] for name in call if name != "index"} for call in calls]
-    return {"content": text or None, "tool_calls": bare} if calls else {"content": text}
-
-
-def _parts(pieces: Sequence[Piece]) -> tuple[str, list[Json]]:
-    """The text and the calls of an answer or of a part of one."""
-    text = "".join(piece for piece in pieces if isinstance(piece, str))
-    return text, [_call(piece) for piece in pieces if isinstance(piece, CallPiece)]
-
-
-def _call(piece: CallPiece) -> Json:
-    """A call; its id is of letters and digits only, as Mistral's templates want it."""
-    function = {"name": piece.name, "arguments": piece.arguments}
-    identity = token_hex(5)[:9]
-    return {"index": piece.index, "id": identity, "type": "function", "function": function}
-
-
-def _reason(reader: CallReader, reason: str) -> str:
-    """Why a choice ended, to a client that offered tools."""
-    return "tool_calls" if reader.calls and reason == "stop" else reason
-
-
 SHAPES: dict[str, Callable[[Answered], Shape]] = {
     "/v1/chat/completions": ChatShape,
     "/v1/completions": CompletionShape,
     "/completion": LlamaShape,
     "/infill": LlamaShape,
 }
-
-
-def _usage(report: Report) -> Json:
-    return {
-        "prompt_tokens": report.prompt_tokens,
-        "completion_tokens": report.new_tokens,
-        "total_tokens": report.prompt_tokens + report.new_tokens,
-        "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
-        "evicted_share": report.evicted_share,
-    }
 
 
 def _measures(answered: Answered, report: Report) -> Json:

@@ -118,9 +118,9 @@ async def chunks(
             if said is not None:
                 spoke_s = monotonic()
             elif monotonic() - spoke_s >= ping_s:
-                # A call is held back until it is whole; its client waits no shorter than others.
+                # A call is held back until it is whole, and a thought may not be told.
                 spoke_s = monotonic()
-                yield ": a call is being written\n\n"
+                yield ": the answer is being written\n\n"
             yield _data(said)
         event = await events.next(ping_s)
     if isinstance(event, Failed):

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from kvq.errors import UsageError
+from kvq.json_values import is_object
 from kvq_apps.serve.fields import Fields
 from kvq_models.tokenizer import Tokenizer
-from kvq_models.tools import MARKS, CallReader, ToolForm, tool_form
+from kvq_models.tools import MARKS, Reader, ToolForm, reader_of, tool_form
 from kvq_runtime.constraint import Constraint, escaped, json_part
 
 MOST_TOOLS = 128
@@ -16,6 +18,8 @@ MOST_TOOLS = 128
 MOST_CALLS = 16
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ID_CHARACTERS = 64
+# A template that has a word for messages of tools, as all but Gemma 4's have.
+_TOOL_ROLE = re.compile(r"""['"]tool['"]""")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,17 +35,30 @@ class Tools:
     called: tuple[str, ...] = ()
     many: bool = True
 
-    def reader(self) -> CallReader:
+    def reader(self) -> Reader:
         """Tells the calls in one answer."""
-        return CallReader(self.form, self._names, most=None if self.many else 1)
+        schemas: dict[str, dict[str, Any]] = {
+            row["function"]["name"]: row["function"].get("parameters") or {} for row in self.rows
+        }
+        return reader_of(self.form, schemas, most=None if self.many else 1)
 
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The control tokens that are marks of calls, the model's own or another family's."""
-        ids = [tokenizer.token_id(mark) for pair in MARKS.items() for mark in pair if mark]
+        own = (self.form.opening, self.form.closing, self.form.quote)
+        marks = {mark for pair in (*MARKS.items(), own) for mark in pair if mark}
+        ids = [tokenizer.token_id(mark) for mark in sorted(marks)]
         return frozenset(one for one in ids if one is not None and tokenizer.is_control(one))
 
     def constraint(self, tokenizer: Tokenizer, text: Constraint | None) -> Constraint | None:
-        """What the answer has to look like: calls, where one must be, or `text`, or either."""
+        """What the answer has to look like: calls, where one must be, or `text`, or either.
+
+        Raises `UsageError` where calls in this model's form cannot be held to one.
+        """
+        if self.form.calls is not None and (self.called or text is not None):
+            raise UsageError(
+                "this model writes calls in a notation of its own, which no answer can be held to; "
+                "let tool_choice be auto, and leave response_format out beside tools"
+            )
         if not self.called:
             return text if text is None else _either(text, self._calls(tokenizer, self._names))
         return Constraint(f"start: calls\n{self._calls(tokenizer, self.called)}")
@@ -91,7 +108,8 @@ def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
         fields.refuse_with(
             "tools",
             "this model's chat template asks for no form of tool calls that is known here; leave "
-            "tools out, or serve a model that calls tools (Qwen, Llama 3, Phi 4, Mistral)",
+            "tools out, or serve a model that calls tools (Qwen, Llama 3, Phi 4, Mistral, Gemma 4, "
+            "SmolLM 3, LFM 2)",
             "unsupported",
         )
     called, one = _called(fields, choice, names)
@@ -149,6 +167,33 @@ def _either(text: Constraint, calls: str) -> Constraint:
 def calls_of(message: Fields) -> list[dict[str, Any]]:
     """`tool_calls` of an assistant's message as chat templates take them: arguments as objects."""
     return [_said(call) for call in message.objects("tool_calls")]
+
+
+def answered_calls(messages: list[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
+    """`messages` with results where the template looks for them: some know no role of tools.
+
+    There the results belong to the message with the calls, as objects where they are any.
+    """
+    if template is None or "tool_responses" not in template or _TOOL_ROLE.search(template):
+        return messages
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        before = found[-1] if found else {}
+        if message["role"] == "tool" and before.get("tool_calls"):
+            result = {"name": message["name"], "response": _result(message["content"])}
+            told = [*before.get("tool_responses", ()), result]
+            found[-1] = {**before, "tool_responses": told}
+        else:
+            found.append(message)
+    return found
+
+
+def _result(text: str) -> Any:
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if is_object(found) else text
 
 
 def _said(call: Fields) -> dict[str, Any]:

@@ -413,7 +413,7 @@ def test_a_call_that_the_length_cuts_is_left_out(form: str) -> None:
 def test_a_stream_that_holds_a_call_back_does_not_fall_silent() -> None:
     with served("hermes", BARE, ping_s=0.0) as server:
         reply = ask(server, CHAT, user(tools=[WEATHER], temperature=0, stream=True))
-    assert ": a call is being written" in reply.events
+    assert ": the answer is being written" in reply.events
     told = [event for event in reply.events if event.startswith("data: {")]
     assert json.loads(told[-1][6:])["choices"][0]["finish_reason"] == "tool_calls"
 

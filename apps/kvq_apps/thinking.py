@@ -1,0 +1,109 @@
+"""Whether a chat's model thinks before it answers, and the form of an answer behind a thought."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvq.errors import UsageError, argument
+from kvq_models.thinking import Thinking, ThinkingReader
+
+if TYPE_CHECKING:
+    from kvq_runtime.constraint import Constraint
+
+# What `--think` says: as the template has it; switched on or off; as the template, but not shown.
+AUTO, ON, OFF, HIDE = "auto", "on", "off", "hide"
+CHOICES = (AUTO, ON, OFF, HIDE)
+
+
+def switched(think: str) -> bool | None:
+    """Whether thinking is to be on or off; None: as the model's template has it."""
+    return {ON: True, OFF: False}.get(think)
+
+
+def variables(thinking: Thinking | None, think: str) -> dict[str, Any]:
+    """What the template is given. Raises `UsageError` for `on` where the model cannot think."""
+    on = switched(think)
+    if thinking is None and on:
+        raise UsageError(
+            f"{argument('--think')} on is not possible: this model's chat template has no form of "
+            "thinking that is known here; leave it out, or choose a model that thinks"
+        )
+    return {} if thinking is None else thinking.variables(on=on)
+
+
+def request_fields(think: str) -> dict[str, Any]:
+    """What a server is asked for; it leaves out what its model's template does not know."""
+    if think == HIDE:
+        return {"include_reasoning": False}
+    on = switched(think)
+    return {} if on is None else {"chat_template_kwargs": {"enable_thinking": on}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thinks:
+    """How answers to one prompt think: `begun` says that the prompt opened the thought.
+
+    It has at most `budget` tokens, None: any. `told`: whoever asks is told of it.
+    """
+
+    thinking: Thinking
+    begun: bool
+    budget: int | None = None
+    told: bool = True
+
+    def reader(self) -> ThinkingReader:
+        """Reads one answer."""
+        return ThinkingReader(self.thinking.form, begun=self.begun)
+
+    def constraint(self, answer: "Constraint | None", shown: Sequence[int]) -> "Constraint | None":
+        """The form of a thought and then an `answer`, None: any text and the tokens `shown`.
+
+        None where nothing is asked. Raises `UsageError` for a budget that cannot be kept.
+        """
+        from kvq_runtime.constraint import Constraint
+
+        if answer is None and self.budget is None:
+            return None
+        closing = self.thinking.tokenizer.token_id(self.thinking.form.closing)
+        if closing is None and self.budget is not None:
+            raise UsageError(
+                "this model's mark after a thought is no token of its own, so its thinking cannot "
+                "be held to reasoning_budget_tokens; leave that out"
+            )
+        thought, opening = f"thought close /[ \\n]*/ answer\n{self._thought(closing)}", ""
+        if not self.begun:
+            thought, opening = f"(open {thought.replace(' answer', ')? answer', 1)}", self._open()
+        return Constraint(f"start: {thought}{opening}{self._answer(answer, shown)}")
+
+    def _thought(self, closing: int | None) -> str:
+        """Rules of a thought and of the mark after it."""
+        mark = _text(self.thinking.form.closing)
+        if closing is None:
+            return f'thought[lazy]: /(?s:.*){mark}/\nclose: ""\n'
+        limit = "" if self.budget is None else f"[max_tokens={self.budget}]"
+        rest = f"/(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/"
+        return f"thought{limit}: THOUGHT\nTHOUGHT: {rest}\nclose: <[{closing}]>\n"
+
+    def _open(self) -> str:
+        """The rule of the mark before a thought: a control token by its id, then its text."""
+        tokenizer, mark = self.thinking.tokenizer, self.thinking.form.opening
+        first = self.thinking.form.tokens[0]
+        token = tokenizer.token_id(first)
+        if token is None:
+            return f"open: /{_text(mark)}/\n"
+        rest = mark.removeprefix(first)
+        return f"open: <[{token}]>{f' /{_text(rest)}/' if rest else ''}\n"
+
+    def _answer(self, answer: "Constraint | None", shown: Sequence[int]) -> str:
+        if answer is not None:
+            return answer.lark.replace("start:", "answer:", 1)
+        tokens = "".join(f" | <[{token}]>" for token in shown)
+        opening = _text(self.thinking.form.opening)
+        return f"answer: (TEXT{tokens})*\nTEXT: /(?s:.+)/ & ~/[ \\n]*{opening}(?s:.*)/\n"
+
+
+def _text(mark: str) -> str:
+    """A mark itself as a part of a pattern."""
+    from kvq_runtime.constraint import escaped
+
+    return escaped(mark).strip("/")

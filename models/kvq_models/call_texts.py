@@ -1,0 +1,259 @@
+"""Calls of tools that are not JSON objects: what stands between the marks, read as calls.
+
+`tools` has the table of forms that names these. Whatever a model writes there, a reader says None
+for what is no call, in time and depth that are bounded by the text. Knows no stream.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+from kvq.json_values import is_object
+
+Call = tuple[str, dict[str, Any]]
+Schemas = Mapping[str, Mapping[str, Any]]
+
+_MOST_NESTED = 64
+_NAME = re.compile(r"[^\W\d][\w.\-]*")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4})?")
+_WORDS = {
+    **{"true": True, "True": True, "false": False, "False": False},
+    **{"null": None, "None": None},
+}
+# A string of Gemma's stands between two of these, as it is.
+_RAW_QUOTE = '<|"|>'
+_QUOTED = {
+    mark: re.compile(rf"[^{mark}\\]*(?:\\.[^{mark}\\]*)*{mark}", re.DOTALL) for mark in "\"'"
+}
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
+
+
+class _NoCallError(Exception):
+    """What was read is no call."""
+
+
+def xml_calls(body: str, schemas: Schemas) -> list[Call] | None:
+    """`<function=NAME><parameter=KEY>VALUE</parameter>..</function>`, one or several.
+
+    A value is text where the schema of its parameter says so, and where it is no JSON.
+    """
+    return _calls(body, partial(_xml_call, schemas=schemas))
+
+
+def gemma_calls(body: str, schemas: Schemas) -> list[Call] | None:
+    """`call:NAME{KEY:VALUE,..}` with bare keys, and strings between the marks `<|"|>`."""
+    return _calls(body, _gemma_call)
+
+
+def python_calls(body: str, schemas: Schemas) -> list[Call] | None:
+    """`[NAME(KEY=VALUE, ..), ..]` with Python's literals; the brackets may be left out."""
+
+    def call(scanner: _Scanner) -> Call:
+        name = scanner.name()
+        scanner.want("(")
+        return name, scanner.items("=", ")", depth=0)
+
+    return _calls(body, call, listed=True)
+
+
+def json_calls(body: str) -> list[Call] | None:
+    """JSON objects of a name and arguments, one or a list of them."""
+    try:
+        found: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    rows = cast(list[Any], found) if isinstance(found, list) else [found]
+    calls: list[Call] = []
+    for row in rows:
+        if not isinstance(row, Mapping):
+            return None
+        one = cast(Mapping[str, Any], row)
+        name, arguments = one.get("name"), one.get("arguments", one.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        calls.append((name, cast(dict[str, Any], arguments)))
+    return calls or None
+
+
+def _calls(body: str, read: Any, *, listed: bool = False) -> list[Call] | None:
+    """All that `read` finds one after the other; some models write JSON in the place of it."""
+    scanner = _Scanner(body)
+    calls: list[Call] = []
+    try:
+        bracket = listed and scanner.took("[")
+        while not scanner.ended and not (bracket and scanner.took("]")):
+            calls.append(read(scanner))
+            scanner.took(",")
+        if not scanner.ended:
+            return None
+    except _NoCallError:
+        return json_calls(body)
+    return calls or None
+
+
+class _Scanner:
+    """A text read from its beginning. Its methods raise `_NoCallError` for what is not there."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._place = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether only spaces are left."""
+        self._skip()
+        return self._place == len(self._text)
+
+    def took(self, mark: str) -> bool:
+        """Goes past spaces and `mark`, if it is there."""
+        self._skip()
+        found = self._text.startswith(mark, self._place)
+        self._place += len(mark) if found else 0
+        return found
+
+    def want(self, mark: str) -> None:
+        """Goes past spaces and `mark`."""
+        if not self.took(mark):
+            raise _NoCallError
+
+    def up_to(self, mark: str) -> str:
+        """What stands before `mark`, which is passed too."""
+        end = self._text.find(mark, self._place)
+        if end < 0:
+            raise _NoCallError
+        found, self._place = self._text[self._place : end], end + len(mark)
+        return found
+
+    def name(self) -> str:
+        """The name of a function or of an argument."""
+        self._skip()
+        return self._matched(_NAME)
+
+    def items(self, between: str, closing: str, *, depth: int) -> dict[str, Any]:
+        """Keys and values up to `closing`, `between` standing between each two."""
+        found: dict[str, Any] = {}
+        while not self.took(closing):
+            key = self._key(between)
+            self.want(between)
+            found[key] = self.value(depth=depth + 1)
+            if not self.took(","):
+                self.want(closing)
+                break
+        return found
+
+    def value(self, *, depth: int) -> Any:
+        """A string, a number, a word, a list or an object."""
+        if depth > _MOST_NESTED:
+            raise _NoCallError
+        if self.took("{"):
+            return self.items(":", "}", depth=depth)
+        if self.took("["):
+            rows: list[Any] = []
+            while not self.took("]"):
+                rows.append(self.value(depth=depth + 1))
+                if not self.took(","):
+                    self.want("]")
+                    break
+            return rows
+        text = self._string()
+        if text is not None:
+            return text
+        if _NUMBER.match(self._text, self._place):
+            return _number(self._matched(_NUMBER))
+        word = self._matched(_NAME)
+        if word not in _WORDS:
+            raise _NoCallError
+        return _WORDS[word]
+
+    def _key(self, between: str) -> str:
+        text = self._string()
+        if text is None:
+            text = self.up_to(between).strip()
+            self._place -= len(between)
+        if not text:
+            raise _NoCallError
+        return text
+
+    def _string(self) -> str | None:
+        if self.took(_RAW_QUOTE):
+            return self.up_to(_RAW_QUOTE)
+        quote = next((mark for mark in _QUOTED if self.took(mark)), None)
+        if quote is None:
+            return None
+        text = self._matched(_QUOTED[quote])[:-1]
+        return _ESCAPED.sub(_unescaped, text)
+
+    def _matched(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self._text, self._place)
+        if found is None:
+            raise _NoCallError
+        self._place = found.end()
+        return found[0]
+
+    def _skip(self) -> None:
+        while self._place < len(self._text) and self._text[self._place].isspace():
+            self._place += 1
+
+
+def _gemma_call(scanner: _Scanner) -> Call:
+    scanner.want("call:")
+    name = scanner.name()
+    scanner.want("{")
+    return name, scanner.items(":", "}", depth=0)
+
+
+def _xml_call(scanner: _Scanner, schemas: Schemas) -> Call:
+    scanner.want("<function=")
+    name = scanner.up_to(">").strip()
+    properties = schemas.get(name, {}).get("properties")
+    rows = properties if is_object(properties) else dict[str, Any]()
+    found: dict[str, Any] = {}
+    while not scanner.took("</function>"):
+        scanner.want("<parameter=")
+        key = scanner.up_to(">").strip()
+        text = scanner.up_to("</parameter>").removeprefix("\n").removesuffix("\n")
+        found[key] = _typed(text, rows.get(key))
+    if not name or "" in found:
+        raise _NoCallError
+    return name, found
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """A value that stands as text, as the schema of its parameter wants it."""
+    kind = cast(Mapping[str, Any], schema).get("type") if isinstance(schema, Mapping) else "string"
+    if kind == "string":
+        return text
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return _WORDS.get(text.strip(), text)
+    return text if isinstance(value, float) and value in _ENDLESS else value
+
+
+_ENDLESS = (float("inf"), float("-inf"))
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(text)
+
+
+def _number(text: str) -> int | float:
+    # A number of thousands of digits is refused by `int`, one too large for a float by JSON.
+    try:
+        value = int(text) if text.lstrip("-").isdecimal() else float(text)
+    except ValueError:
+        raise _NoCallError from None
+    if value in _ENDLESS:
+        raise _NoCallError
+    return value
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    if found[1]:
+        return chr(int(found[1], 16))
+    return _ESCAPES.get(found[2], found[2])

@@ -1,0 +1,240 @@
+"""How models write what they think, and how that is told from the answer while it comes.
+
+A model that thinks puts a thought between two marks before its answer. Which marks these are, and
+by which variable its thinking is switched, its chat template says. Knows text, no protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvq_models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThinkingForm:
+    """One form: a thought stands between `opening` and `closing`.
+
+    `known_by` stands in the templates of models that write it. `tokens` are the parts of the marks
+    that a vocabulary may have as control tokens.
+    """
+
+    known_by: str
+    opening: str
+    closing: str
+    tokens: tuple[str, ...]
+
+
+FORMS = (
+    # Gemma 4
+    ThinkingForm(
+        known_by="<|channel>",
+        opening="<|channel>thought",
+        closing="<channel|>",
+        tokens=("<|channel>", "<channel|>"),
+    ),
+    # Qwen 3 and 3.5, SmolLM 3, LFM 2.5, DeepSeek R1
+    ThinkingForm(
+        known_by="</think>",
+        opening="<think>",
+        closing="</think>",
+        tokens=("<think>", "</think>"),
+    ),
+)
+# What is kept of a message, whichever model wrote it.
+KEPT = FORMS[-1]
+
+# Variables of templates that switch thinking, by how many of them know each.
+_SWITCHES = ("enable_thinking", "thinking")
+_EFFORT = "reasoning_effort"
+# Of a prompt that is one of the marks the end has at most so many tokens.
+_TAIL_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of what the model thinks; a plain string is a piece of its answer."""
+
+    text: str
+
+
+Piece = str | Thought
+
+
+class ThinkingReader:
+    """Tells the thought at an answer's beginning from the answer, piece by piece.
+
+    `begun`: the prompt has the opening mark already. No piece has a part of a mark; spaces around
+    the thought, and the blank lines before the answer, are nobody's. A text that does not begin
+    with a thought is the answer as it stands.
+    """
+
+    def __init__(self, form: ThinkingForm, *, begun: bool = False) -> None:
+        self._form = form
+        self._begun = begun
+        self._read = self._opening
+        self._held = ""
+        self._told = False
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next belongs to a thought, as far as that is known."""
+        return self._read == self._inside or (self._begun and self._read == self._opening)
+
+    def feed(self, text: str) -> list[Piece]:
+        """What `text` adds; some of it may be held back until it is plain what it is."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._held and self._read(pieces):
+            pass
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        if self._read == self._gap or not held:
+            return []
+        return [Thought(held)] if self.thinking else [held]
+
+    def _opening(self, pieces: list[Piece]) -> bool:
+        text, mark = self._held.lstrip(), self._form.opening
+        if text.startswith(mark):
+            self._held, self._read = text[len(mark) :], self._inside
+        elif mark.startswith(text):
+            return False
+        else:
+            self._read = self._inside if self._begun else self._answer
+        return True
+
+    def _inside(self, pieces: list[Piece]) -> bool:
+        mark = self._form.closing
+        text = self._held if self._told else self._held.lstrip()
+        thought, found, rest = text.partition(mark)
+        if found:
+            thought = thought.rstrip()
+            self._held, self._read = rest, self._gap
+        else:
+            longest = min(len(text), len(mark) - 1)
+            half = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
+            thought = text[: len(text) - half].rstrip()
+            self._held = text[len(thought) :]
+        if thought:
+            self._told = True
+            pieces.append(Thought(thought))
+        return bool(found)
+
+    def _gap(self, pieces: list[Piece]) -> bool:
+        text = self._held.lstrip()
+        if not text:
+            return False
+        space = self._held[: len(self._held) - len(text)]
+        self._held, self._read = space[space.rfind("\n") + 1 :] + text, self._answer
+        return True
+
+    def _answer(self, pieces: list[Piece]) -> bool:
+        pieces.append(self._held)
+        self._held = ""
+        return False
+
+
+class ThinkingWriter:
+    """Writes pieces as one text in the form that is kept, from which `split` has them again."""
+
+    def __init__(self) -> None:
+        self._opened = self._closed = False
+
+    def text(self, pieces: Sequence[Piece]) -> str:
+        """What `pieces` add to the text."""
+        return "".join(map(self._one, pieces))
+
+    def _one(self, piece: Piece) -> str:
+        if isinstance(piece, Thought):
+            opened, self._opened = self._opened, True
+            return piece.text if opened else f"{KEPT.opening}\n{piece.text}"
+        closed, self._closed = self._closed, True
+        return piece if closed or not self._opened else f"\n{KEPT.closing}\n\n{piece}"
+
+
+def split(text: str) -> tuple[str, str]:
+    """The thought and the answer of a text that is kept."""
+    reader = ThinkingReader(KEPT)
+    pieces = [*reader.feed(text), *reader.flush()]
+    return (
+        "".join(piece.text for piece in pieces if isinstance(piece, Thought)),
+        "".join(piece for piece in pieces if isinstance(piece, str)),
+    )
+
+
+def said(thought: str, answer: str) -> dict[str, str]:
+    """An assistant's message as templates take it, the thought under each name they know it by."""
+    if not thought:
+        return {"content": answer}
+    return {"content": answer, **dict.fromkeys(("reasoning_content", "thinking"), thought)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thinking:
+    """How one model thinks: the form, and the variables of its template that steer it.
+
+    `switch` turns it on and off, `effort` says how much; None: the template knows none.
+    """
+
+    form: ThinkingForm
+    tokenizer: Tokenizer
+    switch: str | None
+    effort: str | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Thinking | None:
+        """That of the model with this tokenizer; None: it does not think, or in no known form."""
+        template = tokenizer.chat_template or ""
+        form = next((form for form in FORMS if form.known_by in template), None)
+        if form is None:
+            return None
+        known = tokenizer.template_variables
+        return cls(
+            form=form,
+            tokenizer=tokenizer,
+            switch=next((name for name in _SWITCHES if name in known), None),
+            effort=_EFFORT if _EFFORT in known else None,
+        )
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """The control tokens that the marks have, which are to be text."""
+        ids = map(self.tokenizer.token_id, self.form.tokens)
+        return frozenset(one for one in ids if one is not None and self.tokenizer.is_control(one))
+
+    def variables(self, *, on: bool | None = None) -> dict[str, Any]:
+        """What the template is given for thinking `on` or off; None, or no switch: nothing."""
+        return {} if on is None or self.switch is None else {self.switch: on}
+
+    def begun(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends with the opening mark."""
+        tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], special=True)
+        return tail.rstrip().endswith(self.form.opening)
+
+    def ids(self, thought: str, answer: str, *, begun: bool) -> list[int]:
+        """Tokens of a reply as the model writes it, after a prompt that has `begun` the thought."""
+        encode = self.tokenizer.encode
+        if not thought and not begun:
+            return encode(answer)
+        ids = [] if begun else encode(f"{self.form.opening}\n", special=True)
+        ids += encode(thought)
+        closing = encode(f"\n{self.form.closing}\n\n", special=True)
+        return [*ids, *closing, *encode(answer)] if answer else ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a reply's tokens, its marks included."""
+        from kvq_models.tokenizer import IncrementalDetokenizer
+
+        detokenizer = IncrementalDetokenizer(self.tokenizer)
+        detokenizer.show(self.shown)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+
+    def reader(self, prompt: Sequence[int]) -> ThinkingReader:
+        """Reads an answer to `prompt`."""
+        return ThinkingReader(self.form, begun=self.begun(prompt))

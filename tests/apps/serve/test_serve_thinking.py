@@ -1,0 +1,231 @@
+"""Thinking over HTTP: told apart, counted, switched, bounded, and before an answer's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from kvq_apps.serve.server import Server
+from kvq_apps.serve.tools import answered_calls
+from kvq_models.control import ControlTokens
+from kvq_models.tokenizer import Tokenizer
+from serving import CHAT, Rule, ask, client, running
+from tiny import byte_level_tokenizer
+
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.usefixtures("own_state")
+
+GO = "<|im_start|>"
+# As Qwen's: on unless switched off, the mark at the prompt's end or the model's to write.
+TEMPLATE = (
+    "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{{ mood }}"
+    "{% for message in messages %}{{ message.role }}: "
+    "{% if message.reasoning_content and loop.last %}({{ message.reasoning_content }}) {% endif %}"
+    "{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}" + GO + "{% if not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif OPEN %}<think>\n{% endif %}{% endif %}"
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+THOUGHT = "Größe or café?\n\nIt is 7."
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"q": 1}}\n</tool_call>'
+
+
+@contextmanager
+def served(
+    said: str, *, open_mark: bool, special: bool = False, **settings: Any
+) -> Iterator[Server]:
+    """A server on a model that always says `said` after a prompt that has the mark, or not.
+
+    `special`: the marks are control tokens, as Gemma has them.
+    """
+    rule, library = Rule(), byte_level_tokenizer()
+    library.add_tokens([AddedToken(mark, special=special) for mark in ("<think>", "</think>")])
+    rule.tokenizer = Tokenizer.from_json(
+        library.to_str(), ControlTokens(eos=(0,)), TEMPLATE.replace("OPEN", str(open_mark))
+    )
+    go = rule.tokenizer.token_id(GO)
+    skipped = len(rule.tokenizer.encode("<think>\n", special=True)) if open_mark else 0
+    script = [*rule.tokenizer.encode(said, special=True), 0]
+
+    def scripted(tokens: Sequence[int]) -> int:
+        place = list(tokens[::-1]).index(go) - skipped
+        return script[max(0, min(place, len(script) - 1))]
+
+    rule.backend.rule = scripted
+    with running(rule.load, sessions=2, **settings) as server:
+        server.rule = rule  # type: ignore[attr-defined]
+        yield server
+
+
+def user(text: str = "hi", **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": "rule", "messages": messages, "temperature": 0, **more}
+
+
+def message(server: Server, **more: Any) -> dict[str, Any]:
+    reply = ask(server, CHAT, user(**more))
+    assert reply.status == 200, reply.json
+    return reply.json["choices"][0]["message"] | {"usage": reply.json["usage"]}
+
+
+def streamed(server: Server, **more: Any) -> tuple[str, str, list[Any], dict[str, Any]]:
+    """Thought, content, calls and usage of a stream, whose deltas hold no part of a mark."""
+    body = user(stream=True, stream_options={"include_usage": True}, **more)
+    thought, content, calls, usage = "", "", [], {}
+    for event in ask(server, CHAT, body).events:
+        if not event.startswith("data: {"):
+            continue
+        chunk = json.loads(event[6:])
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            assert not {"reasoning_content", "content"} <= delta.keys() or delta["content"]
+            thought += delta.get("reasoning_content", "")
+            content += delta.get("content", "")
+            calls += delta.get("tool_calls", [])
+    return thought, content, calls, usage
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("open_mark", [False, True])
+def test_a_thought_is_told_apart_and_counted(open_mark: bool, special: bool) -> None:
+    said = f"{'' if open_mark else '<think>'}\n{THOUGHT}\n</think>\n\nSeven."
+    with served(said, open_mark=open_mark, special=special) as server:
+        found = message(server)
+        assert (found["reasoning_content"], found["content"]) == (THOUGHT, "Seven.")
+        count = len(server.rule.tokenizer.encode(THOUGHT))  # type: ignore[attr-defined]
+        assert found["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+        assert found["usage"]["completion_tokens"] > count
+        thought, content, _, usage = streamed(server)
+        assert (thought, content) == (THOUGHT, "Seven.")
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+        # The official client hands it on.
+        with client(server) as sdk:
+            told = sdk.chat.completions.create(**user()).choices[0].message
+            assert told.reasoning_content == THOUGHT  # type: ignore[attr-defined]
+
+
+def test_a_cut_thought_is_no_answer() -> None:
+    with served(f"<think>\n{THOUGHT}\n</think>\n\nSeven.", open_mark=False) as server:
+        found = message(server, max_tokens=6)
+        assert found["content"] == ""
+        assert THOUGHT.startswith(found["reasoning_content"])
+        assert found["reasoning_content"]
+
+
+def test_what_is_told_of_a_thought() -> None:
+    said = f"<think>\n{THOUGHT}\n</think>\n\nSeven."
+    with served(said, open_mark=False) as server:
+        raw = message(server, reasoning_format="none")
+        assert (raw["content"], raw.get("reasoning_content")) == (said, None)
+        hidden = message(server, include_reasoning=False)
+        assert (hidden["content"], hidden.get("reasoning_content")) == ("Seven.", None)
+        assert streamed(server, include_reasoning=False)[:2] == ("", "Seven.")
+
+
+def test_thinking_is_switched_by_the_template() -> None:
+    with served(f"{THOUGHT}</think>Seven.", open_mark=True) as server:
+
+        def prompt(**more: Any) -> str:
+            return ask(server, "/apply-template", user(**more)).json["prompt"].partition(GO)[2]
+
+        assert prompt() == prompt(reasoning_effort="low") == "<think>\n"
+        off = "<think>\n\n</think>\n\n"
+        assert prompt(reasoning_effort="none") == off
+        assert prompt(chat_template_kwargs={"enable_thinking": False}) == off
+        # The template's own variable decides before the general word.
+        both = {"enable_thinking": True}
+        assert prompt(reasoning_effort="none", chat_template_kwargs=both) == "<think>\n"
+        whole = ask(server, "/apply-template", user(chat_template_kwargs={"mood": "<think>"}))
+        assert whole.json["prompt"].startswith("<think>user")
+        # Switched off, what comes is the answer.
+        found = message(server, reasoning_effort="none")
+        assert found["content"].endswith("</think>Seven.")
+        assert found["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_earlier_thoughts_are_the_templates_to_keep() -> None:
+    with served("Seven.", open_mark=False) as server:
+        one = {"role": "assistant", "content": "A", "reasoning_content": "B"}
+        other = {"role": "assistant", "content": "C", "reasoning": "D"}
+        body = user() | {"messages": [one, other], "add_generation_prompt": False}
+        prompt = ask(server, "/apply-template", body).json["prompt"]
+        assert prompt.startswith("assistant: A\nassistant: (D) C\n")
+
+
+@pytest.mark.parametrize("open_mark", [False, True])
+def test_calls_come_after_a_thought(open_mark: bool) -> None:
+    said = f"{'' if open_mark else '<think>'}Call <tool_call>?\n</think>\n\nNow.\n{CALL}"
+    with served(said, open_mark=open_mark) as server:
+        found = message(server, tools=[WEATHER])
+        assert found["reasoning_content"] == "Call <tool_call>?"
+        assert found["content"] == "Now."
+        assert found["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"q": 1}'}
+        thought, content, calls, _ = streamed(server, tools=[WEATHER])
+        assert (thought, content, len(calls)) == ("Call <tool_call>?", "Now.", 1)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("open_mark", [False, True])
+def test_a_budget_ends_a_thought(open_mark: bool, special: bool) -> None:
+    said = f"{'' if open_mark else '<think>'}{THOUGHT}</think>Seven."
+    with served(said, open_mark=open_mark, special=special) as server:
+        assert message(server, reasoning_budget_tokens=500)["reasoning_content"] == THOUGHT
+        found = message(server, reasoning_budget_tokens=4, max_tokens=40)
+        tokens = server.rule.tokenizer.encode(THOUGHT)  # type: ignore[attr-defined]
+        kept = server.rule.tokenizer.decode(tokens[:4])  # type: ignore[attr-defined]
+        assert found["reasoning_content"] == kept.strip()
+        assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 4
+        # Without a thought the budget asks nothing of the answer.
+        off = message(server, reasoning_budget_tokens=4, reasoning_effort="none", max_tokens=40)
+        assert "reasoning_content" not in off
+
+
+@pytest.mark.parametrize("open_mark", [False, True])
+def test_an_answers_form_begins_after_the_thought(open_mark: bool) -> None:
+    said = f'{"" if open_mark else "<think>"}{THOUGHT}\n</think>\n\n{{"a": 7}}'
+    with served(said, open_mark=open_mark) as server:
+        found = message(server, response_format={"type": "json_object"})
+        assert (found["reasoning_content"], json.loads(found["content"])) == (THOUGHT, {"a": 7})
+        found = message(server, regex="[0-9]{2}", reasoning_budget_tokens=3)
+        assert found["content"].isdigit()
+        assert found["reasoning_content"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("reasoning_effort", "huge", "none, minimal, low"),
+        ("reasoning_effort", 3, "a string"),
+        ("reasoning_format", "xml", "auto, deepseek, none"),
+        ("reasoning_budget_tokens", "x", "a whole number"),
+        ("chat_template_kwargs", [1], "an object"),
+        ("chat_template_kwargs.messages", None, "it is ours"),
+        ("chat_template_kwargs", {str(n): n for n in range(33)}, "at most 32"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(field: str, value: Any, said: str) -> None:
+    with served("Seven.", open_mark=False) as server:
+        name, _, inner = field.partition(".")
+        reply = ask(server, CHAT, user(**{name: {inner: "x"} if inner else value}))
+        assert (reply.status, reply.json["error"]["param"]) == (400, field)
+        assert said in reply.json["error"]["message"]
+
+
+def test_results_go_where_the_template_looks_for_them() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    results = [{"role": "tool", "name": "f", "content": text} for text in ('{"b": 2}', "sunny")]
+    rest = [{"role": "user", "content": "so?"}, {"role": "tool", "name": "", "content": "lost"}]
+    messages = [asked, *results, *rest]
+    merged = answered_calls(messages, "{{ message.tool_responses }}")
+    told = [{"name": "f", "response": {"b": 2}}, {"name": "f", "response": "sunny"}]
+    assert merged == [{**asked, "tool_responses": told}, *rest]
+    for template in (None, "{{ messages }}", "{{ tool_responses }}{% if role == 'tool' %}"):
+        assert answered_calls(messages, template) == messages
