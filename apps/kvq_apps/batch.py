@@ -25,7 +25,7 @@ from kvq_apps.serve.fields import parse_object
 from kvq_apps.serve.formats import NAMES as FORMS
 from kvq_apps.serve.hosted import Hosted, ask
 from kvq_apps.serve.protocol import SAMPLING_NAMES
-from kvq_apps.thinking import request_fields
+from kvq_apps.thinking import AUTO, request_fields
 
 if TYPE_CHECKING:
     from kvq_apps.serve.loading import ServedModel
@@ -63,7 +63,7 @@ class Wanted:
     fields: Mapping[str, Any]
     chat: bool
     system: str | None
-    think: str = "auto"
+    think: str = AUTO
 
     def request(self, text: str) -> tuple[str, Row, Any]:
         """The route, the body and the name that a line asks for. Raises `RequestError`."""

@@ -14,6 +14,7 @@ from kvq.errors import KvqError
 from kvq.settings import environment_name
 from kvq_apps.flag_values import READERS
 from kvq_apps.owners import Owned
+from kvq_apps.thinking import AUTO, CHOICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,8 @@ FLAGS: dict[str, Flag] = {
         metavar="TEXT", synonyms=("-s",)),
     "chat": Flag("put the prompt into the model's chat template", switch=True),
     "think": Flag("whether a chat's model thinks first: auto, as its template has it; on or off, "
-        "where it can be switched; hide: as auto, and it is not shown", "auto",
-        setting="model.think", metavar="HOW", choices=("auto", "on", "off", "hide")),
+        "where it can be switched; hide: as auto, and it is not shown", AUTO,
+        setting="model.think", metavar="HOW", choices=CHOICES),
     "json-schema": Flag("the answer is JSON that fits the schema in this file", metavar="FILE"),
     "grammar": Flag("the answer follows the grammar in this file, as llama.cpp writes them (GBNF)",
         metavar="FILE"),

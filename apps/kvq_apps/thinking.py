@@ -70,19 +70,19 @@ class Thinks:
                 "this model's mark after a thought is no token of its own, so its thinking cannot "
                 "be held to reasoning_budget_tokens; leave that out"
             )
-        thought, opening = f"thought close /[ \\n]*/ answer\n{self._thought(closing)}", ""
-        if not self.begun:
-            thought, opening = f"(open {thought.replace(' answer', ')? answer', 1)}", self._open()
-        return Constraint(f"start: {thought}{opening}{self._answer(answer, shown)}")
+        thought = "thought thought_end /[ \\n]*/"
+        first = thought if self.begun else f"(thought_mark {thought})?"
+        rules = f"{self._thought(closing)}{'' if self.begun else self._open()}"
+        return Constraint(f"start: {first} behind\n{rules}{self._answer(answer, shown)}")
 
     def _thought(self, closing: int | None) -> str:
         """Rules of a thought and of the mark after it."""
         mark = _text(self.thinking.form.closing)
         if closing is None:
-            return f'thought[lazy]: /(?s:.*){mark}/\nclose: ""\n'
+            return f'thought[lazy]: /(?s:.*){mark}/\nthought_end: ""\n'
         limit = "" if self.budget is None else f"[max_tokens={self.budget}]"
         rest = f"/(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/"
-        return f"thought{limit}: THOUGHT\nTHOUGHT: {rest}\nclose: <[{closing}]>\n"
+        return f"thought{limit}: THOUGHT\nTHOUGHT: {rest}\nthought_end: <[{closing}]>\n"
 
     def _open(self) -> str:
         """The rule of the mark before a thought: a control token by its id, then its text."""
@@ -90,16 +90,18 @@ class Thinks:
         first = self.thinking.form.tokens[0]
         token = tokenizer.token_id(first)
         if token is None:
-            return f"open: /{_text(mark)}/\n"
+            return f"thought_mark: /{_text(mark)}/\n"
         rest = mark.removeprefix(first)
-        return f"open: <[{token}]>{f' /{_text(rest)}/' if rest else ''}\n"
+        return f"thought_mark: <[{token}]>{f' /{_text(rest)}/' if rest else ''}\n"
 
     def _answer(self, answer: "Constraint | None", shown: Sequence[int]) -> str:
         if answer is not None:
-            return answer.lark.replace("start:", "answer:", 1)
+            return answer.lark.replace("start:", "behind:", 1)
         tokens = "".join(f" | <[{token}]>" for token in shown)
         opening = _text(self.thinking.form.opening)
-        return f"answer: (TEXT{tokens})*\nTEXT: /(?s:.+)/ & ~/[ \\n]*{opening}(?s:.*)/\n"
+        return (
+            f"behind: (THOUGHTLESS{tokens})*\nTHOUGHTLESS: /(?s:.+)/ & ~/[ \\n]*{opening}(?s:.*)/\n"
+        )
 
 
 def _text(mark: str) -> str:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvq.errors import KvqError, ModelError
 from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.thinking import AUTO
 from kvq_runtime.config import Sampling
 
 
@@ -81,7 +82,7 @@ class Turn:
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
     seed: int | None = None
-    think: str = "auto"
+    think: str = AUTO
 
 
 @dataclass(kw_only=True, slots=True)

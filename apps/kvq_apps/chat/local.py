@@ -48,7 +48,7 @@ class LocalClient:
         self._rounds_before: Rounds | None = None
         self._engine: Engine | None = None
         self._thinking: Thinking | None = None
-        self._think = "auto"
+        self._think = AUTO
         self._asked_tokens = 0
         self._session: Session[Any] | None = None
 

@@ -11,6 +11,7 @@ from kvq_apps.chat.client import Turn
 from kvq_apps.chat.messages import Message
 from kvq_apps.flags import FLAGS
 from kvq_apps.options import SAMPLING_FIELDS, max_tokens
+from kvq_apps.thinking import AUTO
 from kvq_runtime.config import Sampling, check_seed
 
 # A small model may never end a reply by itself; the context is longer than anybody waits for.
@@ -45,7 +46,7 @@ class ChatSettings:
     theme: str | None = None
     theme_origin: str = "--theme"
     meter: str = "full"
-    think: str = "auto"
+    think: str = AUTO
     warnings: Sequence[str] = ()
     chat_id: str | None = None
     latest: bool = False

@@ -223,7 +223,7 @@ def _prompt_ids(
     A plain prompt is healed: what was cut off its end is the bytes that the answer begins with.
     Last comes how an answer to it thinks, None: not at all.
     """
-    from kvq_apps.thinking import HIDE, Thinks, variables
+    from kvq_apps.thinking import AUTO, HIDE, Thinks, variables
     from kvq_models.thinking import Thinking
     from kvq_runtime.healing import heal
 
@@ -235,7 +235,7 @@ def _prompt_ids(
     if arguments.system is not None:
         system = text_input.check_argument(arguments.system)
         messages.insert(0, {"role": "system", "content": system})
-    thinking, think = Thinking.of(engine.tokenizer), arguments.think or "auto"
+    thinking, think = Thinking.of(engine.tokenizer), arguments.think or AUTO
     ids = engine.tokenizer.chat(
         messages, add_generation_prompt=True, variables=variables(thinking, think)
     )

@@ -215,7 +215,7 @@ def test_a_model_that_cannot_think_is_not_asked_to(shelf: Shelf) -> None:
 
 
 @pytest.fixture
-def thinking_server(own_state: None) -> Iterator[str]:
+def thinking_server(own_state: None) -> Iterator[tuple[str, Tokenizer]]:
     """A server on a model that always thinks first, then says."""
     rule, library = Rule(), byte_level_tokenizer()
     library.add_tokens([AddedToken(mark) for mark in KEPT.tokens])
@@ -231,11 +231,12 @@ def thinking_server(own_state: None) -> Iterator[str]:
 
     rule.backend.rule = scripted
     with running(rule.load, sessions=1) as server:
-        yield server.address  # type: ignore[attr-defined]
+        yield server.address, rule.tokenizer  # type: ignore[attr-defined]
 
 
-def test_a_server_tells_thoughts_apart(thinking_server: str) -> None:
-    client, stream = RemoteClient(thinking_server), Stream()
+def test_a_server_tells_thoughts_apart(thinking_server: tuple[str, Tokenizer]) -> None:
+    address, tokenizer = thinking_server
+    client, stream = RemoteClient(address), Stream()
     client.open()
     rows = [
         Message(role="user", text="which?"), Message(role="assistant", text=REPLY),
@@ -247,6 +248,10 @@ def test_a_server_tells_thoughts_apart(thinking_server: str) -> None:
     assert news.text == REPLY
     assert news.stats is not None
     assert news.stats.thought_tokens > 4
+    # What was thought before goes back apart from what was said.
+    sent: list[dict[str, str]] = [{"role": row.role, "content": row.text} for row in rows]
+    sent[1] |= {"content": "It is **two**.", "reasoning_content": "One is odd.\nTwo is not."}
+    assert news.stats.prompt_tokens == len(tokenizer.chat(sent))
 
 
 def test_run_tells_thoughts_beside_the_answer(shelf: Shelf, tmp_path: Path) -> None:

@@ -193,6 +193,10 @@ def test_an_answers_form_begins_after_the_thought(open_mark: bool) -> None:
     with served(said, open_mark=open_mark) as server:
         found = message(server, response_format={"type": "json_object"})
         assert (found["reasoning_content"], json.loads(found["content"])) == (THOUGHT, {"a": 7})
+        found = message(server, response_format={"type": "json_object"}, tools=[WEATHER])
+        assert (found["reasoning_content"], json.loads(found["content"])) == (THOUGHT, {"a": 7})
+        grammar = 'root ::= thought\nthought ::= "{" behind "}"\nbehind ::= [^}]*'
+        assert json.loads(message(server, grammar=grammar)["content"]) == {"a": 7}
         found = message(server, regex="[0-9]{2}", reasoning_budget_tokens=3)
         assert found["content"].isdigit()
         assert found["reasoning_content"]
