@@ -240,7 +240,7 @@ class _Builder:
     def _short_conv(self, layer: int, bcx: ir.Value) -> ir.Value:
         """One convolution of rows [B | C | x], which the caches of the first class remember."""
         inputs = [bcx, self._stored(f"layers.{layer}.conv"), self.caches[0], self.sequence_rows]
-        path, place = f"/model/layers.{layer}/conv", self.config.conv_place(layer)
+        path, place = f"/model/layers.{layer}/conv", self.config.mixer_place(layer)
         out = self._node(f"{path}/ShortConv", inputs, domain="kvq", layer=place)
         out.dtype = ir.DataType.FLOAT
         out.shape = ir.Shape(["T", self.config.hidden_size])

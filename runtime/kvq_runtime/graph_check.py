@@ -85,7 +85,7 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
         if own.scaled:
             nodes[f"{path}/Mul"] = ("Mul", {})
         if not isinstance(mixer, Attention):
-            nodes[f"{path}/conv/ShortConv"] = ("ShortConv", {"layer": config.conv_place(layer)})
+            nodes[f"{path}/conv/ShortConv"] = ("ShortConv", {"layer": config.mixer_place(layer)})
             continue
         kind = "Attention" if own.owns_keys else "SharedAttention"
         nodes[f"{path}/attn/{kind}"] = (kind, attention_attributes(config, layer))
