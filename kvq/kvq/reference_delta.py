@@ -18,14 +18,17 @@ that happens depends on a token's place and on nothing else, so its output does 
 tokens came, in chunks or as drafts. Native code has the same places and the same sums.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import FOLD_TOKENS, DeltaShape
+from kvq.errors import CacheError, SnapshotError
 from kvq.reference import normalize
+from kvq.reference_conv import least_missed
+from kvq.sizing import delta_newest
 
 Float = NDArray[np.float32]
 
@@ -180,3 +183,239 @@ class Recurrence:
 
 def _no_state(shape: DeltaShape) -> Float:
     return np.zeros((shape.value_heads, shape.key_dim, shape.value_dim), np.float32)
+
+
+class DeltaRows:
+    """What the delta nets of one sequence remember, in numpy.
+
+    The states of some bases, at most `states`: that of the newest tokens, by which the next are
+    computed, the one before, to which a few tokens can be gone back, and some further back: where a
+    chunk began, where somebody went back to last, and others, thinned out as convolutions' are.
+    Beside each the rows that the convolutions behind it need. Then the rows of the newest committed
+    tokens and those of the branch; a row holds what was convolved, and k, u and G.
+    """
+
+    def __init__(self, shape: DeltaShape, draft_tokens: int, states: int) -> None:
+        self.shape = shape
+        self._draft_tokens, self._most = draft_tokens, states
+        self._newest = self._none()
+        self._branch = self._none()
+        self._begin_anew()
+        self._wanted = 0
+        self._attended: set[int] = set()
+
+    def _none(self) -> Float:
+        return np.zeros((self.shape.num_layers, 0, self.shape.row_width), np.float32)
+
+    def _begin_anew(self) -> None:
+        layers, before = self.shape.num_layers, (self.shape.before, self.shape.conv_width)
+        self._states = {0: np.stack([_no_state(self.shape)] * layers)}
+        self._before = {0: np.zeros((layers, *before), np.float32)}
+        self._live = 0
+
+    @property
+    def unattended(self) -> bool:
+        """Whether a layer has not seen the pass under way."""
+        return len(self._attended) < self.shape.num_layers
+
+    def begin(self, rows: int) -> None:
+        """The pass under way brings `rows` rows."""
+        more = np.zeros((self.shape.num_layers, rows, self.shape.row_width), np.float32)
+        self._branch = np.concatenate([self._branch, more], axis=1)
+        self._attended = set()
+
+    def recur(
+        self,
+        layer: int,
+        rows: Float,
+        gates: Float,
+        weights: DeltaWeights,
+        parents: Sequence[int],
+        tokens: int,
+    ) -> Float:
+        """What a layer gives of the newest rows; `parents` are those of all rows of the branch."""
+        shape, first = self.shape, len(parents) - len(rows)
+        if not self._attended and len(parents) > self._draft_tokens:
+            self._make_room(len(self._places_of_chunk(tokens, len(parents))))
+        out = np.empty((len(rows), shape.value_width), np.float32)
+        states = {(self._live, -1): self._states[self._live][layer]}
+        for t, row in enumerate(rows):
+            self._branch[layer, first + t, : shape.conv_width] = row[: shape.conv_width]
+            path = _ancestors(parents, first + t)
+            seen = self._seen(layer, path)[-shape.taps :, : shape.conv_width]
+            step = step_of(shape, seen, gates[t], weights)
+            base = base_of(tokens + len(path) - 1)
+            state = self._state(states, layer, path[:-1], base, tokens)
+            own, output = apply_step(state, self._since(layer, path[:-1], base, tokens), step)
+            kept = [own.k.ravel(), own.u.ravel(), own.total]
+            self._branch[layer, first + t, shape.conv_width :] = np.concatenate(kept)
+            z = row[shape.conv_width :].reshape(shape.value_heads, shape.value_dim)
+            out[t] = gated(output, z, weights).ravel()
+        if not np.isfinite(self._branch[layer, first:]).all():
+            raise CacheError("a number that a delta net is asked to remember is not finite")
+        self._attended.add(layer)
+        return out
+
+    def _seen(self, layer: int, path: Sequence[int]) -> Float:
+        """The newest rows and those of a path, behind as many of zeros as a convolution sees."""
+        start = np.zeros((self.shape.before, self.shape.row_width), np.float32)
+        return np.concatenate([start, self._newest[layer], self._branch[layer, list(path)]])
+
+    def _since(self, layer: int, path: Sequence[int], base: int, tokens: int) -> list[DeltaRow]:
+        """The rows from `base` on of a path that follows `tokens` committed ones."""
+        count = tokens + len(path) - base
+        rows = self._seen(layer, path)
+        return [self._row(row) for row in rows[len(rows) - count :]]
+
+    def _row(self, row: Float) -> DeltaRow:
+        shape = self.shape
+        at = np.cumsum([shape.conv_width, shape.key_heads * shape.key_dim, shape.value_width])
+        _, k, u, total = np.split(row, at)
+        return DeltaRow(k.reshape(shape.key_heads, -1), u.reshape(shape.value_heads, -1), total)
+
+    def _state(
+        self,
+        states: dict[tuple[int, int], Float],
+        layer: int,
+        path: Sequence[int],
+        base: int,
+        tokens: int,
+    ) -> Float:
+        """The state of a base on a path: that of the newest tokens, or folded further."""
+        path = path[: max(0, base - tokens)]
+        key = (base, path[-1] if path else -1)
+        if key not in states:
+            before = self._state(states, layer, path, base - FOLD_TOKENS, tokens)
+            rows = self._since(layer, path, base - FOLD_TOKENS, tokens)
+            states[key] = fold(before, rows)
+        return states[key]
+
+    def why_not_keep(self, rows: int) -> str | None:
+        """Why so many of the branch's first rows cannot be kept, or None."""
+        held = self._branch.shape[1]
+        if rows in (0, held) or rows <= self._draft_tokens or held <= self._draft_tokens:
+            return None
+        return (
+            f"of a pass of {held} rows all can be kept, or up to {self._draft_tokens}; {rows} "
+            "were asked for"
+        )
+
+    def _places_of_chunk(self, tokens: int, rows: int) -> list[int]:
+        """Bases within a chunk whose states are kept.
+
+        The last but one, so that a few tokens can be gone back, and where somebody went back to.
+        """
+        last, wanted = base_of(tokens + rows) - FOLD_TOKENS, base_of(self._wanted)
+        if last <= self._live:
+            return []
+        return [wanted, last] if self._live < wanted < last and self._most > 2 else [last]
+
+    def commit(self, path: Sequence[int], tokens: int) -> None:
+        """Keeps the rows of `path`, which follow `tokens` committed ones; the branch ends."""
+        places = list[int]()
+        if len(path) > self._draft_tokens:
+            places = self._places_of_chunk(tokens, len(path))
+        kept, state = delta_newest(self.shape), self._states[self._live]
+        for count, row in enumerate(path, tokens + 1):
+            known = np.concatenate([self._newest, self._branch[:, [row]]], axis=1)
+            self._newest = known[:, -kept:]
+            if count % FOLD_TOKENS:
+                continue
+            rows = known[:, -FOLD_TOKENS:]
+            state = np.stack(
+                [fold(own, [self._row(row) for row in rows[i]]) for i, own in enumerate(state)]
+            )
+            if not places or count > places[-1]:
+                self._make_room(1)
+            if not places or count > places[-1] or count in places:
+                self._states[count], self._live = state, count
+                self._before[count] = self._conv_rows_before()
+        self.forget()
+
+    def _conv_rows_before(self) -> Float:
+        rows = [self._seen(layer, ())[-self.shape.before :] for layer in range(len(self._newest))]
+        return np.stack(rows)[:, :, : self.shape.conv_width]
+
+    def _make_room(self, count: int) -> None:
+        """Forgets states until there is room for `count` more; never that of the newest tokens."""
+        while self._most - len(self._states) < count:
+            places = sorted(set(self._states) - {self._live})
+            wanted = base_of(self._wanted) if self._wanted else -1
+            # The beginning is known without having been kept.
+            self._drop(places[0 if places[0] == 0 else least_missed(places, self._live, wanted)])
+
+    def _drop(self, base: int) -> None:
+        del self._states[base], self._before[base]
+
+    def rewind(self, rows: int) -> None:
+        """Keeps the first `rows` rows of the branch."""
+        self._branch = self._branch[:, :rows]
+
+    def forget(self) -> None:
+        """The branch ends."""
+        self._branch = self._none()
+
+    def trim(self, tokens: int, held: int) -> int:
+        """How many of `held` tokens can be kept, at most `tokens`; these are what is held then."""
+        first = held - self._newest.shape[1]
+        for base in [base for base in self._states if base > tokens]:
+            self._drop(base)
+        base = max(self._states, default=0)
+        if base == base_of(tokens) and first <= max(0, min(base, tokens - self.shape.before)):
+            self._newest = self._newest[:, : tokens - first]
+            self._live = base
+            return tokens
+        self._wanted = tokens
+        if not self._states:
+            self._begin_anew()
+        self._live = base
+        count = min(base, self.shape.before)
+        self._newest = np.zeros((len(self._newest), count, self.shape.row_width), np.float32)
+        rows = self._before[base]
+        self._newest[:, :, : self.shape.conv_width] = rows[:, self.shape.before - count :]
+        return base
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """What `restore` takes."""
+        bases = sorted(self._states)
+        return {
+            "delta_newest": self._newest,
+            "delta_places": np.array([self._wanted, *bases], np.int64),
+            "delta_states": np.array([self._states[base] for base in bases], np.float32),
+            "delta_before": np.array([self._before[base] for base in bases], np.float32),
+        }
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]], tokens: int) -> None:
+        """Becomes what `arrays` gave beside `tokens` tokens. Raises `SnapshotError`, unchanged."""
+        shape, layers = self.shape, self.shape.num_layers
+        newest, states, before = (arrays[f"delta_{n}"] for n in ("newest", "states", "before"))
+        wanted, *bases = arrays["delta_places"].tolist()
+        matrices = (shape.value_heads, shape.key_dim, shape.value_dim)
+        live = base_of(tokens)
+        least = min(tokens, max(tokens - live, shape.before))
+        fits = (
+            newest.dtype == states.dtype == before.dtype == np.float32
+            and newest.shape[::2] == (layers, shape.row_width)
+            and least <= newest.shape[1] <= min(tokens, delta_newest(shape))
+            and 0 < len(bases) == len(states) == len(before) <= self._most
+            and states.shape[1:] == (layers, *matrices)
+            and before.shape[1:] == (layers, shape.before, shape.conv_width)
+            and bases == sorted(set(bases))
+            and all(base >= 0 and base == base_of(base) for base in bases)
+            and bases[-1] == live
+            and wanted >= 0
+        )
+        if not fits or not all(np.isfinite(one).all() for one in (newest, states, before)):
+            raise SnapshotError("the saved cache is damaged")
+        self._newest, self._wanted, self._live = newest, wanted, live
+        self._states = dict(zip(bases, states, strict=True))
+        self._before = dict(zip(bases, before, strict=True))
+        self.forget()
+
+
+def _ancestors(parents: Sequence[int], row: int) -> list[int]:
+    """The path from the root to a row of the branch, and the row."""
+    path = [row]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path[::-1]

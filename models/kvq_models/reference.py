@@ -17,7 +17,7 @@ from kvq.reference import normalize, rotate, split_heads
 from kvq.reference_conv import products, seen_rows, short_conv
 from kvq.reference_delta import DeltaWeights, Recurrence, sigmoid
 from kvq.reference_experts import added, by_expert, routed
-from kvq_models.config import Attention, Dense, DeltaNet, Experts, ModelConfig, Norms
+from kvq_models.config import DeltaNet, Dense, Experts, ModelConfig, Norms, ShortConv
 
 Weights = Callable[[str], np.ndarray]
 """Canonical name -> float32 array, as `Family.weights` describes it (offsets added)."""
@@ -109,14 +109,9 @@ def forward(
             _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
             continue
         entered = hidden
-        if isinstance(config.layers[layer].mixer, Attention):
-            hidden = _attention(
-                config, weight, layer, hidden, positions, attend, long_rope=long_rope
-            )
-        elif isinstance(config.layers[layer].mixer, DeltaNet):
-            hidden = _delta_net(config, weight, layer, hidden, attend)
-        else:
-            hidden = _convolution(config, weight, layer, hidden, attend)
+        hidden = _mixed_tokens(
+            config, weight, layer, hidden, positions, attend, long_rope=long_rope
+        )
         parallel = config.layers[layer].parallel
         hidden = hidden + _mlp(config, weight, layer, entered if parallel else hidden)
         if own is not None:
@@ -173,6 +168,25 @@ def _per_layer(
     gate = ACTIVATIONS[config.per_layer.activation](hidden @ weight(name + "per_layer_gate").T)
     up = (gate * own) @ weight(name + "per_layer_up").T
     return _normed(config, weight, name + "post_per_layer_norm", up)
+
+
+def _mixed_tokens(
+    config: ModelConfig,
+    weight: Weights,
+    layer: int,
+    hidden: np.ndarray,
+    positions: np.ndarray,
+    attend: Attend,
+    *,
+    long_rope: bool,
+) -> np.ndarray:
+    """The stream with what a layer's mixer adds to it."""
+    mixer = config.layers[layer].mixer
+    if isinstance(mixer, DeltaNet):
+        return _delta_net(config, weight, layer, hidden, attend)
+    if isinstance(mixer, ShortConv):
+        return _convolution(config, weight, layer, hidden, attend)
+    return _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
 
 
 def _attention(
