@@ -58,10 +58,11 @@ public:
     int convolve(int layer, int tokens, const float* bcx, const float* weight, float* out,
                  const Parallel& parallel);
     // Whether it has delta nets of these sizes; one of the pass under way.
-    bool recurs(int64_t rows, int64_t gates, int64_t conv, int64_t scale) const {
+    bool recurs(int64_t rows, int64_t gates, int64_t conv, int64_t scale, int key_heads) const {
         const kvq_config& c = config();
         return delta_.any() && conv == delta_conv_width(c) * c.delta_taps &&
-               scale == c.delta_value_dim && gates == 2 * int64_t{c.delta_value_heads} &&
+               scale == c.delta_value_dim && key_heads == c.delta_key_heads &&
+               gates == 2 * int64_t{c.delta_value_heads} &&
                rows == delta_conv_width(c) + int64_t{c.delta_value_heads} * c.delta_value_dim;
     }
     int recur(const DeltaInputs& in, const Parallel& parallel);
