@@ -277,9 +277,7 @@ class _Builder:
         out.shape = ir.Shape(["T", self.config.hidden_size])
         return out
 
-    def _delta_net(
-        self, layer: int, mixer: DeltaNet, rows: ir.Value, gates: ir.Value
-    ) -> ir.Value:
+    def _delta_net(self, layer: int, mixer: DeltaNet, rows: ir.Value, gates: ir.Value) -> ir.Value:
         """One delta net of rows [q | k | v | z], which the caches of the first class remember."""
         names = ("conv", "decay", "dt_bias", "head_scale")
         stored = [self._stored(f"layers.{layer}.{name}") for name in names]

@@ -443,20 +443,19 @@ int DeltaNets::trim(int tokens) {
         if (bases()[slot] > tokens) forget(slot);
         if (bases()[slot] >= 0 && (best < 0 || bases()[slot] > bases()[best])) best = slot;
     }
-    const int base = best < 0 ? 0 : bases()[best];
-    if (best >= 0 && base == base_of(tokens) &&
+    if (best < 0) {
+        best = 0;
+        bases()[0] = 0;
+        std::memset(slot_of(0, 0), 0, static_cast<size_t>(slot_bytes()));
+    }
+    const int base = bases()[best];
+    if (base == base_of(tokens) &&
         first_held() <= std::max(0, std::min(base, tokens - before()))) {
         s.held = tokens - first_held();
         s.live = best;
         return tokens;
     }
     s.wanted = tokens;
-    if (best < 0) {
-        best = 0;
-        bases()[0] = 0;
-        std::memset(slot_of(0, 0), 0, static_cast<size_t>(config().delta_layers *
-                                                           delta_slot_width(config()) * 4));
-    }
     s.live = best;
     s.held = std::min(base, before());
     for (int layer = 0; layer < config().delta_layers; layer++)

@@ -388,7 +388,7 @@ class Cache:
         delta = self.arena.delta
         if delta is None or not 0 <= layer < delta.num_layers:
             raise CacheError(f"delta net {layer} is none of {delta}")
-        known = weights.shape(delta.num_layers) == delta
+        known = weights.belong_to(delta)
         wide = rows.shape[1:] == (delta.conv_width + delta.value_width,)
         if not known or not wide or gates.shape != (len(rows), 2 * delta.value_heads):
             raise CacheError(f"rows {rows.shape} and gates {gates.shape} are not those of {delta}")

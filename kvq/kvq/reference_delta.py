@@ -50,11 +50,21 @@ class DeltaWeights(NamedTuple):
     key_heads: int
     norm_eps: float
 
-    def shape(self, num_layers: int = 1) -> DeltaShape:
-        """The sizes that these weights have."""
+    def belong_to(self, shape: DeltaShape) -> bool:
+        """Whether they are of a net of this shape."""
+        heads = (shape.value_heads,)
+        return (
+            self.conv.shape == (shape.conv_width, shape.taps)
+            and self.decay.shape == self.dt_bias.shape == heads
+            and self.scale.shape == (shape.value_dim,)
+            and self.key_heads == shape.key_heads
+        )
+
+    def shape(self) -> DeltaShape:
+        """Of one such net."""
         values = len(self.decay) * len(self.scale)
         return DeltaShape(
-            num_layers=num_layers,
+            num_layers=1,
             key_heads=self.key_heads,
             value_heads=len(self.decay),
             key_dim=(len(self.conv) - values) // (2 * self.key_heads),
@@ -360,14 +370,14 @@ class DeltaRows:
         first = held - self._newest.shape[1]
         for base in [base for base in self._states if base > tokens]:
             self._drop(base)
-        base = max(self._states, default=0)
+        if not self._states:
+            self._begin_anew()
+        base = max(self._states)
         if base == base_of(tokens) and first <= max(0, min(base, tokens - self.shape.before)):
             self._newest = self._newest[:, : tokens - first]
             self._live = base
             return tokens
         self._wanted = tokens
-        if not self._states:
-            self._begin_anew()
         self._live = base
         count = min(base, self.shape.before)
         self._newest = np.zeros((len(self._newest), count, self.shape.row_width), np.float32)

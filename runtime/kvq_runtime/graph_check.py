@@ -63,7 +63,9 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, format_of: Form
     activations = {operator for _, operator, _ in nodes} & set(_ORT_ACTIVATIONS.values())
     if activations != {_ORT_ACTIVATIONS[activation] for activation in apart}:
         raise _refused(path, "the activation")
-    mixers = sum(operator.endswith(("Attention", "ShortConv", "DeltaNet")) for _, operator, _ in nodes)
+    mixers = sum(
+        operator.endswith(("Attention", "ShortConv", "DeltaNet")) for _, operator, _ in nodes
+    )
     if mixers != config.num_layers:
         raise _refused(path, "the number of layers")
     if widths != [config.vocab_size]:
