@@ -462,7 +462,7 @@ def _weight_files(folder: Path) -> dict[Path, Sequence[str]]:
 
 
 def _ignorable(name: str) -> bool:
-    """Buffers some exporters save; the head of a model that ties it, or one that guesses further."""
+    """Buffers some exporters save; the head of a model that ties it; one that guesses further."""
     buffer = name.endswith(("rotary_emb.inv_freq", "attn.masked_bias"))
     return buffer or name == _HEAD or name.startswith("mtp.")
 

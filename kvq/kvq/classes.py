@@ -27,7 +27,7 @@ WeightNorms = Callable[[], NDArray[np.float64]]
 class ClassedSpec:
     """What is asked of the caches of several classes, with the names `CacheSpec` has for it.
 
-    `parts` differ in `shape`, `windows` and `forms` alone; the first may have a `conv` or a `delta`.
+    `parts` differ in `shape`, `windows` and `forms` alone; the first may have `conv` or `delta`.
     `budget` is that of all together: a class gets the least it can be opened in, then those whose
     every layer has a window get what holds their whole context, for that does not grow with it, and
     what is left goes to the classes by what each still lacks. A budget in tokens is one of every

@@ -11,8 +11,9 @@ class DeviceCache(NativeCache):
 
     def _device_number(self) -> int:
         if self.arena.conv is not None or self.arena.delta is not None:
+            others = "delta nets" if self.arena.delta else "convolutions"
             raise BackendError(
-                f"{'delta nets' if self.arena.delta else 'convolutions'} have no kernel on the device {self.device!r}; use "
+                f"{others} have no kernel on the device {self.device!r}; use "
                 f"{argument('device', 'cpu')}"
             )
         found, heads = devices.opened(self.device), self.arena.shape.head_dim

@@ -40,7 +40,7 @@ class DeltaWeights(NamedTuple):
     """What a delta net computes with, beside the products before and behind it.
 
     `conv` float32 [channels, taps] of queries, keys and values; `decay` and `dt_bias` [value heads];
-    `scale` [value channels of a head]; `key_heads` share the value heads evenly.
+    `scale` [value channels of a head]; the value heads share `key_heads` evenly.
     """
 
     conv: Float
@@ -74,7 +74,7 @@ class DeltaWeights(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one token brings: q and k [key heads, Dk], v [value heads, Dv], g, beta [value heads]."""
+    """What a token brings: q and k [key heads, Dk], v [value heads, Dv], g, beta [value heads]."""
 
     q: Float
     k: Float
@@ -138,9 +138,11 @@ def apply_step(state: Float, rows: Sequence[DeltaRow], step: Step) -> tuple[Delt
     output = faded * np.einsum("hde,hd->he", state, q)
     for row in rows:
         fades = np.exp(total - row.total)
-        for now, sums in ((step.k, known), (step.q, output)):
-            near = np.repeat(np.einsum("hd,hd->h", row.k, now), shared)
-            sums += (fades * near)[:, None] * row.u
+        near_k, near_q = (
+            np.repeat(np.einsum("hd,hd->h", row.k, now), shared) for now in (step.k, step.q)
+        )
+        known += (fades * near_k)[:, None] * row.u
+        output += (fades * near_q)[:, None] * row.u
     u = step.beta[:, None] * (step.v - known)
     near = np.repeat(np.einsum("hd,hd->h", step.k, step.q), shared)
     return DeltaRow(step.k, u, total), output + near[:, None] * u

@@ -67,8 +67,8 @@ SPARE_VIEWS, GAP_VIEWS = 64, 32
 CONV_BACK_ROWS = 8
 CONV_CHECKPOINTS = 16
 CONV_STEP_TOKENS = 256
-# Delta nets: places whose states are kept, in a budget that holds the whole context and in a smaller
-# one. Two are needed: that by which the next token is computed, and the one before it.
+# Delta nets: places whose states are kept, in a budget that holds the whole context and in a
+# smaller one. Two are needed: that by which the next token is computed, and the one before it.
 DELTA_STATES, TIGHT_DELTA_STATES = 4, 2
 # Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
 SLACK_BYTES = 8 * ALIGNMENT

@@ -55,8 +55,8 @@ class Attention:
     query of a token at position p is multiplied by 1 + growth * ln(1 + p // growth_tokens): in a
     long context attention stays as sharp as in a short one. With a `value_norm` each head of values
     is divided by its root mean square. A layer with a `kv_from` has queries alone, and reads the
-    keys and values of that earlier layer. With an `output_gate` the matrix of queries makes of every
-    head a gate too, behind its query; what the head gives is multiplied by sigmoid(gate).
+    keys and values of that earlier layer. With an `output_gate` the matrix of queries makes a gate
+    of every head too, behind its query; what the head gives is multiplied by sigmoid(gate).
     """
 
     heads: int

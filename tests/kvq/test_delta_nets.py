@@ -1,7 +1,7 @@
 """What delta nets remember: a path through a tree, however it came, is bit for bit the path alone.
 
-Native code is compared with numpy and both with a recurrence over the whole text, to the rounding of
-sums; what they gave of the text that was kept, with the same engine decoding it token by token, to
+Native code is compared with numpy and both with a recurrence over the whole text, to the rounding
+of sums; what they gave of the text that was kept, with the same engine decoding it token by token, to
 the last bit.
 """
 
@@ -381,7 +381,7 @@ def test_what_is_no_net_of_the_cache_is_refused(both: Both) -> None:
         *((cache, 0, rows, gates, own._replace(conv=own.conv[:, 1:])) for cache in both.caches),
         *((cache, 0, rows, gates, own._replace(key_heads=4)) for cache in both.caches),
     ):
-        with pytest.raises(CacheError, match="delta net|are not those of"):
+        with pytest.raises(CacheError, match=r"delta net|are not those of"):
             cache.recur(layer, given, gate, weights)
     plain.close()
 
@@ -392,7 +392,7 @@ def test_what_is_no_net_of_the_cache_is_refused(both: Both) -> None:
 )  # fmt: skip
 def test_a_shape_that_is_none_is_refused(sizes: tuple[int, ...]) -> None:
     names = ("num_layers", "key_heads", "value_heads", "key_dim", "value_dim", "taps")
-    with pytest.raises(UsageError, match="possible|cannot share"):
+    with pytest.raises(UsageError, match=r"possible|cannot share"):
         DeltaShape(**dict(zip(names, sizes, strict=True)))
 
 
