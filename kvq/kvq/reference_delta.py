@@ -39,7 +39,7 @@ SQUARES_EPS = 1e-6
 class DeltaWeights(NamedTuple):
     """What a delta net computes with, beside the products before and behind it.
 
-    `conv` float32 [channels, taps] of queries, keys and values; `decay` and `dt_bias` [value heads];
+    `conv` float32 [channels, taps] of queries, keys, values; `decay`, `dt_bias` [value heads];
     `scale` [value channels of a head]; the value heads share `key_heads` evenly.
     """
 

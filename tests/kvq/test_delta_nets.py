@@ -1,8 +1,8 @@
 """What delta nets remember: a path through a tree, however it came, is bit for bit the path alone.
 
 Native code is compared with numpy and both with a recurrence over the whole text, to the rounding
-of sums; what they gave of the text that was kept, with the same engine decoding it token by token, to
-the last bit.
+of sums; what they gave of the text that was kept, with the same engine decoding it token by token,
+to the last bit.
 """
 
 from collections.abc import Iterator, Sequence
