@@ -35,7 +35,8 @@ _BESIDE_TEXT = tuple(
     f"{prefix}{part}."
     for prefix in ("", "model.")
     for part in (
-        "vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio"
+        "vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio",
+        "visual",
     )
 )  # fmt: skip
 # That are compared of a head and an embedding that are said to be one.
@@ -493,8 +494,9 @@ def _weight_files(folder: Path) -> dict[Path, Sequence[str]]:
 
 
 def _ignorable(name: str) -> bool:
-    """Buffers some exporters save; the output head of a model that ties it."""
-    return name.endswith(("rotary_emb.inv_freq", "attn.masked_bias")) or name == _HEAD
+    """Buffers some exporters save; the head of a model that ties it; one that guesses further."""
+    buffer = name.endswith(("rotary_emb.inv_freq", "attn.masked_bias"))
+    return buffer or name == _HEAD or name.startswith("mtp.")
 
 
 def _adds_nothing(name: str, tensor: Tensor) -> bool:

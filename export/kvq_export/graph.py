@@ -20,14 +20,14 @@ computed: no later token needs the others.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from kvq_export.layout import Layout
-from kvq_models.config import Activation, Attention, Experts, ModelConfig
+from kvq_models.config import Activation, Attention, DeltaNet, Experts, ModelConfig, ShortConv
 from kvq_models.products import (
     Product,
     expert_products,
@@ -41,6 +41,7 @@ from kvq_runtime.bundle import DATA_FILE
 from kvq_runtime.graph_check import (
     attention_attributes,
     cache_inputs,
+    delta_attributes,
     experts_attributes,
     linear_attributes,
     node_path,
@@ -127,12 +128,10 @@ class _Builder:
         owned = self._per_layer_inputs(hidden)
         for layer in range(self.config.num_layers):
             path, own = f"/model/layers.{layer}", self.config.layers[layer]
-            before, after = mixer_products(self.config, layer)
-            entering, mixes = hidden, isinstance(own.mixer, Attention)
-            mixer = self._attention if mixes else self._short_conv
-            mixed = mixer(layer, self._linear(before, hidden))
+            *before, after = mixer_products(self.config, layer)
+            entering, mixed = hidden, self._mixed(layer, before, hidden)
             if layer == last:
-                place = f"{path}/{'attn' if mixes else 'conv'}"
+                place = node_path(after).rpartition("/")[0]
                 mixed = self._node(f"{place}/rows/Gather", [mixed, rows], axis=0)
                 entering = hidden = self._node(f"{path}/rows/Gather", [hidden, rows], axis=0)
             hidden = self._branch(after, mixed, hidden)
@@ -213,6 +212,38 @@ class _Builder:
             logits = self._node("/model/head/softcap/Mul", [logits, cap])
         return logits
 
+    def _mixed(self, layer: int, before: Sequence[Product], hidden: ir.Value) -> ir.Value:
+        """What a layer's mixer gives of the stream, through the products `before` it."""
+        mixer, projected = self.config.layers[layer].mixer, self._linear(before[0], hidden)
+        if isinstance(mixer, DeltaNet):
+            return self._delta_net(layer, mixer, projected, self._exact(before[1], hidden))
+        if isinstance(mixer, ShortConv):
+            return self._short_conv(layer, projected)
+        if not mixer.output_gate:
+            return self._attention(layer, projected)
+        return self._gated_attention(layer, mixer, projected)
+
+    def _exact(self, product: Product, x: ir.Value) -> ir.Value:
+        """A product with weights as they are."""
+        path = node_path(product)
+        x = x if product.norm is None else self._norm(f"{path}/norm", x, product.norm)
+        return self._node(f"{path}/Gemm", [x, self._stored(product.weight)], transB=1)
+
+    def _gated_attention(self, layer: int, mixer: Attention, projected: ir.Value) -> ir.Value:
+        """Attention of queries that each have a gate behind them, times what these are."""
+        path, heads = f"/model/layers.{layer}/attn/gate", self._integers(-1, 2 * mixer.head_dim)
+        sizes = self._integers(2 * mixer.width, 2 * mixer.kv_width)
+        both, rest = self._nodes(f"{path}/rows/Split", [projected, sizes], 2, axis=-1)
+        both = self._node(f"{path}/heads/Reshape", [both, heads])
+        each = self._integers(mixer.head_dim, mixer.head_dim)
+        query, gate = self._nodes(f"{path}/heads/Split", [both, each], 2, axis=-1)
+        whole = self._integers(-1, mixer.width)
+        query = self._node(f"{path}/query/Reshape", [query, whole])
+        gate = self._node(f"{path}/Reshape", [gate, whole])
+        qkv = self._node(f"{path}/query/Concat", [query, rest], axis=-1)
+        gate = self._node(f"{path}/Sigmoid", [gate])
+        return self._node(f"{path}/Mul", [self._attention(layer, qkv), gate])
+
     def _attention(self, layer: int, qkv: ir.Value) -> ir.Value:
         path, weights = f"/model/layers.{layer}/attn", f"layers.{layer}"
         mixer = self.config.layers[layer].attention
@@ -241,10 +272,24 @@ class _Builder:
     def _short_conv(self, layer: int, bcx: ir.Value) -> ir.Value:
         """One convolution of rows [B | C | x], which the caches of the first class remember."""
         inputs = [bcx, self._stored(f"layers.{layer}.conv"), self.caches[0], self.sequence_rows]
-        path, place = f"/model/layers.{layer}/conv", self.config.conv_place(layer)
+        path, place = f"/model/layers.{layer}/conv", self.config.mixer_place(layer)
         out = self._node(f"{path}/ShortConv", inputs, domain="kvq", layer=place)
         out.dtype = ir.DataType.FLOAT
         out.shape = ir.Shape(["T", self.config.hidden_size])
+        return out
+
+    def _delta_net(self, layer: int, mixer: DeltaNet, rows: ir.Value, gates: ir.Value) -> ir.Value:
+        """One delta net of rows [q | k | v | z], which the caches of the first class remember."""
+        names = ("conv", "decay", "dt_bias", "head_scale")
+        stored = [self._stored(f"layers.{layer}.{name}") for name in names]
+        out = self._node(
+            f"/model/layers.{layer}/delta/DeltaNet",
+            [rows, gates, *stored, self.caches[0], self.sequence_rows],
+            domain="kvq",
+            **delta_attributes(self.config, layer, mixer),
+        )
+        out.dtype = ir.DataType.FLOAT
+        out.shape = ir.Shape(["T", mixer.shape(1).value_width])
         return out
 
     def _feed(self, layer: int, x: ir.Value, hidden: ir.Value) -> ir.Value:
@@ -267,7 +312,7 @@ class _Builder:
         router, gate_up, down = products
         path, entering = node_path(router), x
         x = x if router.norm is None else self._norm(f"{path}/norm", x, router.norm)
-        logits = self._node(f"{path}/Gemm", [x, self._stored(router.weight)], transB=1)
+        logits = self._exact(replace(router, norm=None), x)
         if gate_up.norm is not None:
             x = self._norm(f"{node_path(gate_up)}/norm", entering, gate_up.norm)
         after, own = down.after, f"{node_path(down)}/Experts"

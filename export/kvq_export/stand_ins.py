@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvq.config import AttentionParams
+from kvq.reference_delta import DeltaWeights
 from kvq_models.reference import PlainAttention, plain_attention
 
 Multiply = Callable[[np.ndarray], np.ndarray]
@@ -57,7 +58,7 @@ class Stack:
 class SegmentedAttention:
     """Exact attention within each of `count` segments of equal length, in the order of the layers.
 
-    And convolutions within each.
+    And convolutions and delta nets within each.
 
     Of each class of layers what the newest one saw is kept, for those that read its keys.
     """
@@ -70,6 +71,13 @@ class SegmentedAttention:
         """See `kvq_models.reference.Attend`."""
         parts = np.split(bcx, self._count)
         return np.concatenate([plain_attention().convolve(layer, one, weight) for one in parts])
+
+    def recur(
+        self, layer: int, rows: np.ndarray, gates: np.ndarray, weights: DeltaWeights
+    ) -> np.ndarray:
+        """See `kvq_models.reference.Attend`."""
+        parts = zip(np.split(rows, self._count), np.split(gates, self._count), strict=True)
+        return np.concatenate([plain_attention().recur(layer, *own, weights) for own in parts])
 
     def __call__(
         self,

@@ -160,6 +160,13 @@ int kvq_cache_convolve(int64_t handle, int32_t layer, int32_t tokens, const floa
         return cache.convolve(layer, tokens, bcx, weight, out, kvq::kSerial);
     });
 }
+int kvq_cache_recur(int64_t handle, int32_t layer, int32_t tokens, const float* rows,
+                    const float* gates, const float* conv, const float* decay,
+                    const float* dt_bias, const float* scale, float norm_eps, float* out) {
+    const kvq::DeltaInputs in{layer, tokens,  rows,  gates,    conv,
+                              decay, dt_bias, scale, norm_eps, out};
+    return with_cache(handle, [&](Cache& cache) { return cache.recur(in, kvq::kSerial); });
+}
 int kvq_cache_look(int64_t handle, const kvq_attention* attention, int32_t queries,
                    const int64_t* rows, const float* q, const float* inv_freq, const float* q_norm,
                    float* out) {

@@ -33,12 +33,14 @@ std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     if (cache->conv_.any())
         std::memset(static_cast<void*>(cache->arena_.conv_state), 0,
                     static_cast<size_t>(cache->conv_.state_bytes()));
+    if (cache->delta_.any()) cache->delta_.clear();
     cache->state().peak = cache->pages_.used_bytes();
     return cache;
 }
 
 Cache::Cache(uint8_t* memory, const Layout& layout)
-    : memory_(memory), arena_{}, pages_(arena_), tail_(arena_), conv_(arena_), probes_(arena_) {
+    : memory_(memory), arena_{}, pages_(arena_), tail_(arena_), conv_(arena_), delta_(arena_),
+      probes_(arena_) {
     arena_.place(memory, layout);
 }
 
@@ -293,11 +295,16 @@ int Cache::convolve(int layer, int tokens, const float* bcx, const float* weight
     return conv_.run(tail_, layer, tokens, bcx, weight, out, parallel);
 }
 
+int Cache::recur(const DeltaInputs& in, const Parallel& parallel) {
+    if (state().broken) return KVQ_BAD_STATE;
+    return delta_.run(tail_, in, parallel);
+}
+
 int Cache::commit(const int32_t* rows, int count) {
     if (!tail_.open()) return KVQ_BAD_STATE;
     if (count == 0) return rewind(0);
     if (count < 0 || count > tail_.branch().rows || !tail_.is_path(rows, count) ||
-        !conv_.may_keep(tail_, count))
+        !conv_.may_keep(tail_, count) || !delta_.may_keep(tail_, count))
         return KVQ_BAD_ARGUMENT;
     if (tail_.unattended()) return KVQ_BAD_STATE;
     if (tail_.branch().staged)
@@ -306,6 +313,7 @@ int Cache::commit(const int32_t* rows, int count) {
     if (!fits(pages_.views(), tail_.stretches(rows, count, 0, 0, 0))) return KVQ_BAD_ARGUMENT;
     probes_.settle(tail_, rows, count);
     conv_.keep(tail_, rows, count);
+    delta_.keep(tail_, rows, count);
     state().tokens += tail_.branch().in_gap ? 0 : count;
     tail_.keep(rows, count);
     for (int layer = 0; pages && layer < config().layers; layer++) {
@@ -329,6 +337,7 @@ int Cache::commit_chunk() {
         }
     }
     conv_.keep(tail_, nullptr, count);
+    delta_.keep(tail_, nullptr, count);
     state().tokens += tail_.branch().in_gap ? 0 : count;
     tail_.close_columns(pages_, tail_.closing_pages(count), tail_.used() + count);
     tail_.forget();
@@ -346,7 +355,7 @@ int Cache::rewind(int rows) {
         return KVQ_OK;
     }
     if (branch.staged || (tail_.unattended() && rows > tail_.first_row())) return KVQ_BAD_STATE;
-    if (!conv_.may_keep(tail_, rows)) return KVQ_BAD_ARGUMENT;
+    if (!conv_.may_keep(tail_, rows) || !delta_.may_keep(tail_, rows)) return KVQ_BAD_ARGUMENT;
     probes_.forget_from(tail_, rows);
     tail_.keep_branch_rows(rows);
     return KVQ_OK;
@@ -355,7 +364,7 @@ int Cache::rewind(int rows) {
 int Cache::trim(int tokens) {
     if (tail_.open() || state().broken) return KVQ_BAD_STATE;
     if (tokens < 0 || tokens > state().tokens) return KVQ_BAD_ARGUMENT;
-    tokens = conv_.trim(tokens);
+    tokens = delta_.trim(conv_.trim(tokens));
     tail_.split(tokens, state().tokens, 0);
     pages_.split(tokens, state().tokens, 0);
     pages_.drop_unseen();
@@ -378,8 +387,8 @@ bool Cache::may_move(int first, int64_t by) const {
 }
 
 int Cache::edit(int start, int stop, int count) {
-    // A convolution's rows are not of the tokens that would stand before them.
-    if (tail_.open() || state().broken || conv_.any()) return KVQ_BAD_STATE;
+    // What other layers remember is not of the tokens that would stand before them.
+    if (tail_.open() || state().broken || conv_.any() || delta_.any()) return KVQ_BAD_STATE;
     if (start < config().sink_tokens || start > stop || stop > state().tokens || count < 0)
         return KVQ_BAD_ARGUMENT;
     const int64_t by = int64_t{count} - (stop - start);

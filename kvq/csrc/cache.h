@@ -7,6 +7,7 @@
 
 #include "attend.h"
 #include "conv.h"
+#include "delta.h"
 #include "layout.h"
 #include "page_table.h"
 #include "probes.h"
@@ -56,6 +57,15 @@ public:
     }
     int convolve(int layer, int tokens, const float* bcx, const float* weight, float* out,
                  const Parallel& parallel);
+    // Whether it has delta nets of these sizes; one of the pass under way.
+    bool recurs(int64_t rows, int64_t gates, int64_t conv, int64_t scale, int key_heads) const {
+        const kvq_config& c = config();
+        return delta_.any() && conv == delta_conv_width(c) * c.delta_taps &&
+               scale == c.delta_value_dim && key_heads == c.delta_key_heads &&
+               gates == 2 * int64_t{c.delta_value_heads} &&
+               rows == delta_conv_width(c) + int64_t{c.delta_value_heads} * c.delta_value_dim;
+    }
+    int recur(const DeltaInputs& in, const Parallel& parallel);
     int commit(const int32_t* rows, int count);
     int rewind(int rows);
 
@@ -110,6 +120,7 @@ private:
     int64_t rest_bytes(const Parts& parts) const;
     int64_t page_bytes(const Parts& parts) const;
     int64_t conv_bytes(const Parts& parts) const;
+    int64_t delta_bytes(const Parts& parts) const;
     template <class Part>
     void visit(Part&& part) const;
 
@@ -118,6 +129,7 @@ private:
     PageTable pages_;
     Tail tail_;
     Convolutions conv_;
+    DeltaNets delta_;
     Probes probes_;
     Reading reading_;
     std::unique_ptr<Twin> twin_;  // null: there is no device

@@ -98,7 +98,7 @@ int Convolutions::run(const Tail& tail, int layer, int tokens, const float* bcx,
         for (size_t i = 0; i < units; i++) unit(&work, i);
     else parallel.run(parallel.context, unit, units, &work);
     if (!work.finite) return KVQ_NOT_FINITE;
-    b.conv_attended += layer == b.conv_attended;
+    b.mixed += layer == b.mixed;
     return KVQ_OK;
 }
 

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 19
+#define KVQ_ABI 20
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -46,12 +46,16 @@ typedef struct {
     int32_t conv_layers;        /* convolutions beside the layers that attend; 0: none, then of all that follows */
     int32_t conv_width, conv_taps; /* channels, and rows that one is computed of, its own included */
     int32_t conv_checkpoints;   /* places that can be gone back to beside the newest tokens */
+    int32_t delta_layers;       /* delta nets beside the layers that attend; 0: none, then of all that follows */
+    int32_t delta_key_heads, delta_value_heads, delta_key_dim, delta_value_dim, delta_taps;
+    int32_t delta_states;       /* places whose states are kept, 2 or more */
+    int32_t delta_fold;         /* tokens after which rows are folded: what the library does, or it refuses */
 } kvq_config;
 
 /* How the pages of one (layer, KV head) are encoded, as bits. */
 enum { KVQ_ROTATED_KEYS = 1, KVQ_CHANNEL_VALUES = 2 };
 
-enum { KVQ_REGIONS = 19, KVQ_PLACES = 7, KVQ_CONV_STATE = 13, KVQ_MOST_DRAFT_TOKENS = 128 };
+enum { KVQ_REGIONS = 22, KVQ_PLACES = 7, KVQ_CONV_STATE = 13, KVQ_DELTA_STATE = 15, KVQ_MOST_DRAFT_TOKENS = 128 };
 
 typedef struct {
     int64_t fixed_bytes;        /* everything but pages */
@@ -62,7 +66,8 @@ typedef struct {
     int32_t reserved;
     /* Bytes of what lies before the pages, in order: state, forms, entering, views, entries,
        constant_owners, granule_owners, places (KVQ_PLACES), tail, branch, probes, probe_rows, layers,
-       conv_state (KVQ_CONV_STATE), conv_rows, staging_positions, staging, rope, partials. */
+       conv_state (KVQ_CONV_STATE), conv_rows, delta_state (KVQ_DELTA_STATE), delta_rows, delta_states,
+       staging_positions, staging, rope, partials. */
     int64_t regions[KVQ_REGIONS];
 } kvq_layout;
 
@@ -151,6 +156,13 @@ KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, 
    after the other, before the next begins. Of a pass of more than draft_tokens rows all can be kept, or that many at most. */
 KVQ_EXPORT int kvq_cache_convolve(int64_t handle, int32_t layer, int32_t tokens, const float *bcx,
                                   const float *weight, float *out);
+/* One delta net of the pass, as a convolution: rows float32 [tokens, convolved + value channels], gates
+   [tokens, 2 delta_value_heads], conv [convolved channels, delta_taps], decay and dt_bias
+   [delta_value_heads], scale [delta_value_dim], out [tokens, value channels]; kvq/reference_delta.py
+   defines it. */
+KVQ_EXPORT int kvq_cache_recur(int64_t handle, int32_t layer, int32_t tokens, const float *rows,
+                               const float *gates, const float *conv, const float *decay,
+                               const float *dt_bias, const float *scale, float norm_eps, float *out);
 /* A layer that brings no keys and values and reads those of layer `attention->layer`, once every layer has seen
    the pass: q float32 [queries, heads * head_dim] of the pass's rows `rows` int64 [queries]; out as
    large. Of a chunk that is longer than the tail only the last layer can be read so. Not on a device. */

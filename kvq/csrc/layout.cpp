@@ -28,6 +28,18 @@ bool valid_convolutions(const kvq_config& c) {
            within(c.conv_taps, 2, kMostTaps) && within(c.conv_checkpoints, 1, 1 << 12);
 }
 
+bool valid_delta_nets(const kvq_config& c) {
+    if (c.delta_layers == 0)
+        return !c.delta_key_heads && !c.delta_value_heads && !c.delta_key_dim &&
+               !c.delta_value_dim && !c.delta_taps && !c.delta_states && !c.delta_fold;
+    const auto fits = [](int dim) { return within(dim, 16, kMostDeltaDim) && dim % 16 == 0; };
+    return within(c.delta_layers, 1, 1 << 16) && within(c.delta_key_heads, 1, 1 << 12) &&
+           within(c.delta_value_heads, 1, 1 << 12) &&
+           c.delta_value_heads % c.delta_key_heads == 0 && fits(c.delta_key_dim) &&
+           fits(c.delta_value_dim) && within(c.delta_taps, 2, kMostTaps) &&
+           within(c.delta_states, 2, 1 << 8) && c.delta_fold == kFoldTokens;
+}
+
 // The bounds keep every size below in 64 bits.
 bool valid(const kvq_config& c) {
     const bool widths =
@@ -40,7 +52,7 @@ bool valid(const kvq_config& c) {
            within(c.context_tokens, 1, 1 << 30) &&
            int64_t{c.layers} * c.kv_heads * c.tail_rows <= int64_t{1} << 50 &&
            within(c.chunk_tokens, c.draft_tokens, 1 << 20) && within(c.splits, 1, 1 << 12) &&
-           within(c.probes, 0, 1) && valid_convolutions(c) && c.page_version == kPageVersion &&
+           within(c.probes, 0, 1) && valid_convolutions(c) && valid_delta_nets(c) && c.page_version == kPageVersion &&
            (c.value_groups == kPageTokens || c.value_groups == std::max(kPageTokens, c.head_dim)) &&
            within(c.tail_rows,
                   quantized(c) ? c.sink_tokens + c.tail_tokens + kPageTokens + c.draft_tokens
@@ -70,6 +82,10 @@ int64_t place(const kvq_config& c, int64_t columns, int64_t pool, Layout& out) {
         slots ? c.layers * facts_bytes(c.head_dim) : 0,
         c.conv_layers ? size_of<ConvState>(1) + size_of<int32_t>(c.conv_checkpoints) : 0,
         c.conv_layers ? size_of<float>(c.conv_layers * conv_rows(c) * c.conv_width) : 0,
+        c.delta_layers ? size_of<DeltaState>(1) + size_of<int32_t>(c.delta_states) : 0,
+        c.delta_layers ? size_of<float>(c.delta_layers * delta_rows(c) * delta_row_width(c)) : 0,
+        size_of<float>(int64_t{c.delta_states} * c.delta_layers *
+                       (c.delta_layers ? delta_slot_width(c) : 0)),
         int64_t{c.chunk_tokens} * 4,
         quantized(c) ? int64_t{c.kv_heads} * 2 * c.chunk_tokens * dim * 2 : 0,
         int64_t{c.chunk_tokens} * dim * 4,
@@ -131,6 +147,7 @@ void Arena::place(uint8_t* bytes, const Layout& layout) {
     next(constant_owners), next(granule_owners);
     next(tail_positions), next(tail), next(branch);
     next(probes), next(probe_rows), next(layers), next(conv_state), next(conv_rows);
+    next(delta_state), next(delta_rows), next(delta_states);
     next(staging_positions), next(staging), next(rope), next(partials);
     tail_deltas = tail_positions + layout.sizes.regions[KVQ_PLACES] / 12;
     tail_tokens = tail_deltas + layout.sizes.regions[KVQ_PLACES] / 12;

@@ -25,7 +25,7 @@ struct BranchState {
     uint8_t hi_view;    // the pass reads 8- and 6-bit sides by their hi plane
     uint8_t in_gap;     // the rows fill a gap that an edit left, not the end
     int32_t at;         // token of the first row
-    int32_t conv_attended;  // convolutions that have seen the pass's rows
+    int32_t mixed;      // layers that do not attend which have seen the pass's rows
 };
 
 // A row of a branch that is no chain: the row it follows (-1: the last committed token), its place
@@ -49,7 +49,7 @@ struct State {
     int64_t peak;
     PoolState pool;
 };
-static_assert(sizeof(State) == 168, "kvq/sizing.py counts these bytes too");
+static_assert(sizeof(State) == 200, "kvq/sizing.py counts these bytes too");
 
 // The token a probe slot holds a query of, -1 for none, and the position it looked from.
 struct Probe {
@@ -83,6 +83,34 @@ constexpr int64_t conv_rows(const kvq_config& c) {
            (c.conv_checkpoints + int64_t{1}) * (c.conv_taps - 1);
 }
 
+// What delta nets remember, beside rows and states; of each of delta_states slots the token whose
+// state it holds follows, -1 where it is free.
+struct DeltaState {
+    int32_t held;    // committed tokens, the newest, whose rows are there
+    int32_t wanted;  // as of ConvState
+    int32_t live;    // the slot of the state that the next token is computed with
+    int32_t reserved;
+};
+constexpr int kFoldTokens = 8, kMostDeltaDim = 256;
+constexpr int64_t delta_conv_width(const kvq_config& c) {
+    return 2 * int64_t{c.delta_key_heads} * c.delta_key_dim +
+           int64_t{c.delta_value_heads} * c.delta_value_dim;
+}
+// What was convolved; then k, u and the sum of g.
+constexpr int64_t delta_row_width(const kvq_config& c) {
+    return delta_conv_width(c) + int64_t{c.delta_key_heads} * c.delta_key_dim +
+           int64_t{c.delta_value_heads} * (c.delta_value_dim + int64_t{1});
+}
+// Rows of one delta net.
+constexpr int64_t delta_rows(const kvq_config& c) {
+    return 2 * int64_t{c.delta_taps - 1 + 2 * kFoldTokens} + c.draft_tokens;
+}
+// One layer's state, and the rows that its convolution sees before it.
+constexpr int64_t delta_slot_width(const kvq_config& c) {
+    return int64_t{c.delta_value_heads} * c.delta_key_dim * c.delta_value_dim +
+           (c.delta_taps - 1) * delta_conv_width(c);
+}
+
 // Views beyond one of every column: so many, and one more per column. Of them an edit leaves free
 // what filling gaps may take.
 constexpr int kSpareViews = 64, kGapViews = 32;
@@ -114,6 +142,9 @@ struct Arena {
     uint8_t* layers;
     ConvState* conv_state;
     float* conv_rows;
+    DeltaState* delta_state;
+    float* delta_rows;
+    float* delta_states;
     int32_t* staging_positions;
     uint16_t* staging;
     float* rope;  // of a pass's tokens: cosines, then sines

@@ -8,8 +8,8 @@
 
 namespace kvq {
 
-// A snapshot: this header, the state of the convolutions, the streams' forms, the widths pages enter at, the columns, widths and history of every
-// entry, the tail's rows in use, the probes, every page's bytes, then the convolutions' rows. It names no place in the
+// A snapshot: this header, the states of the convolutions and of the delta nets, the streams' forms, the widths pages enter at, the columns, widths and history of every
+// entry, the tail's rows in use, the probes, every page's bytes, then the convolutions' rows and what delta nets remember. It names no place in the
 // arena, so what is held alone decides its bytes.
 namespace {
 struct Header {
@@ -17,7 +17,7 @@ struct Header {
     int32_t columns, tail_used, tokens, views;
     int64_t budget, peak;
 };
-static_assert(sizeof(Header) == 112, "no padding may reach a file");
+static_assert(sizeof(Header) == 144, "no padding may reach a file");
 // Widths and history of an entry lie side by side.
 constexpr int64_t kEntryBytes = 4;
 static_assert(offsetof(Entry, mean_mass) == offsetof(Entry, k_bits) + 3);
@@ -41,10 +41,11 @@ void Cache::visit(Part&& part) const {
         for (int c = 0; c < pages_.columns(); c++)
             if (pages_.entry(s, c).k_bits) pages_.visit(pages_.entry(s, c), part);
     conv_.visit(part);
+    delta_.visit(part);
 }
 
 int64_t Cache::state_bytes() const {
-    int64_t bytes = sizeof(Header) + conv_.state_bytes() + 3 * arena_.streams() +
+    int64_t bytes = sizeof(Header) + conv_.state_bytes() + delta_.state_bytes() + 3 * arena_.streams() +
                     pages_.views() * static_cast<int64_t>(sizeof(View)) +
                     kEntryBytes * arena_.streams() * pages_.columns();
     visit([&](const void*, int64_t count) { bytes += count; });
@@ -63,6 +64,7 @@ int Cache::save(uint8_t* bytes, int64_t count) const {
                         pages_.views(), state().budget,   state().peak};
     write(&header, sizeof header);
     write(arena_.conv_state, conv_.state_bytes());
+    write(arena_.delta_state, delta_.state_bytes());
     write(arena_.forms, arena_.streams());
     write(arena_.entering, 2 * arena_.streams());
     write(arena_.views, pages_.views() * static_cast<int64_t>(sizeof(View)));
@@ -76,7 +78,7 @@ int Cache::save(uint8_t* bytes, int64_t count) const {
 // checked.
 struct Cache::Parts {
     Header header;
-    const uint8_t *conv, *entering, *views, *entries, *rest;
+    const uint8_t *conv, *delta, *entering, *views, *entries, *rest;
     int64_t pages = 0, planes = 0;
 };
 
@@ -95,13 +97,15 @@ bool Cache::read_header(const uint8_t* bytes, int64_t count, Parts& parts) const
         return false;
     const int64_t entries = int64_t{h.columns} * arena_.streams();
     parts.conv = bytes + sizeof h;
-    const uint8_t* forms = parts.conv + conv_.state_bytes();
+    parts.delta = parts.conv + conv_.state_bytes();
+    const uint8_t* forms = parts.delta + delta_.state_bytes();
     parts.entering = forms + arena_.streams();
     parts.views = parts.entering + 2 * arena_.streams();
     parts.entries = parts.views + h.views * static_cast<int64_t>(sizeof(View));
     parts.rest = parts.entries + kEntryBytes * entries;
     return parts.rest - bytes + int64_t{12} * h.tail_used <= count &&
            (!conv_.any() || conv_.fits(parts.conv, h.tokens)) &&
+           (!delta_.any() || delta_.fits(parts.delta, h.tokens)) &&
            !std::memcmp(forms, arena_.forms, static_cast<size_t>(arena_.streams()));
 }
 
@@ -161,10 +165,15 @@ int64_t Cache::rest_bytes(const Parts& parts) const {
                                      probes_.row_bytes() +
                                      config().layers * facts_bytes(config().head_dim)
                                : 0;
-    return rows + probes + page_bytes(parts) + conv_bytes(parts);
+    return rows + probes + page_bytes(parts) + conv_bytes(parts) + delta_bytes(parts);
 }
 
-// Bytes of the convolutions' rows, which come last.
+// Bytes of what delta nets remember, which comes last.
+int64_t Cache::delta_bytes(const Parts& parts) const {
+    return delta_.any() ? delta_.bytes_of(parts.delta) : 0;
+}
+
+// Bytes of the convolutions' rows, which come before.
 int64_t Cache::conv_bytes(const Parts& parts) const {
     if (!conv_.any()) return 0;
     ConvState saved;
@@ -186,13 +195,14 @@ bool Cache::check_numbers(const Parts& parts) const {
     const int64_t rows = parts.header.tail_used;
     if (!finite(parts.rest + 12 * rows, 2 * rows * arena_.streams() * config().head_dim))
         return false;
-    const uint8_t* conv = parts.rest + rest_bytes(parts) - conv_bytes(parts);
-    for (const uint8_t* at = conv; at < conv + conv_bytes(parts); at += sizeof(float)) {
+    const int64_t floats = conv_bytes(parts) + delta_bytes(parts);
+    const uint8_t* others = parts.rest + rest_bytes(parts) - floats;
+    for (const uint8_t* at = others; at < others + floats; at += sizeof(float)) {
         float number;
         std::memcpy(&number, at, sizeof number);
         if (!std::isfinite(number)) return false;
     }
-    const uint8_t* page = conv - page_bytes(parts);
+    const uint8_t* page = others - page_bytes(parts);
     const int64_t second = static_cast<int64_t>(grid_bytes(config().head_dim));
     const int64_t entries = int64_t{parts.header.columns} * arena_.streams();
     for (const uint8_t* entry = parts.entries; entry < parts.entries + kEntryBytes * entries;
@@ -226,6 +236,8 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
     state().broken = 0;
     std::memcpy(static_cast<void*>(arena_.conv_state), parts.conv,
                 static_cast<size_t>(conv_.state_bytes()));
+    std::memcpy(static_cast<void*>(arena_.delta_state), parts.delta,
+                static_cast<size_t>(delta_.state_bytes()));
     const uint8_t* entry = parts.entries;
     for (int s = 0; s < arena_.streams(); s++)
         for (int c = 0; c < parts.header.columns; c++, entry += kEntryBytes)

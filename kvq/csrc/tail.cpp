@@ -64,7 +64,8 @@ void Tail::keep_branch_rows(int rows) {
     if (rows == b.rows) return;
     bool chain = true;
     for (int row = 0; !b.chain && row < rows; row++) chain &= arena_.branch[row].parent == row - 1;
-    b = {rows, 0, config().layers, 0, chain, 0, b.in_gap, b.at, config().conv_layers};
+    b = {rows, 0, config().layers, 0, chain, 0, b.in_gap, b.at,
+         config().conv_layers + config().delta_layers};
 }
 
 bool Tail::is_path(const int32_t* rows, int count) const {

@@ -18,7 +18,7 @@ public:
     // A pass is under way that not every layer has seen.
     bool unattended() const {
         return open() && (branch().attended < arena_.config().layers ||
-                          branch().conv_attended < arena_.config().conv_layers);
+                          branch().mixed < arena_.config().conv_layers + arena_.config().delta_layers);
     }
 
     uint16_t* rows(int stream, int side) const {  // side 0: K, 1: V; float16 [tail_rows, head_dim]

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from kvq.config import AttentionParams
+from kvq.config import FOLD_TOKENS, AttentionParams
 from kvq.formats import PAGE_VERSION
 from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 19
+ABI = 20
 
 
 class Config(Structure):
@@ -54,6 +54,14 @@ class Config(Structure):
             "conv_width",
             "conv_taps",
             "conv_checkpoints",
+            "delta_layers",
+            "delta_key_heads",
+            "delta_value_heads",
+            "delta_key_dim",
+            "delta_value_dim",
+            "delta_taps",
+            "delta_states",
+            "delta_fold",
         )
     )
 
@@ -162,6 +170,10 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (c_int64, POINTER(Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
     ),
     "kvq_cache_convolve": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS, _FLOATS)),
+    "kvq_cache_recur": (
+        c_int32,
+        (c_int64, c_int32, c_int32, *[_FLOATS] * 6, c_float, _FLOATS),
+    ),
     "kvq_cache_look": (
         c_int32,
         (c_int64, POINTER(Attention), c_int32, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
@@ -200,7 +212,11 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 def as_config(arena: Geometry) -> Config:
     """What the library is asked to lay out."""
     shape, plan, conv = arena.shape, arena.plan, arena.conv
-    convolutions = (conv.num_layers, conv.width, conv.taps, CONV_CHECKPOINTS) if conv else ()
+    convolutions = (conv.num_layers, conv.width, conv.taps, CONV_CHECKPOINTS) if conv else (0,) * 4
+    delta_nets: tuple[int, ...] = ()
+    if (delta := arena.delta) is not None:
+        sizes = (delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps)
+        delta_nets = (delta.num_layers, *sizes, arena.delta_states, FOLD_TOKENS)
     return Config(
         shape.num_layers,
         shape.num_heads,
@@ -219,6 +235,7 @@ def as_config(arena: Geometry) -> Config:
         arena.value_groups,
         PAGE_VERSION,
         *convolutions,
+        *delta_nets,
     )
 
 

@@ -20,6 +20,7 @@ from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, policy_named
 from kvq.policies.spend import evictions
 from kvq.reference import stored_rows
+from kvq.reference_delta import DeltaWeights
 from kvq.selectors import rule_named
 from kvq.sizing import WINDOW_MARGIN_TOKENS, Arena, Tiers
 
@@ -212,8 +213,8 @@ class Cache:
         stored and what `attend` gives is zeros; the policy learns nothing from such a pass.
         """
         self._check_rows(tokens, parents, view, at)
-        if silent and self.arena.conv:
-            raise CacheError("layers beside convolutions cannot be left out of a pass")
+        if silent and (others := self._others):
+            raise CacheError(f"layers beside {others} cannot be left out of a pass")
         if any(not 0 <= layer < self.shape.num_layers for layer in silent):
             raise CacheError(f"layers {tuple(silent)} are not among {self.shape.num_layers}")
         self._make_room(tokens)
@@ -371,6 +372,28 @@ class Cache:
             raise CacheError(f"rows {bcx.shape} and weights {weight.shape} are not those of {conv}")
         return self.engine.convolve(layer, bcx, weight)
 
+    def recur(
+        self,
+        layer: int,
+        rows: NDArray[np.float32],
+        gates: NDArray[np.float32],
+        weights: DeltaWeights,
+    ) -> NDArray[np.float32]:
+        """What a delta net gives of the pass's new rows; see `kvq.reference_delta`.
+
+        `layer` counts delta nets. rows float32 [T, conv_width + value_width]: queries, keys, values
+        and gate side by side; gates [T, 2 * value_heads]; returns float32 [T, value_width]. When
+        layers see a pass, and what is refused: as `convolve`.
+        """
+        delta = self.arena.delta
+        if delta is None or not 0 <= layer < delta.num_layers:
+            raise CacheError(f"delta net {layer} is none of {delta}")
+        known = weights.belong_to(delta)
+        wide = rows.shape[1:] == (delta.conv_width + delta.value_width,)
+        if not known or not wide or gates.shape != (len(rows), 2 * delta.value_heads):
+            raise CacheError(f"rows {rows.shape} and gates {gates.shape} are not those of {delta}")
+        return self.engine.recur(layer, rows, gates, weights)
+
     def look(
         self,
         params: AttentionParams,
@@ -474,8 +497,9 @@ class Cache:
     def trim(self, tokens: int) -> None:
         """Rolls back to the first `tokens` tokens, or to fewer.
 
-        None where a layer's window has left behind what the next token sees again. Convolutions go
-        back exactly by a few tokens, and further to the nearest earlier place they remember.
+        None where a layer's window has left behind what the next token sees again. Convolutions and
+        delta nets go back exactly by a few tokens, and further to the nearest earlier place they
+        remember.
         """
         if tokens < self.tokens and self._forgot(tokens):
             tokens = 0
@@ -484,9 +508,16 @@ class Cache:
 
     def why_not_edit(self) -> str | None:
         """Why nothing in the middle can be replaced, or None."""
-        if self.arena.conv is None:
+        if not (others := self._others):
             return None
-        return "the model's convolutions remember what stood before each token"
+        return f"the model's {others} remember what stood before each token"
+
+    @property
+    def _others(self) -> str | None:
+        """What remembers tokens beside attention, or None."""
+        if self.arena.delta is not None:
+            return "delta nets"
+        return None if self.arena.conv is None else "convolutions"
 
     def edit(self, start: int, stop: int, count: int) -> None:
         """Removes tokens `start` to `stop` and moves what follows, leaving a gap for `count`.

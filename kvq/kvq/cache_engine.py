@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvq import native
 from kvq.config import AttentionParams
 from kvq.errors import UsageError
+from kvq.reference_delta import DeltaWeights
 from kvq.selectors import ReadRule
 from kvq.sizing import Arena, Tiers
 
@@ -94,6 +95,8 @@ class CacheEngine(Protocol):
         k_norm: Float | None = None,
     ) -> Float: ...
     def convolve(self, layer: int, bcx: Float, weight: Float) -> Float: ...
+
+    def recur(self, layer: int, rows: Float, gates: Float, weights: DeltaWeights) -> Float: ...
     def look(
         self,
         params: AttentionParams,

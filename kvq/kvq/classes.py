@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvq.cache import Cache, Holdings
 from kvq.config import AttentionParams, Budget, KvPlan
 from kvq.errors import CacheError, SnapshotError, UsageError, argument
+from kvq.reference_delta import DeltaWeights
 from kvq.sizing import DEFAULT_TOKENS, Arena, CacheSpec, longest_context, require_budget
 
 WeightNorms = Callable[[], NDArray[np.float64]]
@@ -26,7 +27,7 @@ WeightNorms = Callable[[], NDArray[np.float64]]
 class ClassedSpec:
     """What is asked of the caches of several classes, with the names `CacheSpec` has for it.
 
-    `parts` differ in `shape`, `windows` and `forms` alone, and the first may have a `conv`.
+    `parts` differ in `shape`, `windows` and `forms` alone; the first may have `conv` or `delta`.
     `budget` is that of all together: a class gets the least it can be opened in, then those whose
     every layer has a window get what holds their whole context, for that does not grow with it, and
     what is left goes to the classes by what each still lacks. A budget in tokens is one of every
@@ -322,6 +323,16 @@ class ClassedCache:
     ) -> NDArray[np.float32]:
         """See `Cache.convolve`; the first class remembers."""
         return self.parts[0].convolve(layer, bcx, weight)
+
+    def recur(
+        self,
+        layer: int,
+        rows: NDArray[np.float32],
+        gates: NDArray[np.float32],
+        weights: DeltaWeights,
+    ) -> NDArray[np.float32]:
+        """See `Cache.recur`; the first class remembers."""
+        return self.parts[0].recur(layer, rows, gates, weights)
 
     def look(
         self,

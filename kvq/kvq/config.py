@@ -12,6 +12,9 @@ FLOAT_WIDTH = 16
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 MOST_HEAD_DIM = 512
 MOST_TAPS = 16
+MOST_DELTA_DIM = 256
+# Tokens after which a delta net folds rows into its state.
+FOLD_TOKENS = 8
 
 DEFAULT_CHUNK_TOKENS = 256
 # Rows of the floating-point tail kept free for tokens that may be forgotten.
@@ -86,6 +89,65 @@ class ConvShape:
     def before(self) -> int:
         """Rows before its own that a row needs."""
         return self.taps - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaShape:
+    """Layers that are gated delta nets: each of `value_heads`, which share `key_heads` evenly.
+
+    A value head keeps a matrix float32 [key_dim, value_dim]; queries, keys and values come of
+    convolutions over a row and `taps` - 1 before it. See `kvq.reference_delta`.
+    """
+
+    num_layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        if min(self.num_layers, self.key_heads, self.key_dim, self.value_dim) < 1:
+            raise UsageError(f"{self} is not possible: no number of it can be below 1")
+        if self.value_heads < 1 or self.value_heads % self.key_heads:
+            raise UsageError(
+                f"{self.value_heads} value heads cannot share {self.key_heads} key heads: the "
+                "first must be a multiple of the second"
+            )
+        most = MOST_DELTA_DIM
+        if max(self.key_dim, self.value_dim) > most or (self.key_dim | self.value_dim) % 16:
+            raise UsageError(
+                f"heads of {self.key_dim} and {self.value_dim} channels are not possible in a "
+                f"delta net: both must be multiples of 16 up to {most}"
+            )
+        if not 2 <= self.taps <= MOST_TAPS:
+            raise UsageError(f"a convolution over {self.taps} rows: 2 to {MOST_TAPS} are possible")
+
+    @property
+    def before(self) -> int:
+        """Rows before its own that a row needs."""
+        return self.taps - 1
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolutions: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that are kept of a token: what was convolved, then k, u and G."""
+        kept = self.key_heads * self.key_dim + self.value_width + self.value_heads
+        return self.conv_width + kept
+
+    @property
+    def state_width(self) -> int:
+        """Numbers of the matrices of a layer."""
+        return self.value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,10 @@ class DeviceCache(NativeCache):
     """The same decisions as on the processor; the kernels are those of `device`'s library."""
 
     def _device_number(self) -> int:
-        if self.arena.conv is not None:
+        if self.arena.conv is not None or self.arena.delta is not None:
+            others = "delta nets" if self.arena.delta else "convolutions"
             raise BackendError(
-                f"convolutions have no kernel on the device {self.device!r}; use "
+                f"{others} have no kernel on the device {self.device!r}; use "
                 f"{argument('device', 'cpu')}"
             )
         found, heads = devices.opened(self.device), self.arena.shape.head_dim

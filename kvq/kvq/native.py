@@ -19,6 +19,7 @@ from kvq.abi import ABI, POINTERS, SIGNATURES, Layout, Read, Stats, as_attention
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, CacheError, SnapshotError
 from kvq.formats import constant_bytes, grid_bytes
+from kvq.reference_delta import DeltaWeights
 from kvq.selectors import ReadRule
 from kvq.settings import environment
 from kvq.sizing import Arena, Geometry, Regions, Tiers
@@ -271,6 +272,20 @@ class NativeCache:
         out = np.empty((len(bcx), len(weight)), np.float32)
         arrays = pointer(bcx), pointer(weight), pointer(out)
         self._call("convolve", layer, len(bcx), *arrays)
+        return out
+
+    def recur(
+        self,
+        layer: int,
+        rows: NDArray[np.float32],
+        gates: NDArray[np.float32],
+        weights: DeltaWeights,
+    ) -> NDArray[np.float32]:
+        given = (rows, gates, weights.conv, weights.decay, weights.dt_bias, weights.scale)
+        held = [np.ascontiguousarray(one, np.float32) for one in given]
+        out = np.empty((len(rows), len(weights.decay) * len(weights.scale)), np.float32)
+        arrays = (*map(pointer, held), weights.norm_eps, pointer(out))
+        self._call("recur", layer, len(rows), *arrays)
         return out
 
     def look(

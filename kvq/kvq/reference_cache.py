@@ -37,6 +37,7 @@ from kvq.reference import (
     stored_rows,
 )
 from kvq.reference_conv import ConvRows
+from kvq.reference_delta import DeltaRows, DeltaWeights
 from kvq.reference_pages import NO_PLACES, Page, PageTable, Places, Rows, View, grid_axis
 from kvq.reference_probes import Look, Probes, record
 from kvq.selectors import READ_ALL, ReadRule
@@ -98,6 +99,8 @@ class ReferenceCache:
         self._tail = [Rows(empty, empty) for _ in range(arena.streams)]
         self._places = NO_PLACES
         self._conv = arena.conv and ConvRows(arena.conv, arena.draft_tokens)
+        states = arena.delta_states
+        self._delta = arena.delta and DeltaRows(arena.delta, arena.draft_tokens, states)
         self._open_branch()
         self._rule = READ_ALL
         self.pages_seen = self.pages_read = 0
@@ -142,8 +145,13 @@ class ReferenceCache:
         self._attended: set[int] = set()
         self._view = "full"
         self._silent: frozenset[int] = frozenset()
-        if self._conv:
-            self._conv.forget()
+        for other in self._others:
+            other.forget()
+
+    @property
+    def _others(self) -> list[ConvRows | DeltaRows]:
+        """What remembers rows for layers that do not attend."""
+        return [one for one in (self._conv, self._delta) if one is not None]
 
     @property
     def branch_rows(self) -> int:
@@ -154,7 +162,7 @@ class ReferenceCache:
         """A pass is under way that not every layer has seen."""
         if self._pass_rows == 0:
             return False
-        waiting = self._conv is not None and self._conv.unattended
+        waiting = any(other.unattended for other in self._others)
         return waiting or len(self._attended) < self.arena.shape.num_layers
 
     @property
@@ -189,8 +197,8 @@ class ReferenceCache:
         self._parents += added
         self._pass_rows, self._view, self._silent = tokens, view, frozenset(silent)
         self._attended = set()
-        if self._conv:
-            self._conv.begin(tokens)
+        for other in self._others:
+            other.begin(tokens)
 
     def _begin_at(self, at: int | None, rows: int) -> None:
         """The branch's first row is token `at` of a gap that holds all its rows; None: the end."""
@@ -238,6 +246,13 @@ class ReferenceCache:
         if not 0 < len(bcx) == self._pass_rows:
             raise CacheError(f"begin() was not called for {len(bcx)} tokens")
         return self._conv.convolve(layer, bcx, weight, self._parents)
+
+    def recur(self, layer: int, rows: Float, gates: Float, weights: DeltaWeights) -> Float:
+        """What a delta net gives of the pass's rows; see `kvq.cache.Cache.recur`."""
+        assert self._delta is not None
+        if not 0 < len(rows) == self._pass_rows:
+            raise CacheError(f"begin() was not called for {len(rows)} tokens")
+        return self._delta.recur(layer, rows, gates, weights, self._parents, self.tokens)
 
     def look(
         self,
@@ -412,8 +427,8 @@ class ReferenceCache:
                 tail.k = np.concatenate([tail.k, branch[head].k[path]])
                 tail.v = np.concatenate([tail.v, branch[head].v[path]])
         self._places = places
-        if self._conv:
-            self._conv.commit(path, self.tokens)
+        for other in self._others:
+            other.commit(path, self.tokens)
         self.tokens += len(path) if self._at is None else 0
         self._open_branch()
         for _ in range(pages):
@@ -421,9 +436,9 @@ class ReferenceCache:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _check_kept(self, rows: int) -> None:
-        reason = self._conv.why_not_keep(rows) if self._conv else None
-        if reason is not None:
-            raise CacheError(reason)
+        for other in self._others:
+            if (reason := other.why_not_keep(rows)) is not None:
+                raise CacheError(reason)
 
     def _close_page(self) -> None:
         """Packs the first tokens behind the sinks; the text's end stays in floating point."""
@@ -446,8 +461,8 @@ class ReferenceCache:
         elif rows < self.branch_rows:
             self._parents = self._parents[:rows]
             self._pass_rows = 0
-            if self._conv:
-                self._conv.rewind(rows)
+            for other in self._others:
+                other.rewind(rows)
 
     # -- evidence --
 
@@ -525,12 +540,12 @@ class ReferenceCache:
     # -- changes between forward passes --
 
     def trim(self, tokens: int) -> None:
-        """Rolls back to the first `tokens` tokens, or to fewer where convolutions forgot."""
+        """Rolls back to the first `tokens` tokens, or to fewer where other layers forgot."""
         self._check_idle()
         if not 0 <= tokens <= self.tokens:
             raise CacheError(f"cannot roll back to {tokens} of {self.tokens} tokens")
-        if self._conv:
-            tokens = self._conv.trim(tokens, self.tokens)
+        for other in self._others:
+            tokens = other.trim(tokens, self.tokens)
         self._become(*self._without(tokens, self.tokens, 0))
         self.tokens = tokens
 
@@ -653,7 +668,8 @@ class ReferenceCache:
         self._check_idle()
         arrays = self.table.arrays() | self._probes.arrays()
         arrays |= {"arena": self._identity(), "places": self.places()}
-        arrays |= self._conv.arrays() if self._conv else {}
+        for other in self._others:
+            arrays |= other.arrays()
         arrays["counts"] = np.array([self.tokens, self.peak_bytes], np.int64)
         for stream, rows in enumerate(self._tail):
             arrays[f"tail{stream}k"], arrays[f"tail{stream}v"] = rows.k, rows.v
@@ -675,6 +691,8 @@ class ReferenceCache:
             arena.probes,
             arena.num_bytes,
             arena.conv,
+            arena.delta,
+            arena.delta_states,
         )
         return np.array(" ".join(map(str, held)))
 
@@ -701,8 +719,8 @@ class ReferenceCache:
 
     def _restore(self, arrays: dict[str, NDArray[Any]]) -> None:
         counts = arrays["counts"].tolist()
-        if self._conv:
-            self._conv.restore(arrays, counts[0])
+        for other in self._others:
+            other.restore(arrays, counts[0])
         self.tokens, self.peak_bytes = counts
         self._places = Places(*arrays["places"].T)
         streams = range(self.arena.streams)

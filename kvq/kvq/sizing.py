@@ -15,11 +15,13 @@ from kvq.config import (
     DEFAULT_DRAFT_TOKENS,
     DEFAULT_POLICY,
     DEFAULT_READ,
+    FOLD_TOKENS,
     MOST_DRAFT_TOKENS,
     PAGE_TOKENS,
     Budget,
     CacheShape,
     ConvShape,
+    DeltaShape,
     KvPlan,
     PageForm,
 )
@@ -44,12 +46,13 @@ SHORTEST_CONTEXT_TOKENS = 2
 # What a layer's window has passed is kept this much longer: a rollback by no more loses nothing.
 WINDOW_MARGIN_TOKENS = 4 * PAGE_TOKENS
 # `sizeof` of the library's structs.
-STATE_BYTES = 168
+STATE_BYTES = 200
 VIEW_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8
 BRANCH_ROW_BYTES = 24
 CONV_STATE_BYTES = 16
+DELTA_STATE_BYTES = 16
 LAYER_BYTES = 552
 # Rotary frequencies of a layer that those bytes have room for; a head may have more.
 LAYER_PAIRS = 128
@@ -64,6 +67,9 @@ SPARE_VIEWS, GAP_VIEWS = 64, 32
 CONV_BACK_ROWS = 8
 CONV_CHECKPOINTS = 16
 CONV_STEP_TOKENS = 256
+# Delta nets: places whose states are kept, in a budget that holds the whole context and in a
+# smaller one. Two are needed: that by which the next token is computed, and the one before it.
+DELTA_STATES, TIGHT_DELTA_STATES = 4, 2
 # Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
 SLACK_BYTES = 8 * ALIGNMENT
 
@@ -98,6 +104,9 @@ class Regions(NamedTuple):
     layers: int
     conv_state: int
     conv_rows: int
+    delta_state: int
+    delta_rows: int
+    delta_states: int
     staging_positions: int
     staging: int
     rope: int
@@ -118,7 +127,8 @@ class Geometry:
     threads. `probes`: query rows are kept, for policies that ask what attention looks at.
     `value_groups`: what a page has room for scales of, see `kvq.formats.value_groups`. `windows`:
     the sliding window of every layer whose pages go when it has passed them, 0 for one that sees
-    all; empty: no page goes. `conv`: the convolutions beside the layers that attend.
+    all; empty: no page goes. `conv`: the convolutions beside the layers that attend, `delta`: the
+    delta nets, of which `delta_states` states are kept.
     """
 
     shape: CacheShape
@@ -131,6 +141,8 @@ class Geometry:
     value_groups: int = PAGE_TOKENS
     windows: tuple[int, ...] = ()
     conv: ConvShape | None = None
+    delta: DeltaShape | None = None
+    delta_states: int = DELTA_STATES
 
     @property
     def pass_tokens(self) -> int:
@@ -221,6 +233,9 @@ class Geometry:
             layers=shape.num_layers * _layer_bytes(dim) if slots else 0,
             conv_state=CONV_STATE_BYTES + 4 * CONV_CHECKPOINTS if self.conv else 0,
             conv_rows=conv_bytes(self.conv, self.draft_tokens),
+            delta_state=DELTA_STATE_BYTES + 4 * self.delta_states if self.delta else 0,
+            delta_rows=delta_row_bytes(self.delta, self.draft_tokens),
+            delta_states=delta_state_bytes(self.delta, self.delta_states),
             staging_positions=self.pass_tokens * 4,
             staging=shape.num_kv_heads * self.pass_tokens * dim * 4 * self.plan.quantized,
             rope=self.pass_tokens * dim * 4,
@@ -364,7 +379,8 @@ class CacheSpec:
     pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
     what steps read of the pages, as `--kv-read` writes it. `offload_bytes`: of the host's memory,
     for the pages of the context that the budget of a device does not hold; 0: they lose bits.
-    `conv`: convolutions beside the layers that attend, whose rows are held here too.
+    `conv`: convolutions beside the layers that attend, whose rows are held here too. `delta`:
+    likewise delta nets.
     """
 
     shape: CacheShape
@@ -382,6 +398,7 @@ class CacheSpec:
     read: str = DEFAULT_READ
     offload_bytes: int = 0
     conv: ConvShape | None = None
+    delta: DeltaShape | None = None
 
     def __post_init__(self) -> None:
         streams = self.shape.num_layers * self.shape.num_kv_heads
@@ -457,6 +474,8 @@ class CacheSpec:
             # A second tier has room for all, and gives up no page.
             windows=() if self.edits or self.offload_bytes else self.windows,
             conv=self.conv,
+            delta=self.delta,
+            delta_states=TIGHT_DELTA_STATES if tight else DELTA_STATES,
         )
 
     @cached_property
@@ -585,6 +604,25 @@ def conv_bytes(conv: ConvShape | None, draft_tokens: int) -> int:
     newest = conv.before + CONV_BACK_ROWS
     rows = 2 * newest + draft_tokens + (CONV_CHECKPOINTS + 1) * conv.before
     return conv.num_layers * rows * conv.width * 4
+
+
+def delta_newest(delta: DeltaShape) -> int:
+    """Committed rows of a delta net that are kept: two folds', and what convolutions see there."""
+    return delta.before + 2 * FOLD_TOKENS
+
+
+def delta_row_bytes(delta: DeltaShape | None, draft_tokens: int) -> int:
+    """Bytes of the rows that delta nets remember: the newest, a branch's, the newest of a chunk."""
+    if delta is None:
+        return 0
+    return delta.num_layers * (2 * delta_newest(delta) + draft_tokens) * delta.row_width * 4
+
+
+def delta_state_bytes(delta: DeltaShape | None, states: int) -> int:
+    """Bytes of so many states of delta nets, each with the rows that convolutions see before it."""
+    if delta is None:
+        return 0
+    return states * delta.num_layers * (delta.state_width + delta.before * delta.conv_width) * 4
 
 
 def _layer_bytes(head_dim: int) -> int:

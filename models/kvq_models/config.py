@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from kvq.config import MOST_TAPS, AttentionParams, CacheShape, ConvShape
-from kvq.errors import ModelError
+from kvq.config import MOST_TAPS, AttentionParams, CacheShape, ConvShape, DeltaShape
+from kvq.errors import ModelError, UsageError
 
 Activation = Literal["silu", "gelu_tanh"]
 # By the root mean square, with weights; by mean and variance, with weights and biases.
@@ -55,7 +55,8 @@ class Attention:
     query of a token at position p is multiplied by 1 + growth * ln(1 + p // growth_tokens): in a
     long context attention stays as sharp as in a short one. With a `value_norm` each head of values
     is divided by its root mean square. A layer with a `kv_from` has queries alone, and reads the
-    keys and values of that earlier layer.
+    keys and values of that earlier layer. With an `output_gate` the matrix of queries makes a gate
+    of every head too, behind its query; what the head gives is multiplied by sigmoid(gate).
     """
 
     heads: int
@@ -73,6 +74,7 @@ class Attention:
     value_norm: bool = False
     values: Values = "own"
     kv_from: int | None = None
+    output_gate: bool = False
 
     @property
     def width(self) -> int:
@@ -89,6 +91,11 @@ class Attention:
         """Columns of the packed row: query heads, then key heads, then value heads."""
         return self.width + 2 * self.kv_width
 
+    @property
+    def projected_width(self) -> int:
+        """Columns of what the matrix makes: the packed row, and the gates where there are any."""
+        return self.qkv_width + self.width * self.output_gate
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortConv:
@@ -102,7 +109,29 @@ class ShortConv:
     taps: int
 
 
-Mixer = Attention | ShortConv
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaNet:
+    """A gated delta net: `value_heads` keep a matrix each, which every token changes a little.
+
+    One matrix makes queries, keys, values and a gate of what enters; the first three are convolved
+    over `taps` tokens, channel by channel, and activated. A second, small and exact, says how much
+    a head forgets and how much it takes in. What the heads give is normalised head by head, times
+    silu(gate), and goes through a third matrix. `value_heads` share the queries and keys of
+    `key_heads`. It has no positions. See `kvq.reference_delta`.
+    """
+
+    taps: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    def shape(self, num_layers: int) -> DeltaShape:
+        """Of so many layers. Raises UsageError where it is not possible."""
+        return DeltaShape(num_layers=num_layers, **dataclasses.asdict(self))
+
+
+Mixer = Attention | ShortConv | DeltaNet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +201,7 @@ class Layer:
     def attention(self) -> Attention:
         """Its mixer. Raises ModelError for a layer that does not attend."""
         if not isinstance(self.mixer, Attention):
-            raise ModelError("a layer that convolves has no heads")
+            raise ModelError("a layer that does not attend has no heads of queries")
         return self.mixer
 
     @property
@@ -296,6 +325,13 @@ class ModelConfig:
             raise ModelError("a layer whose halves are parallel has one norm, before both")
         if isinstance(mixer, ShortConv):
             _check_count("the rows of a convolution", mixer.taps, least=2, most=MOST_TAPS)
+        elif isinstance(mixer, DeltaNet):
+            for name, value in dataclasses.asdict(mixer).items():
+                _check_count(f"{name} of a delta net", value, least=1)
+            try:
+                mixer.shape(1)
+            except UsageError as error:
+                raise ModelError(str(error)) from error
         else:
             self._check_attention(mixer)
 
@@ -322,8 +358,12 @@ class ModelConfig:
         last = {one.layers[-1] for one in self.cache_classes}
         if not last:
             raise ModelError("no layer has keys and values: a model without any is not possible")
-        if len({layer.mixer for layer in self.layers if isinstance(layer.mixer, ShortConv)}) > 1:
-            raise ModelError("convolutions over different numbers of rows are not possible")
+        others = {one.mixer for one in self.layers if not isinstance(one.mixer, Attention)}
+        if len(others) > 1:
+            raise ModelError(
+                "layers that do not attend must be alike: convolutions over different numbers of "
+                "rows, or beside delta nets, are not possible"
+            )
         for index, layer in enumerate(self.layers):
             own = layer.mixer
             if not isinstance(own, Attention) or own.kv_from is None:
@@ -412,7 +452,7 @@ class ModelConfig:
         if not self.uniform:
             raise ModelError(
                 f"layers of a {self.model_type} model differ in their heads, read others' keys or "
-                "convolve; this is possible only where all are alike"
+                "do not attend; this is possible only where all are alike"
             )
         return self.cache_classes[0].shape
 
@@ -424,9 +464,15 @@ class ModelConfig:
             return None
         return ConvShape(num_layers=len(found), width=self.hidden_size, taps=found[0].taps)
 
-    def conv_place(self, layer: int) -> int:
-        """Which of the layers that convolve it is."""
-        return sum(isinstance(one.mixer, ShortConv) for one in self.layers[:layer])
+    @property
+    def delta_shape(self) -> DeltaShape | None:
+        """What the layers that are delta nets have in common, or None where there are none."""
+        found = [one.mixer for one in self.layers if isinstance(one.mixer, DeltaNet)]
+        return found[0].shape(len(found)) if found else None
+
+    def mixer_place(self, layer: int) -> int:
+        """Which it is of the layers that do not attend."""
+        return sum(not one.attends for one in self.layers[:layer])
 
     @property
     def uniform(self) -> bool:
@@ -565,7 +611,7 @@ def _rope_from_json(data: Mapping[str, Any]) -> RopeConfig:
 def _layer_from_json(data: Mapping[str, Any]) -> Layer:
     values = dict(data)
     mixer, feed = values.pop("mixer"), values.pop("feed")
-    mixes = ShortConv if "taps" in mixer else Attention
+    mixes = Attention if "heads" in mixer else DeltaNet if "key_dim" in mixer else ShortConv
     feeds = Experts if "count" in feed else Dense
     if feed.get("beside") is not None:
         feed = feed | {"beside": Dense(**feed["beside"])}

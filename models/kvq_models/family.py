@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq_models.config import Attention, Experts, ModelConfig, ShortConv
+from kvq_models.config import Attention, DeltaNet, Experts, ModelConfig, ShortConv
 from kvq_models.keys import Key, read_keys
 from kvq_models.products import layer_products
 
@@ -227,7 +227,8 @@ def _qk_norm_shapes(mixer: Attention) -> dict[str, tuple[int, ...]]:
 def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Shape of each canonical weight of one layer; a linear layer's is [out, in].
 
-    A convolution's is [channels, 1, taps], the newest row's last.
+    A convolution's is [channels, 1, taps], the newest row's last. A delta net's `head_scale` is of
+    the norm of what its heads give.
     """
     mixer = config.layers[index].mixer
     shapes: dict[str, tuple[int, ...]] = {}
@@ -240,6 +241,10 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
             shapes |= _qk_norm_shapes(mixer)
         if product.name == "in_proj" and isinstance(mixer, ShortConv):
             shapes["conv"] = (config.hidden_size, 1, mixer.taps)
+        if product.name == "gates" and isinstance(mixer, DeltaNet):
+            heads = (mixer.value_heads,)
+            shapes |= {"conv": (mixer.shape(1).conv_width, 1, mixer.taps), "decay": heads}
+            shapes |= {"dt_bias": heads, "head_scale": (mixer.value_dim,)}
         shapes |= _norm_shapes(config, product.after, product.rows)
     feed = config.layers[index].feed
     if isinstance(feed, Experts) and feed.beside is not None:

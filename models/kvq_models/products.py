@@ -7,7 +7,7 @@ of a weight and no node.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvq_models.config import Activation, Attention, Dense, Experts, Layer, ModelConfig
+from kvq_models.config import Activation, Attention, DeltaNet, Dense, Experts, Layer, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +15,8 @@ class Product:
     """One matrix, `rows` x `columns`, of the canonical name `weight`; `layer` None: of none.
 
     Of experts it is `count` such matrices, one behind the other; a router's is kept as it is
-    (`exact`), for a token that goes to another expert is answered otherwise. What enters a product
+    (`exact`), for a token that goes to another expert is answered otherwise; so are a delta net's
+    gates, whose errors add up from token to token. What enters a product
     is normalised by `norm`; or it is activation(first half) * other half by `gate`, activation(x)
     by `activation`. What comes out is normalised by `after`. Where a pass wants the layer's keys
     and values alone, the last `kept` rows are computed.
@@ -49,8 +50,8 @@ class Product:
     def name(self) -> str:
         """What a layer calls it: qkv, o, gate_up, down, router, experts_gate_up, experts_down.
 
-        Of a convolution in_proj and out_proj; and of per-layer embeddings per_layer_gate and
-        per_layer_up.
+        Of a convolution in_proj and out_proj; of a delta net also gates, between these; and of
+        per-layer embeddings per_layer_gate and per_layer_up.
         """
         return self.weight.rpartition(".")[2]
 
@@ -64,10 +65,15 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
     )
 
 
-def mixer_products(config: ModelConfig, index: int) -> tuple[Product, Product]:
-    """Queries, keys and values, attention's output; or what enters a convolution and leaves it."""
+def mixer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
+    """Queries, keys and values, attention's output; or what enters another mixer and leaves it.
+
+    Between these two a delta net has that of its gates.
+    """
     layer, name = config.layers[index], f"layers.{index}"
     mixer = layer.mixer
+    if isinstance(mixer, DeltaNet):
+        return _delta_products(config, layer, mixer, index)
     if not isinstance(mixer, Attention):
         return _conv_products(config, layer, index)
     return (
@@ -75,7 +81,7 @@ def mixer_products(config: ModelConfig, index: int) -> tuple[Product, Product]:
             weight=f"{name}.qkv",
             bias=f"{name}.qkv_bias" if mixer.qkv_bias else None,
             place="attn/qkv",
-            rows=mixer.qkv_width,
+            rows=mixer.projected_width,
             columns=config.hidden_size,
             layer=index,
             kept=2 * mixer.kv_width,
@@ -109,6 +115,40 @@ def _conv_products(config: ModelConfig, layer: Layer, index: int) -> tuple[Produ
             place="conv/out",
             rows=hidden,
             columns=hidden,
+            layer=index,
+            after=None if layer.norms == "before" else f"{name}.post_attn_norm",
+        ),
+    )
+
+
+def _delta_products(
+    config: ModelConfig, layer: Layer, mixer: DeltaNet, index: int
+) -> tuple[Product, ...]:
+    name, hidden, shape = f"layers.{index}", config.hidden_size, mixer.shape(1)
+    norm = None if layer.norms == "after" else f"{name}.attn_norm"
+    return (
+        Product(
+            weight=f"{name}.in_proj",
+            place="delta/in",
+            rows=shape.conv_width + shape.value_width,
+            columns=hidden,
+            layer=index,
+            norm=norm,
+        ),
+        Product(
+            weight=f"{name}.gates",
+            place="delta/gates",
+            rows=2 * mixer.value_heads,
+            columns=hidden,
+            layer=index,
+            norm=norm,
+            exact=True,
+        ),
+        Product(
+            weight=f"{name}.out_proj",
+            place="delta/out",
+            rows=hidden,
+            columns=shape.value_width,
             layer=index,
             after=None if layer.norms == "before" else f"{name}.post_attn_norm",
         ),

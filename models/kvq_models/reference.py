@@ -15,8 +15,9 @@ import numpy as np
 from kvq.config import AttentionParams
 from kvq.reference import normalize, rotate, split_heads
 from kvq.reference_conv import products, seen_rows, short_conv
+from kvq.reference_delta import DeltaWeights, Recurrence, sigmoid
 from kvq.reference_experts import added, by_expert, routed
-from kvq_models.config import Attention, Dense, Experts, ModelConfig, Norms
+from kvq_models.config import DeltaNet, Dense, Experts, ModelConfig, Norms, ShortConv
 
 Weights = Callable[[str], np.ndarray]
 """Canonical name -> float32 array, as `Family.weights` describes it (offsets added)."""
@@ -25,7 +26,7 @@ Weights = Callable[[str], np.ndarray]
 class Attend(Protocol):
     """Causal attention of T new tokens over everything seen before and themselves.
 
-    What remembers tokens for attention does so for convolutions too.
+    What remembers tokens for attention does so for convolutions and delta nets too.
 
     qkv: float32 [T, (H + 2 Hk) * D], unrotated, query heads then key heads then value heads;
     positions: int64 [T]; inv_freq: float32 [rotary_dim / 2]; q_norm, k_norm: float32 [D] or None.
@@ -49,6 +50,16 @@ class Attend(Protocol):
         """What a convolution gives of the new tokens; `layer` counts convolutions.
 
         bcx float32 [T, 3 n]; weight [n, taps]; returns float32 [T, n]. See `kvq.reference_conv`.
+        """
+        ...
+
+    def recur(
+        self, layer: int, rows: np.ndarray, gates: np.ndarray, weights: DeltaWeights
+    ) -> np.ndarray:
+        """What a delta net gives of the new tokens; `layer` counts delta nets.
+
+        rows float32 [T, n + m], of what is convolved and of the gate; gates [T, 2 heads]; returns
+        float32 [T, m]. See `kvq.reference_delta`.
         """
         ...
 
@@ -89,7 +100,7 @@ def forward(
             _attend_to_zeros(config, layer, positions, attend)
             continue
         if layer in predicted:
-            qkv = _qkv(config, weight, layer, hidden)
+            qkv, _ = _qkv(config, weight, layer, hidden)
             first = config.layers[layer].attention.width
             qkv[:, :first] = 0
             if maps is not None and layer in maps:
@@ -98,12 +109,9 @@ def forward(
             _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
             continue
         entered = hidden
-        if isinstance(config.layers[layer].mixer, Attention):
-            hidden = _attention(
-                config, weight, layer, hidden, positions, attend, long_rope=long_rope
-            )
-        else:
-            hidden = _convolution(config, weight, layer, hidden, attend)
+        hidden = _mixed_tokens(
+            config, weight, layer, hidden, positions, attend, long_rope=long_rope
+        )
         parallel = config.layers[layer].parallel
         hidden = hidden + _mlp(config, weight, layer, entered if parallel else hidden)
         if own is not None:
@@ -162,6 +170,25 @@ def _per_layer(
     return _normed(config, weight, name + "post_per_layer_norm", up)
 
 
+def _mixed_tokens(
+    config: ModelConfig,
+    weight: Weights,
+    layer: int,
+    hidden: np.ndarray,
+    positions: np.ndarray,
+    attend: Attend,
+    *,
+    long_rope: bool,
+) -> np.ndarray:
+    """The stream with what a layer's mixer adds to it."""
+    mixer = config.layers[layer].mixer
+    if isinstance(mixer, DeltaNet):
+        return _delta_net(config, weight, layer, hidden, attend)
+    if isinstance(mixer, ShortConv):
+        return _convolution(config, weight, layer, hidden, attend)
+    return _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
+
+
 def _attention(
     config: ModelConfig,
     weight: Weights,
@@ -173,8 +200,10 @@ def _attention(
     long_rope: bool,
 ) -> np.ndarray:
     name, mixer = f"layers.{layer}.", config.layers[layer].attention
-    qkv = _qkv(config, weight, layer, hidden)
+    qkv, gate = _qkv(config, weight, layer, hidden)
     attended = _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
+    if gate is not None:
+        attended = attended * sigmoid(gate)
     output = attended @ weight(name + "o").T
     if mixer.output_bias:
         output = output + weight(name + "o_bias")
@@ -187,17 +216,46 @@ def _convolution(
     name = f"layers.{layer}."
     bcx = _half(config, weight, layer, hidden, "attn_norm", without="after")
     bcx = bcx @ weight(name + "in_proj").T
-    mixed = attend.convolve(config.conv_place(layer), bcx, weight(name + "conv")[:, 0])
+    mixed = attend.convolve(config.mixer_place(layer), bcx, weight(name + "conv")[:, 0])
     output = mixed @ weight(name + "out_proj").T
     return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
 
 
-def _qkv(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
+def _delta_net(
+    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, attend: Attend
+) -> np.ndarray:
+    name, mixer = f"layers.{layer}.", config.layers[layer].mixer
+    assert isinstance(mixer, DeltaNet)
+    normed = _half(config, weight, layer, hidden, "attn_norm", without="after")
+    rows, gates = (normed @ weight(name + one).T for one in ("in_proj", "gates"))
+    weights = DeltaWeights(
+        conv=weight(name + "conv")[:, 0],
+        decay=weight(name + "decay"),
+        dt_bias=weight(name + "dt_bias"),
+        scale=weight(name + "head_scale"),
+        key_heads=mixer.key_heads,
+        norm_eps=config.norm_eps,
+    )
+    output = attend.recur(config.mixer_place(layer), rows, gates, weights)
+    output = output @ weight(name + "out_proj").T
+    return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
+
+
+def _qkv(
+    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The packed row of every token, and what gates its heads [T, H * D] where anything does."""
     name, mixer = f"layers.{layer}.", config.layers[layer].attention
     qkv = (
         _half(config, weight, layer, hidden, "attn_norm", without="after") @ weight(name + "qkv").T
     )
-    return qkv + weight(name + "qkv_bias") if mixer.qkv_bias else qkv
+    qkv = qkv + weight(name + "qkv_bias") if mixer.qkv_bias else qkv
+    if not mixer.output_gate:
+        return qkv, None
+    both, rest = np.split(qkv, [2 * mixer.width], axis=1)
+    both = both.reshape(len(qkv), mixer.heads, 2, mixer.head_dim)
+    query, gate = (both[:, :, side].reshape(len(qkv), -1) for side in (0, 1))
+    return np.concatenate([query, rest], axis=1), gate
 
 
 def _half(
@@ -358,7 +416,7 @@ ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 class PlainAttention:
     """Exact attention over float32 keys and values that it keeps, per layer, for one sequence.
 
-    And convolutions over all rows that they ever saw.
+    And convolutions over all rows that they ever saw, and delta nets.
 
     Memory grows with every token; a key is visible to a query when its position is not later (and
     within the window).
@@ -369,6 +427,19 @@ class PlainAttention:
         self._values: dict[tuple[int, int], np.ndarray] = {}
         self._positions: dict[tuple[int, int], np.ndarray] = {}
         self._rows: dict[int, np.ndarray] = {}
+        self._deltas: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._recurrences: dict[int, Recurrence] = {}
+
+    def recur(
+        self, layer: int, rows: np.ndarray, gates: np.ndarray, weights: DeltaWeights
+    ) -> np.ndarray:
+        """See `Attend`."""
+        known = self._deltas.get(layer, (rows[:0], gates[:0]))
+        if layer not in self._recurrences:  # nothing was seen yet, or it was cut
+            self._recurrences[layer] = Recurrence(weights)
+            self._recurrences[layer].run(*known, weights)
+        self._deltas[layer] = (np.concatenate([known[0], rows]), np.concatenate([known[1], gates]))
+        return self._recurrences[layer].run(rows, gates, weights)
 
     def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """See `Attend`."""
@@ -417,6 +488,10 @@ class PlainAttention:
             for place in store:
                 store[place] = store[place][:tokens]
         self._rows = {layer: rows[:tokens] for layer, rows in self._rows.items()}
+        self._deltas = {
+            layer: (rows[:tokens], gates[:tokens]) for layer, (rows, gates) in self._deltas.items()
+        }
+        self._recurrences = {}
 
 
 def _weights(

@@ -37,6 +37,7 @@ FAMILIES: Mapping[str, str] = {
     "phi3": "kvq_models.phi3:FAMILY",
     "qwen2": "kvq_models.qwen2:FAMILY",
     "qwen3": "kvq_models.qwen3:FAMILY",
+    "qwen3_5_text": "kvq_models.qwen3_5:FAMILY",
     "qwen3_moe": "kvq_models.qwen3_moe:FAMILY",
     "smollm3": "kvq_models.smollm3:FAMILY",
     "starcoder2": "kvq_models.starcoder2:FAMILY",
@@ -78,6 +79,13 @@ WRAPPERS: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e9,
         "sliding_window": None,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
     },
 }
 # What may stand beside a text_config and holds for it too.

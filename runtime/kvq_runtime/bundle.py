@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     import onnx_ir
 
 FORMAT = "kvq-bundle"
-VERSION = 8
+VERSION = 9
 # Also read: these describe their layers otherwise, and the first is for a GGUF file alone.
 GGUF_VERSION = 2
-READ_VERSIONS = (GGUF_VERSION, 6, 7, VERSION)
+READ_VERSIONS = (GGUF_VERSION, 6, 7, 8, VERSION)
 # Those whose calibration was for older formats of pages, or whose weights lie otherwise.
 OLD_VERSIONS = (3, 4, 5)
 MANIFEST_FILE = "kvq.json"

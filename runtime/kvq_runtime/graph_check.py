@@ -15,7 +15,7 @@ import numpy as np
 
 from kvq.errors import BundleError
 from kvq.reference_linear import ACTIVATIONS, BlockFormat
-from kvq_models.config import Attention, Experts, ModelConfig
+from kvq_models.config import Attention, DeltaNet, Experts, ModelConfig
 from kvq_models.products import Product, expert_products, products
 
 # Fields of onnx.proto's messages.
@@ -63,7 +63,9 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, format_of: Form
     activations = {operator for _, operator, _ in nodes} & set(_ORT_ACTIVATIONS.values())
     if activations != {_ORT_ACTIVATIONS[activation] for activation in apart}:
         raise _refused(path, "the activation")
-    mixers = sum(operator.endswith(("Attention", "ShortConv")) for _, operator, _ in nodes)
+    mixers = sum(
+        operator.endswith(("Attention", "ShortConv", "DeltaNet")) for _, operator, _ in nodes
+    )
     if mixers != config.num_layers:
         raise _refused(path, "the number of layers")
     if widths != [config.vocab_size]:
@@ -84,16 +86,29 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
         path, mixer = f"/model/layers.{layer}", own.mixer
         if own.scaled:
             nodes[f"{path}/Mul"] = ("Mul", {})
+        if isinstance(mixer, DeltaNet):
+            nodes[f"{path}/delta/gates/Gemm"] = ("Gemm", {"transB": 1})
+            facts = delta_attributes(config, layer, mixer)
+            nodes[f"{path}/delta/DeltaNet"] = ("DeltaNet", facts)
+            continue
         if not isinstance(mixer, Attention):
-            nodes[f"{path}/conv/ShortConv"] = ("ShortConv", {"layer": config.conv_place(layer)})
+            nodes[f"{path}/conv/ShortConv"] = ("ShortConv", {"layer": config.mixer_place(layer)})
             continue
         kind = "Attention" if own.owns_keys else "SharedAttention"
         nodes[f"{path}/attn/{kind}"] = (kind, attention_attributes(config, layer))
+        if mixer.output_gate:
+            nodes[f"{path}/attn/gate/Mul"] = ("Mul", {})
         if mixer.growth:
             nodes[f"{path}/attn/growth/Mul"] = ("Mul", {})
         if mixer.value_norm and own.owns_keys:
             nodes[f"{path}/attn/v_norm/Concat"] = ("Concat", {})
     return nodes
+
+
+def delta_attributes(config: ModelConfig, layer: int, mixer: DeltaNet) -> dict[str, Any]:
+    """What a layer's node of a delta net says."""
+    place, eps = config.mixer_place(layer), float(config.norm_eps)
+    return {"layer": place, "key_heads": mixer.key_heads, "norm_eps": eps}
 
 
 def cache_inputs(classes: int) -> tuple[str, ...]:
@@ -183,6 +198,8 @@ def _matmul_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
     """Those of a graph of ONNX Runtime's MatMulNBits."""
     nodes: dict[str, Node] = {}
     for product in products(config):
+        if product.exact:
+            continue
         form = format_of(product.weight)
         facts = {"K": product.columns, "N": product.rows}
         facts |= {"bits": form.bits, "block_size": form.block}

@@ -178,6 +178,36 @@ def test_a_gemma_4_that_sees_and_hears_is_read_as_text(
         opened(tmp_path)
 
 
+def test_a_qwen3_5_that_sees_is_read_as_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What sees is left out, and so is the head that guesses further."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.Qwen3_5Config(
+        text_config=COMMON | dict(CASES["qwen3-5"][1]) | {"pad_token_id": 0},
+        vision_config={"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2,
+                       "out_hidden_size": 128, "patch_size": 8},
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    further = {"mtp.fc.weight": np.ones((128, 256), np.float32)}
+    write_safetensors(file, read_safetensors(file) | further)
+    found, weights = opened(tmp_path)
+    assert found.model_type == "qwen3_5_text"
+    assert "tensors for images or sounds are left out: kvq reads text" in caplog.text
+    ids = np.arange(5, 45)
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
+    logits = forward(found, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
+    np.testing.assert_allclose(logits, expected, atol=2e-3)
+
+
 def mistral3_that_sees(folder: Path, text: str, *, outside: bool, inside: bool) -> Any:
     """A random checkpoint of one, and the model; is its head tied, says its config twice."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tiny
-from kvq.config import ConvShape
+from kvq.config import ConvShape, DeltaShape
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
 from kvq.reference import normalize
 from kvq_models.config import Attention, Dense, Experts, Layer, ModelConfig, RopeConfig
@@ -23,7 +23,7 @@ from kvq_models.reference import (
     plain_attention,
     rotate,
 )
-from kvq_models.registry import FAMILIES, family_for, read_checkpoint
+from kvq_models.registry import FAMILIES, family_for, read_checkpoint, text_config
 
 # Largest difference of a float32 logit; logits here have a standard deviation near 3. Two float32
 # implementations that sum in different orders stay below 4e-5.
@@ -486,6 +486,7 @@ def test_odd_values_are_refused_or_give_finite_numbers(model_type: str) -> None:
     keys = llama_json(model_type=model_type)
     family = family_for(keys)
     needed = {"sliding_window": 8, "attn_logit_softcapping": 9.0, "final_logit_softcapping": None}
+    needed |= {"full_attention_interval": 2}
     keys |= {name: needed[name] for name in needed.keys() & family.keys.keys()}
     assert family.config(keys).head_dim == 64
     for name in family.keys:
@@ -583,7 +584,7 @@ def test_lfm2_is_read_in_both_spellings() -> None:
     assert config.tied_head
     assert [i for i, layer in enumerate(config.layers) if layer.attends] == [2, 5, 8, 10, 12, 14]
     assert config.conv_shape == ConvShape(num_layers=10, width=2048, taps=3)
-    assert [config.conv_place(layer) for layer in (0, 3, 15)] == [0, 2, 9]
+    assert [config.mixer_place(layer) for layer in (0, 3, 15)] == [0, 2, 9]
     assert config.cache_classes[0].layers == (2, 5, 8, 10, 12, 14)
     assert (config.head_dim, config.num_kv_heads, config.uniform) == (64, 8, False)
     types = ["full_attention" if layer.attends else "conv" for layer in config.layers]
@@ -619,6 +620,106 @@ def test_an_lfm2_that_is_none_is_refused(keys: dict[str, Any], message: str) -> 
     with pytest.raises(ModelError) as refusal:
         lfm2(**keys)
     assert message in str(refusal.value)
+
+
+def qwen3_5(**keys: Any) -> ModelConfig:
+    """Qwen 3.5 0.8B as its text_config has it."""
+    own = {
+        "attn_output_gate": True,
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "linear_num_value_heads": 16,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e7,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": True,
+        "vocab_size": 248320,
+    } | keys
+    return family_for(own).config(own)
+
+
+def test_a_qwen3_5_is_read_as_delta_nets_and_gated_attention() -> None:
+    config = qwen3_5()
+    assert [i for i, layer in enumerate(config.layers) if layer.attends] == [3, 7, 11, 15, 19, 23]
+    assert config.delta_shape == DeltaShape(
+        num_layers=18, key_heads=16, value_heads=16, key_dim=128, value_dim=128, taps=4
+    )
+    assert [config.mixer_place(layer) for layer in (0, 4, 22)] == [0, 3, 17]
+    assert (config.norm_offset, config.uniform) == (1.0, False)
+    assert len(config.ropes[0].inv_freq) == 32
+    mixer = config.layers[3].attention
+    assert (mixer.qkv_width, mixer.projected_width) == (12 * 256, 20 * 256)
+    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    types = ["full_attention" if layer.attends else "linear_attention" for layer in config.layers]
+    assert qwen3_5(layer_types=types, full_attention_interval=None) == config
+    without = {"rope_parameters": None, "rope_theta": 1e7}
+    assert qwen3_5(**without) == config
+    assert qwen3_5(**without, partial_rotary_factor=0.5) != config
+    outside = {"model_type": "qwen3_5", "tie_word_embeddings": False, "vision_config": {}}
+    text = text_config(outside | {"text_config": {"hidden_size": 64, "tie_word_embeddings": True}})
+    assert (text["model_type"], text["tie_word_embeddings"]) == ("qwen3_5_text", False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate = False is not supported"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16' is not supported"),
+        ({"layer_types": ["linear_attention"]}, "1 layers are described"),
+        ({"layer_types": ["conv"] * 24}, "layer type 'conv' is not supported"),
+        ({"full_attention_interval": 0}, "full_attention_interval = 0"),
+        ({"full_attention_interval": 25}, "no layer has keys and values"),
+        ({"linear_num_value_heads": 24}, "24 value heads cannot share 16 key heads"),
+        ({"linear_key_head_dim": 72}, "multiples of 16 up to 256"),
+        ({"linear_value_head_dim": 272}, "multiples of 16 up to 256"),
+        ({"linear_num_key_heads": 0}, "key_heads of a delta net is 0"),
+        ({"linear_conv_kernel_dim": 17}, "over 17 rows: 2 to 16 are possible"),
+    ],
+)
+def test_a_qwen3_5_that_is_none_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as refusal:
+        qwen3_5(**keys)
+    assert message in str(refusal.value)
+
+
+def test_a_delta_net_equals_its_peer_step_by_step_and_cut_back(tmp_path: Path) -> None:
+    """The peer computes a prompt in chunks and a step otherwise; both are compared."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = tiny.make_checkpoint("qwen3-5", tmp_path)
+    _, config, _ = read_checkpoint(folder)
+    weight, ids = tiny.checkpoint_weights(folder), np.random.default_rng(5).integers(0, 384, 90)
+    attend = plain_attention()
+    found = np.concatenate(
+        [
+            forward(config, weight, ids[start:][:13], np.arange(start, min(start + 13, 90)), attend)
+            for start in range(0, 90, 13)
+        ]
+    )
+    np.testing.assert_allclose(found, tiny.transformers_logits(folder, ids), atol=3e-4)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    cache, steps = transformers.DynamicCache(config=model.config), list[np.ndarray]()
+    with torch.no_grad():
+        for token in ids[:40]:
+            steps.append(model(torch.tensor([[token]]), cache=cache).logits[0, 0].numpy())
+    np.testing.assert_allclose(found[:40], steps, atol=3e-4)
+    attend.trim(30)
+    again = forward(config, weight, ids[30:50], np.arange(30, 50), attend)
+    np.testing.assert_allclose(again, found[30:50], atol=3e-4)
 
 
 def test_switched_off_unknown_keys_are_accepted() -> None:

@@ -61,7 +61,7 @@ COMMON: Mapping[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -225,6 +225,24 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-5": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [*[_LINEAR] * 2, _FULL, _LINEAR, _FULL],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [3, 3, 2],
+            },
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
@@ -323,8 +341,9 @@ def make_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             draw = torch.randn(parameter.shape, generator=generator)
+            offset = float(model_type in ("gemma3_text", "qwen3_5_text"))
             mean, deviation = weight_statistics(
-                name, tuple(parameter.shape), 1.0 if model_type == "gemma3_text" else 0.0
+                name, tuple(parameter.shape), 0.0 if "linear_attn.norm" in name else offset
             )
             parameter.copy_(mean + deviation * draw)
         for name, buffer in model.named_buffers():
@@ -341,6 +360,8 @@ def weight_statistics(
     """Mean and standard deviation a random weight is drawn with, by its checkpoint name."""
     if "norm" in name:
         return 1.0 - norm_offset, 0.1
+    if name.endswith("A_log"):  # states that last, some for ten tokens, some for a hundred
+        return -3.0, 1.0
     if name.endswith(".bias"):
         return 0.0, 0.2
     if name.endswith(("router.scale", "per_expert_scale")):

@@ -3,7 +3,7 @@
 Knows how to fill a cache without weights; measures nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -19,6 +19,7 @@ from kvq.config import DEFAULT_POLICY, AttentionParams, Budget, parse_budget, pa
 from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes, page_bytes
 from kvq.native_linear import weight_bytes_read
+from kvq.reference_delta import DeltaWeights
 from kvq.sizing import Arena, CacheSpec
 from kvq_apps.bench.attention_graph import AttentionGraph
 from kvq_apps.bench.engines import (
@@ -339,6 +340,38 @@ class _Layers:
             cache.attend(params, own, positions, freq, norm, norm, shared=layer.shared)
 
 
+def _others(config: ModelConfig, most: int) -> Callable[[PagedCache, int], None]:
+    """What gives a cache so many rows, up to `most`, of the layers that do not attend."""
+    if (conv := config.conv_shape) is not None:
+        bcx = np.ones((most, 3 * conv.width), np.float32)
+        weight = np.ones((conv.width, conv.taps), np.float32)
+
+        def convolve(cache: PagedCache, count: int) -> None:
+            for layer in range(conv.num_layers):
+                cache.convolve(layer, bcx[:count], weight)
+
+        return convolve
+    if (delta := config.delta_shape) is not None:
+        heads = np.zeros(delta.value_heads, np.float32)
+        weights = DeltaWeights(
+            conv=np.ones((delta.conv_width, delta.taps), np.float32),
+            decay=heads,
+            dt_bias=heads,
+            scale=np.ones(delta.value_dim, np.float32),
+            key_heads=delta.key_heads,
+            norm_eps=config.norm_eps,
+        )
+        rows = np.ones((most, delta.conv_width + delta.value_width), np.float32)
+        gates = np.ones((most, 2 * delta.value_heads), np.float32)
+
+        def recur(cache: PagedCache, count: int) -> None:
+            for layer in range(delta.num_layers):
+                cache.recur(layer, rows[:count], gates[:count], weights)
+
+        return recur
+    return lambda cache, count: None
+
+
 def fill(cache: PagedCache, config: ModelConfig, tokens: int, *, window_tokens: int = 1) -> None:
     """Gives `cache` the keys and values of `tokens` random tokens.
 
@@ -347,14 +380,12 @@ def fill(cache: PagedCache, config: ModelConfig, tokens: int, *, window_tokens: 
     its square.
     """
     layers = _Layers(config, long_rope=config.needs_long_rope(cache.context_tokens))
-    qkv, conv = layers.random_rows(cache.chunk_tokens), config.conv_shape
-    bcx = np.ones((cache.chunk_tokens, 3 * conv.width if conv else 0), np.float32)
+    qkv = layers.random_rows(cache.chunk_tokens)
+    others = _others(config, cache.chunk_tokens)
     for start in range(0, tokens, cache.chunk_tokens):
         count = min(cache.chunk_tokens, tokens - start)
         positions = np.arange(start, start + count)
         cache.begin(count)
         layers.attend(cache, qkv[:count], positions, window_tokens=window_tokens, stored_alone=True)
-        if conv is not None:
-            for layer in range(conv.num_layers):
-                cache.convolve(layer, bcx[:count], np.ones((conv.width, conv.taps), np.float32))
+        others(cache, count)
         cache.commit(range(count))

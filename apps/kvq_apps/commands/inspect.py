@@ -132,7 +132,7 @@ def _located(name: str) -> Path:
 def _bundle(bundle: "Bundle") -> dict[str, Any]:
     from kvq.config import DEFAULT_DRAFT_TOKENS
     from kvq.formats import bytes_per_token, seen_tokens
-    from kvq.sizing import conv_bytes
+    from kvq.sizing import DELTA_STATES, conv_bytes, delta_row_bytes, delta_state_bytes
 
     config, manifest = bundle.config, bundle.manifest.to_json()
     token_bytes = at_context = 0.0
@@ -148,6 +148,8 @@ def _bundle(bundle: "Bundle") -> dict[str, Any]:
         "bytes_per_token": token_bytes,
         "bytes_at_context": round(at_context),
         "conv_bytes": conv_bytes(config.conv_shape, DEFAULT_DRAFT_TOKENS),
+        "delta_bytes": delta_row_bytes(config.delta_shape, DEFAULT_DRAFT_TOKENS)
+        + delta_state_bytes(config.delta_shape, DELTA_STATES),
         "fp16_bytes_per_token": config.float_bytes_per_token,
     }
 
@@ -175,7 +177,7 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
             "KV at context",
             format_bytes(report["bytes_at_context"]) + _windowed(config),
         ),
-        *_convolutions(report),
+        *_others(report),
         ("sampling", _sampling(report["sampling"])),
         ("end tokens", " ".join(map(str, report["eos_token_id"])) or "none"),
         *((f"source, {key}", value) for key, value in output.flat(report["source"])),
@@ -211,14 +213,16 @@ def _shape(config: dict[str, Any]) -> str:
     )
 
 
-def _convolutions(report: dict[str, Any]) -> Rows:
-    """How many layers convolve, and what a session holds for them whatever its text."""
+def _others(report: dict[str, Any]) -> Rows:
+    """How many layers do not attend, and what a session holds for them whatever its text."""
     layers = report["config"]["layers"]
-    count = sum("taps" in layer["mixer"] for layer in layers)
+    count = sum("heads" not in layer["mixer"] for layer in layers)
     if not count:
         return []
-    held = format_bytes(report["conv_bytes"])
-    return [("convolutions", f"{count} of {len(layers)} layers, which hold {held} of any budget")]
+    deltas = report["delta_bytes"]
+    name, most = ("delta nets", "up to ") if deltas else ("convolutions", "")
+    held = format_bytes(deltas or report["conv_bytes"])
+    return [(name, f"{count} of {len(layers)} layers, which hold {most}{held} of any budget")]
 
 
 def _windowed(config: dict[str, Any]) -> str:

@@ -14,7 +14,8 @@ namespace kvq {
 const Kernels* avx512vnni_kernels() {
     static const Kernels table{"avx512vnni",      pack,        read_grid,   narrow,
                                attend_pages, attend_tile, page_scores, page_bounds,
-                               page_evidence, to_half,   from_half};
+                               page_evidence, to_half,   from_half,  delta_read,  delta_fold,
+                               silu,        add,         dot};
     return platform::runs(platform::Instructions::kAvx512Vnni) ? &table : nullptr;
 }
 }  // namespace kvq

@@ -100,6 +100,18 @@ struct Kernels {
     // False if any value is not finite in float16.
     bool (*to_half)(const float* x, uint16_t* out, int n);
     void (*from_half)(const uint16_t* x, float* out, int n);
+    // Of delta nets; every n and channel count is a multiple of 16, and what a row comes to does not
+    // depend on how many there are. out [count, value_dim]: products of rows [count, key_dim] with a
+    // state [key_dim, value_dim].
+    void (*delta_read)(const float* state, int key_dim, int value_dim, const float* rows, int count,
+                       float* out);
+    // out = fade * state + the sum of keys [count, key_dim] times u[i] [value_dim]; may be `state`.
+    void (*delta_fold)(const float* state, float* out, int key_dim, int value_dim, float fade,
+                       const float* keys, const float* const* u, int count);
+    // x * sigmoid(x); sums += factor * x; the sum of products.
+    void (*silu)(const float* x, float* out, int n);
+    void (*add)(float* sums, float factor, const float* x, int n);
+    float (*dot)(const float* x, const float* y, int n);
 };
 
 const Kernels* generic_kernels();

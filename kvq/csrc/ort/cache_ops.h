@@ -42,7 +42,18 @@ inline void run_units(void* context, void (*work)(void*, size_t), size_t units, 
     units == 1 ? work(user, 0) : run_parallel(context, work, units, user);
 }
 
-// kvq::ShortConv, which computes on the processor alone.
+// Whether the rows of a pass's sequences, one or more each, are all there are.
+inline OrtStatus* sum_to(const char* op, const int64_t* rows, int64_t sequences, int64_t tokens) {
+    int64_t first = 0;
+    for (int64_t s = 0; s < sequences; first += rows[s++])
+        if (rows[s] < 1 || rows[s] > tokens - first)
+            return failed(op, "sequence_rows do not add up to the rows given, one or more each");
+    if (first != tokens) return failed(op, "sequence_rows do not add up to the rows given");
+    return nullptr;
+}
+
+// kvq::ShortConv and kvq::DeltaNet, which compute on the processor alone.
 Op short_conv_op();
+Op delta_net_op();
 
 }  // namespace kvq::ort

@@ -1,5 +1,5 @@
 // The library as ONNX Runtime sees it: RegisterCustomOps adds domain "kvq" with the ops
-// Attention and SharedAttention, that of short_conv_op.cpp and those of linear_ops.cpp.
+// Attention and SharedAttention, those of short_conv_op.cpp and delta_net_op.cpp and those of linear_ops.cpp.
 // Attention's inputs: qkv float [T, (heads + 2 kv_heads) * head_dim], positions int64 [T], cache int64 [S] and
 // sequence_rows int64 [S], the caches of S sequences by handle and how many of the T rows each has,
 // one sequence after the other, inv_freq float [pairs], and optionally q_norm and k_norm, float
@@ -193,7 +193,7 @@ OrtStatus* add_domain(OrtSessionOptions* options, Device* device) {
         made.ops = linear_ops(device);
         made.ops.push_back(attention_op(device));
         made.ops.push_back(shared_attention_op(device));
-        if (!device) made.ops.push_back(short_conv_op());
+        if (!device) made.ops.insert(made.ops.end(), {short_conv_op(), delta_net_op()});
         for (const Op& op : made.ops)
             if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, &op)) return status;
         made.domain = domain;

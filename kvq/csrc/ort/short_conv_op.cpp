@@ -36,11 +36,7 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
         given[kSequenceRows].count != sequences)
         return failed(kName, "input shapes do not belong together");
     const int64_t* rows = given[kSequenceRows].as<int64_t>();
-    int64_t first = 0;
-    for (int64_t s = 0; s < sequences; first += rows[s++])
-        if (rows[s] < 1 || rows[s] > tokens - first)
-            return failed(kName, "sequence_rows do not add up to the rows given, one or more each");
-    if (first != tokens) return failed(kName, "sequence_rows do not add up to the rows given");
+    if (OrtStatus* status = sum_to(kName, rows, sequences, tokens)) return status;
     float* out = nullptr;
     if (OrtStatus* status = output(context, tokens, width, &out)) return status;
     Held held;

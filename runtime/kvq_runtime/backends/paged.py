@@ -163,7 +163,7 @@ def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[di
         own = tuple(forms[start:stop])
         found.append({"shape": one.shape, "windows": one.windows, "forms": own})
         start = stop
-    found[0]["conv"] = config.conv_shape
+    found[0] |= {"conv": config.conv_shape, "delta": config.delta_shape}
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import AttentionParams
+from kvq.reference_delta import DeltaWeights
 from kvq_models.reference import forward
 from kvq_runtime.backends import ModelFiles, Pass
 from kvq_runtime.backends.paged import PagedBackend, PagedCache
@@ -42,6 +43,16 @@ class CacheAttention:
     ) -> NDArray[np.float32]:
         """See `kvq_models.reference.Attend`."""
         return self.cache.convolve(layer, bcx, weight)
+
+    def recur(
+        self,
+        layer: int,
+        rows: NDArray[np.float32],
+        gates: NDArray[np.float32],
+        weights: DeltaWeights,
+    ) -> NDArray[np.float32]:
+        """See `kvq_models.reference.Attend`."""
+        return self.cache.recur(layer, rows, gates, weights)
 
 
 class ReferenceBackend(PagedBackend):

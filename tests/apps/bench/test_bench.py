@@ -690,7 +690,7 @@ def test_a_shape_is_made_once() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--shape", "gpt-5"], "choose qwen2.5-0.5b, lfm2-1.2b, llama-3.2-1b"),
+        (["--shape", "gpt-5"], "choose qwen2.5-0.5b, lfm2-1.2b, qwen3.5-0.8b"),
         (["--shape", "llama-3-8b:layers=33"], "write llama-3-8b:layers=1 to 32"),
         (["--shape", "llama-3-8b:heads=3"], "write llama-3-8b:layers=1 to 32"),
         (["--batch", "0"], "--batch 0 is not possible: give 1 or more"),

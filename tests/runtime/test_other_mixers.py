@@ -1,5 +1,5 @@
-"""Sessions of a model most of whose layers convolve: whatever is drafted, forgotten, saved or gone
-back to, the answers are those of decoding one token after the other."""
+"""Sessions of models most of whose layers do not attend: whatever is drafted, forgotten, saved or
+gone back to, the answers are those of decoding one token after the other."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -34,11 +34,18 @@ GREEDY = Sampling(temperature=0)
 SYSTEM = prompt(150)
 TEXTS = ([*SYSTEM, *prompt(40)], [*SYSTEM, *prompt(25)[::-1]], prompt(310)[::-1])
 STEPS = 24
+# What they remember tokens by in place of keys.
+OTHERS = {"lfm2": "convolutions", "qwen3-5": "delta nets"}
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def case(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def source(shelf: Shelf) -> Path:
-    return shelf.once("source", "lfm2", lambda path: make_checkpoint("lfm2", path))
+def source(shelf: Shelf, case: str) -> Path:
+    return shelf.once("source", case, lambda path: make_checkpoint(case, path))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +146,7 @@ def drafted(session: Session[Any], right: Sequence[int], draw: np.random.Generat
         branch.commit(range(kept))
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(10))
 def test_random_traces_answer_as_plain_decoding_does(
     engine: Engine, answers: list[list[int]], tmp_path: Path, part: int
 ) -> None:
@@ -178,16 +185,20 @@ def test_random_traces_answer_as_plain_decoding_does(
         session.close()
 
 
-def test_a_prefix_is_computed_again_once(engine: Engine, answers: list[list[int]]) -> None:
+def test_a_prefix_is_computed_again_once(
+    engine: Engine, answers: list[list[int]], case: str
+) -> None:
     with opened(engine) as session:
         session.prefill(TEXTS[0])
         assert goes_on(session) == answers[0]
         # The prompt's end is a place that is remembered; the system prompt's end is from then on.
         session.rollback(STEPS)
-        assert len(session.sequence.due()) == 1
-        assert session.align(TEXTS[1]) == 127
+        # A delta net remembers few places, of a prompt where its last chunk begins.
+        due, first, second = {"lfm2": (1, 127, len(SYSTEM)), "qwen3-5": (62, 128, 128)}[case]
+        assert len(session.sequence.due()) == due
+        assert session.align(TEXTS[1]) == first
         assert goes_on(session) == answers[1]
-        assert session.align(TEXTS[0]) == len(SYSTEM)
+        assert session.align(TEXTS[0]) == second
         assert goes_on(session) == answers[0]
 
 
@@ -226,7 +237,7 @@ def test_several_sequences_share_a_pass(engine: Engine) -> None:
 
 
 def test_an_edit_computes_what_follows_again(
-    engine: Engine, caplog: pytest.LogCaptureFixture
+    engine: Engine, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     new = [*TEXTS[2][:200], 3, 4, 5, *TEXTS[2][207:]]
     caplog.set_level("INFO", logger="kvq_runtime")
@@ -234,7 +245,7 @@ def test_an_edit_computes_what_follows_again(
         session.prefill(TEXTS[2])
         session.align(new, edits=True)
         assert session.sequence.edit_counts.recomputed_edits == 1
-        assert "convolutions remember" in caplog.text
+        assert f"{OTHERS[case]} remember" in caplog.text
         assert session.sequence.staleness.stale == 0
         fresh.prefill(new)
         assert goes_on(session) == goes_on(fresh)
@@ -257,23 +268,25 @@ def test_a_graph_of_other_layers_is_refused(bundle: Path) -> None:
     formats = {"linear": "kvq", "format_of": lambda name: opened.form(name).format}
     check_graph(path, config, **formats)
     one = BlockFormat(bits=8, block=64)
-    for change in ({3: config.layers[2]}, {2: config.layers[3]}):
+    attends = [layer.attends for layer in config.layers].index(True)
+    for change in ({attends: config.layers[0]}, {0: config.layers[attends]}):
         layers = tuple(change.get(index, layer) for index, layer in enumerate(config.layers))
         other = dataclasses.replace(config, layers=layers)
         with pytest.raises(BundleError, match="does not compute the model"):
             check_graph(path, other, linear="kvq", format_of=lambda name: one)
 
 
-def test_what_convolutions_cannot_do_is_refused_by_name(
+def test_what_they_cannot_do_is_refused_by_name(
     engine: Engine, source: Path, tmp_path: Path
 ) -> None:
+    config = engine.backend.bundle.config
     for mode in (Mode(skipped=(1,)), Mode(predicted=(3, 4))):
-        with pytest.raises(BackendError, match="lfm2 model cannot be left out"):
+        with pytest.raises(BackendError, match=f"{config.model_type} model cannot be left out"):
             engine.backend.check_mode(mode)
     with pytest.raises(BackendError, match="cannot be left out"):
         opened(engine, draft=lambda: drafter_named("skip"))
     for options in (ExportOptions(predict="2"), ExportOptions(predict_with=tmp_path)):
         with pytest.raises(UsageError, match="predict is of models whose layers are"):
             export_model(source, tmp_path / "predicting", options)
-    with pytest.raises(UnsupportedModelError, match="not of lfm2"):
+    with pytest.raises(UnsupportedModelError, match=f"not of {config.model_type}"):
         export_model(source, tmp_path / "gguf", ExportOptions(format="gguf"))

@@ -1,0 +1,104 @@
+"""The qwen3_5 family (Qwen 3.5 0.8B to 27B as text models): delta nets, every fourth layer attends.
+
+Its attention gates what heads give, and turns a quarter of their channels; the weights of all norms
+but that of a delta net's heads are stored as w - 1. A head that guesses the token after the next
+(`mtp`) is left out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvq.errors import CheckpointError, UnsupportedModelError
+from kvq_models.config import DeltaNet, ModelConfig
+from kvq_models.decoder import DECODER_KEYS, FIM_QWEN, LAYER_WEIGHTS, decoder_config
+from kvq_models.family import Family
+from kvq_models.keys import Default, MustEqual, Required
+
+_FULL, _LINEAR = "full_attention", "linear_attention"
+# Where images stand; of text all three parts of a position are one number.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_TURNING = 0.25
+
+
+def _build(values: Mapping[str, Any]) -> ModelConfig:
+    net = DeltaNet(
+        taps=values["linear_conv_kernel_dim"],
+        key_heads=values["linear_num_key_heads"],
+        value_heads=values["linear_num_value_heads"],
+        key_dim=values["linear_key_head_dim"],
+        value_dim=values["linear_value_head_dim"],
+    )
+    return decoder_config(
+        "qwen3_5_text",
+        {
+            **values,
+            "rope_parameters": _rope(values["rope_parameters"]),
+            "rope_scaling": _rope(values["rope_scaling"]),
+        },
+        partial_rotation=True,
+        mixer={"qk_norm": "heads", "output_gate": True},
+        mixers={layer: net for layer, kind in enumerate(_types(values)) if kind == _LINEAR},
+        norm_offset=1.0,
+    )
+
+
+def _types(values: Mapping[str, Any]) -> list[str]:
+    """The kind of every layer, from either of two spellings."""
+    count, interval = values["num_hidden_layers"], values["full_attention_interval"]
+    if interval < 1:
+        raise CheckpointError(f"config.json has full_attention_interval = {interval}")
+    types = values["layer_types"] or [
+        _LINEAR if (layer + 1) % interval else _FULL for layer in range(count)
+    ]
+    if len(types) != count:
+        raise CheckpointError(f"{len(types)} layers are described, num_hidden_layers is {count}")
+    wrong = next((kind for kind in types if kind not in (_FULL, _LINEAR)), None)
+    if wrong is not None:
+        raise UnsupportedModelError(
+            f"layer type {wrong!r} is not supported for qwen3_5_text; supported: {_FULL}, {_LINEAR}"
+        )
+    return types
+
+
+def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Without what is of images alone."""
+    if parameters is None:
+        return None
+    return {name: value for name, value in parameters.items() if name not in _OF_IMAGES}
+
+
+FAMILY = Family(
+    model_type="qwen3_5_text",
+    keys={
+        **DECODER_KEYS,
+        "num_key_value_heads": Required(),
+        "head_dim": Default(int, 256),
+        "attention_bias": Default(bool, False),
+        "partial_rotary_factor": Default(float, _TURNING),
+        "layer_types": Default(list),
+        "full_attention_interval": Default(int, 4),
+        "linear_conv_kernel_dim": Default(int, 4),
+        "linear_key_head_dim": Default(int, 128),
+        "linear_value_head_dim": Default(int, 128),
+        "linear_num_key_heads": Default(int, 16),
+        "linear_num_value_heads": Default(int, 32),
+        "attn_output_gate": MustEqual(True),
+        # Of the head that guesses further, and of how others compute.
+        "mtp_num_hidden_layers": Default(int),
+        "mtp_use_dedicated_embeddings": MustEqual(False),
+        "mamba_ssm_dtype": MustEqual("float32", None),
+    },
+    build=_build,
+    layer_weights={
+        **LAYER_WEIGHTS,
+        "in_proj": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
+        "gates": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+        "conv": ("linear_attn.conv1d.weight",),
+        "decay": ("linear_attn.A_log",),
+        "dt_bias": ("linear_attn.dt_bias",),
+        "head_scale": ("linear_attn.norm.weight",),
+        "out_proj": ("linear_attn.out_proj.weight",),
+    },
+    fim_tokens=(FIM_QWEN,),
+    turn_ends=("<|im_end|>",),
+)

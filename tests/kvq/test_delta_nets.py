@@ -1,0 +1,546 @@
+"""What delta nets remember: a path through a tree, however it came, is bit for bit the path alone.
+
+Native code is compared with numpy and both with a recurrence over the whole text, to the rounding
+of sums; what they gave of the text that was kept, with the same engine decoding it token by token,
+to the last bit.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from caches import geometry, open_cache
+from kvq import native
+from kvq.cache import Cache
+from kvq.config import FOLD_TOKENS, AttentionParams, Budget, CacheShape, DeltaShape, KvPlan
+from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
+from kvq.reference_delta import DeltaWeights, Recurrence, base_of
+from kvq.sizing import DELTA_STATES, TIGHT_DELTA_STATES, Arena, CacheSpec, delta_newest
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+
+SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+SHARED = DeltaShape(num_layers=2, key_heads=2, value_heads=4, key_dim=16, value_dim=48, taps=4)
+ALONE = DeltaShape(num_layers=1, key_heads=3, value_heads=3, key_dim=32, value_dim=16, taps=2)
+PLAN = KvPlan(k_bits=4, v_bits=4)
+CONTEXT, CHUNK, DRAFT = 1500, 64, 8
+ENGINES = ("native", "numpy")
+# Outputs are of the order of 1.
+TOLERANCE = 2e-4
+
+
+def spec(delta: DeltaShape = SHARED, draft_tokens: int = DRAFT) -> CacheSpec:
+    return CacheSpec(
+        shape=SHAPE,
+        plan=PLAN,
+        context_tokens=CONTEXT,
+        budget=Budget(tokens=CONTEXT),
+        chunk_tokens=CHUNK,
+        draft_tokens=draft_tokens,
+        delta=delta,
+    )
+
+
+def weights_of(delta: DeltaShape, draw: np.random.Generator) -> DeltaWeights:
+    """Some heads forget within a few tokens, some within hundreds."""
+    return DeltaWeights(
+        conv=draw.normal(0, 0.7, (delta.conv_width, delta.taps)).astype(np.float32),
+        decay=draw.uniform(-6, 0, delta.value_heads).astype(np.float32),
+        dt_bias=draw.normal(size=delta.value_heads).astype(np.float32),
+        scale=draw.normal(1, 0.1, delta.value_dim).astype(np.float32),
+        key_heads=delta.key_heads,
+        norm_eps=1e-6,
+    )
+
+
+@dataclass
+class Row:
+    """A row of a branch: the one it follows, what enters every net, what each engine gave."""
+
+    parent: int
+    entered: tuple[np.ndarray, np.ndarray]
+    given: tuple[np.ndarray, ...] = ()
+
+
+@dataclass
+class Both:
+    """A native and a numpy cache that are told the same, and all rows of the text so far."""
+
+    arena: Arena
+    seed: int = 0
+    text: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        assert self.arena.delta is not None
+        self.delta, self.draw = self.arena.delta, np.random.default_rng(self.seed)
+        self.caches = tuple(Cache(self.arena, engine=engine) for engine in ENGINES)
+        self.weights = [weights_of(self.delta, self.draw) for _ in range(self.delta.num_layers)]
+        self.branch: list[Row] = []
+
+    @property
+    def tokens(self) -> int:
+        (count,) = {cache.tokens for cache in self.caches}
+        return count
+
+    def entering(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and gates of so many tokens, [T, layers, ...]."""
+        delta, layers = self.delta, self.delta.num_layers
+        rows = self.draw.normal(size=(count, layers, delta.conv_width + delta.value_width))
+        gates = self.draw.normal(size=(count, layers, 2 * delta.value_heads))
+        return rows.astype(np.float32), gates.astype(np.float32)
+
+    def passed(self, cache: Cache, rows: np.ndarray, gates: np.ndarray) -> np.ndarray:
+        """What every net gives of a pass that has begun: [layers, T, value_width]."""
+        attend(cache, len(rows))
+        layers = range(self.delta.num_layers)
+        return np.stack([cache.recur(i, rows[:, i], gates[:, i], self.weights[i]) for i in layers])
+
+    def add(self, count: int, parents: Sequence[int] | None = None) -> None:
+        """A pass; engines are compared."""
+        first = len(self.branch)
+        rows, gates = self.entering(count)
+        given = []
+        for cache in self.caches:
+            cache.begin(count, parents)
+            given.append(self.passed(cache, rows, gates))
+            assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
+        np.testing.assert_allclose(given[0], given[1], atol=TOLERANCE)
+        chain = range(first - 1, first + count - 1)
+        self.branch += [
+            Row(parent, (rows[t], gates[t]), tuple(one[:, t] for one in given))
+            for t, parent in enumerate(chain if parents is None else parents)
+        ]
+
+    def commit(self, path: Sequence[int] | int) -> None:
+        for cache in self.caches:
+            cache.commit(path)
+        rows = range(path) if isinstance(path, int) else path
+        self.text += [self.branch[row] for row in rows]
+        self.branch = []
+        assert self.tokens == len(self.text)
+
+    def rewind(self, rows: int) -> None:
+        for cache in self.caches:
+            cache.rewind(rows)
+        del self.branch[rows:]
+
+    def trim(self, tokens: int) -> int:
+        """How many tokens are gone that could have stayed."""
+        for cache in self.caches:
+            cache.trim(tokens)
+        assert self.tokens <= tokens
+        del self.text[self.tokens :]
+        return tokens - self.tokens
+
+    def reload(self) -> None:
+        """Both become new caches that were told what these hold."""
+        states = [cache.state() for cache in self.caches]
+        self.close()
+        self.caches = tuple(Cache(self.arena, engine=engine) for engine in ENGINES)
+        for cache, state in zip(self.caches, states, strict=True):
+            cache.load_state(state)
+            assert cache.state() == state
+        assert self.tokens == len(self.text)
+
+    def grow(self, tokens: int) -> None:
+        """Reads so many tokens more, chunk by chunk."""
+        while tokens:
+            count = min(tokens, CHUNK)
+            self.add(count)
+            self.commit(count)
+            tokens -= count
+
+    def check(self) -> None:
+        """All that was kept is what decoding the text gives, and what a recurrence does."""
+        rows, gates = (np.stack([row.entered[side] for row in self.text]) for side in (0, 1))
+        for index, engine in enumerate(ENGINES):
+            given = np.stack([row.given[index] for row in self.text], axis=1)
+            for layer, weights in enumerate(self.weights):
+                whole = Recurrence(weights).run(rows[:, layer], gates[:, layer], weights)
+                np.testing.assert_allclose(given[layer], whole, atol=TOLERANCE)
+            with closing(Cache(self.arena, engine=engine)) as alone:
+                for t in range(len(self.text)):
+                    alone.begin(1)
+                    found = self.passed(alone, rows[t : t + 1], gates[t : t + 1])
+                    np.testing.assert_array_equal(found[:, 0], given[:, t])
+                    alone.commit(1)
+
+    def close(self) -> None:
+        for cache in self.caches:
+            cache.close()
+
+
+def attend(cache: Cache, count: int) -> None:
+    for layer in range(SHAPE.num_layers):
+        params = AttentionParams(layer=layer, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
+        qkv = np.ones((count, 64), np.float32)
+        positions = cache.tokens + np.arange(count, dtype=np.int64)
+        cache.attend(params, qkv, positions, np.ones(8, np.float32))
+
+
+@pytest.fixture
+def both() -> Iterator[Both]:
+    with closing(Both(spec().resolved())) as found:
+        yield found
+
+
+@pytest.mark.parametrize("delta", [SHARED, ALONE])
+def test_steps_equal_chunks_and_the_text_alone(delta: DeltaShape) -> None:
+    with closing(Both(spec(delta).resolved())) as both:
+        for count in (1, 1, 5, CHUNK, DRAFT, 1, DRAFT + 1, 64, 2, 7, 33):
+            both.add(count)
+            both.commit(count)
+        both.check()
+
+
+@pytest.mark.parametrize("isa", native.isas() if native.available() else [])
+def test_every_set_of_kernels_agrees_with_numpy(isa: str) -> None:
+    native.select_isa(isa)
+    try:
+        with closing(Both(spec().resolved(), 3)) as both:
+            both.grow(CHUNK + 5)
+            both.add(5, [-1, 0, 0, 2, 1])
+            both.commit([0, 2, 3])
+            both.check()
+    finally:
+        native.select_isa(native.isas()[0])
+
+
+def test_a_path_of_a_tree_is_kept_and_goes_on() -> None:
+    """Also where paths pass the places that rows are folded at, once or often."""
+    with closing(Both(spec(draft_tokens=40).resolved())) as both:
+        both.grow(FOLD_TOKENS - 3)
+        # Two long paths, which part before the first fold.
+        both.add(20, [-1, 0, 0, *range(1, 18)])
+        both.add(10, [18, 19, 2, 3, *range(20, 26)])
+        path = [29]
+        while both.branch[path[0]].parent >= 0:
+            path.insert(0, both.branch[path[0]].parent)
+        assert len(path) > 2 * FOLD_TOKENS - 5
+        both.commit(path)
+        both.add(1)
+        both.commit(1)
+        both.add(40)
+        both.commit(37)
+        both.add(2)
+        both.commit(2)
+        both.check()
+
+
+def test_drafts_are_forgotten_in_part(both: Both) -> None:
+    both.grow(70)
+    both.add(5)
+    both.rewind(2)
+    both.add(3)
+    both.commit(4)
+    both.add(DRAFT)
+    both.rewind(0)
+    both.add(2)
+    both.commit(2)
+    both.check()
+
+
+def test_a_chunk_is_kept_whole_or_as_a_draft(both: Both) -> None:
+    both.grow(5)
+    both.add(20)
+    for cache in both.caches:
+        with pytest.raises(CacheError):
+            cache.commit(DRAFT + 1)
+        with pytest.raises(CacheError):
+            cache.rewind(19)
+    both.rewind(DRAFT - 1)
+    both.add(1)
+    both.commit(DRAFT)
+    both.add(40)
+    both.rewind(0)
+    both.add(1)
+    both.commit(1)
+    both.check()
+
+
+@pytest.mark.parametrize("tokens", range(150, 150 + FOLD_TOKENS))
+def test_as_many_tokens_as_are_folded_can_be_gone_back(tokens: int) -> None:
+    """Behind a chunk and behind steps, wherever the end stands."""
+    with closing(Both(spec().resolved())) as both:
+        both.grow(tokens)
+        assert both.trim(tokens - FOLD_TOKENS) == 0
+        for _ in range(2 * FOLD_TOKENS):
+            both.add(1)
+            both.commit(1)
+        assert both.trim(both.tokens - FOLD_TOKENS) == 0
+        both.add(3)
+        both.commit(3)
+        both.check()
+
+
+def test_further_back_a_chunks_beginning_is_there(both: Both) -> None:
+    both.grow(6 * CHUNK)
+    assert both.trim(5 * CHUNK - 1) == CHUNK - 1
+    both.grow(CHUNK)
+    assert both.trim(0) == 0
+    both.grow(20)
+    both.check()
+
+
+def test_a_place_that_was_gone_back_to_is_remembered(both: Both) -> None:
+    """The system prompt's end, where every new conversation begins: also one within a chunk."""
+    system = CHUNK + 41
+    both.grow(3 * CHUNK)
+    assert both.trim(system) > FOLD_TOKENS
+    for _ in range(2):
+        both.grow(4 * CHUNK)
+        for _ in range(3 * FOLD_TOKENS):
+            both.add(1)
+            both.commit(1)
+        assert both.trim(system) == system % FOLD_TOKENS
+    both.check()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_traces(seed: int) -> None:
+    asked = spec(ALONE if seed % 2 else SHARED, draft_tokens=DRAFT if seed % 4 else 20)
+    if seed % 3 == 0:
+        asked = asked.changed(budget=Budget(num_bytes=asked.minimum_bytes + 30_000))
+    arena = asked.resolved()
+    assert arena.delta_states == (DELTA_STATES if seed % 3 else TIGHT_DELTA_STATES)
+    with closing(Both(arena, seed)) as both:
+        draw, most = np.random.default_rng(seed + 100), arena.draft_tokens
+        for _ in range(50):
+            match int(draw.integers(8)) if both.tokens < 350 else 6:
+                case 0:
+                    both.grow(int(draw.integers(1, CHUNK)))
+                case 1 | 2:
+                    rows = int(draw.integers(1, most + 1))
+                    both.add(
+                        rows, [int(draw.integers(-1, row)) if row else -1 for row in range(rows)]
+                    )
+                    path = [int(draw.integers(rows))]
+                    while both.branch[path[0]].parent >= 0:
+                        path.insert(0, both.branch[path[0]].parent)
+                    both.commit(path)
+                case 3 | 4:
+                    rows = int(draw.integers(1, most + 1))
+                    both.add(rows)
+                    kept = int(draw.integers(rows + 1))
+                    both.rewind(kept)
+                    if kept < most:
+                        both.add(1)
+                        kept += 1
+                    both.commit(kept)
+                case 5:
+                    both.trim(max(0, both.tokens - int(draw.integers(12))))
+                case 6:
+                    both.trim(int(draw.integers(both.tokens + 1)))
+                case _:
+                    both.reload()
+        both.grow(3)
+        both.check()
+
+
+def test_what_is_not_finite_is_refused(both: Both) -> None:
+    both.grow(4)
+    rows, gates = both.entering(1)
+    for cache in both.caches:
+        for place in (0, SHARED.conv_width - 1):
+            wrong = rows.copy()
+            wrong[0, 0, place] = np.inf
+            cache.begin(1)
+            attend(cache, 1)
+            with pytest.raises(CacheError, match="finite"), np.errstate(all="ignore"):
+                cache.recur(0, wrong[:, 0], gates[:, 0], both.weights[0])
+            cache.rewind()
+
+
+def test_a_pass_ends_when_every_net_has_seen_it(both: Both) -> None:
+    rows, gates = both.entering(2)
+    for cache in both.caches:
+        with pytest.raises(CacheError, match="begin"):
+            cache.recur(0, rows[:, 0], gates[:, 0], both.weights[0])
+        cache.begin(2)
+        attend(cache, 2)
+        cache.recur(0, rows[:, 0], gates[:, 0], both.weights[0])
+        with pytest.raises(CacheError):
+            cache.commit(2)
+        with pytest.raises(CacheError):
+            cache.recur(1, rows[:1, 1], gates[:1, 1], both.weights[1])
+        cache.recur(1, rows[:, 1], gates[:, 1], both.weights[1])
+        cache.commit(2)
+
+
+def test_what_is_no_net_of_the_cache_is_refused(both: Both) -> None:
+    rows, gates = (one[:, 0] for one in both.entering(1))
+    plain, own = open_cache(SHAPE, PLAN, 1 << 20, 1000), both.weights[0]
+    for cache, layer, given, gate, weights in (
+        (plain, 0, rows, gates, own),
+        *((cache, 2, rows, gates, own) for cache in both.caches),
+        *((cache, 0, rows[:, 1:], gates, own) for cache in both.caches),
+        *((cache, 0, rows, gates[:, 1:], own) for cache in both.caches),
+        *((cache, 0, rows, gates, own._replace(conv=own.conv[:, 1:])) for cache in both.caches),
+        *((cache, 0, rows, gates, own._replace(key_heads=4)) for cache in both.caches),
+    ):
+        with pytest.raises(CacheError, match=r"delta net|are not those of"):
+            cache.recur(layer, given, gate, weights)
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, 2, 4, 16, 16, 4), (1, 3, 4, 16, 16, 4), (1, 2, 4, 8, 16, 4),
+              (1, 2, 4, 16, 272, 4), (1, 2, 4, 16, 16, 1), (1, 2, 4, 16, 16, 17)]
+)  # fmt: skip
+def test_a_shape_that_is_none_is_refused(sizes: tuple[int, ...]) -> None:
+    names = ("num_layers", "key_heads", "value_heads", "key_dim", "value_dim", "taps")
+    with pytest.raises(UsageError, match=r"possible|cannot share"):
+        DeltaShape(**dict(zip(names, sizes, strict=True)))
+
+
+def test_nothing_in_the_middle_is_replaced_and_no_layer_left_out(both: Both) -> None:
+    both.grow(20)
+    for cache in both.caches:
+        assert "delta nets" in (cache.why_not_edit() or "")
+        with pytest.raises(CacheError, match="delta nets remember"):
+            cache.edit(8, 9, 1)
+        with pytest.raises(CacheError, match="beside delta nets"):
+            cache.begin(1, silent=[0])
+        assert cache.tokens == 20
+    with pytest.raises(CacheError):
+        both.caches[0].engine.edit(8, 9, 1)
+
+
+def test_no_device_has_them() -> None:
+    with pytest.raises(BackendError, match="delta nets have no kernel on the device"):
+        Cache(spec().resolved(), engine="cuda")
+
+
+# Snapshots
+
+
+def damaged(state: bytes, at: int, number: int | float) -> bytes:
+    kind = np.float32 if isinstance(number, float) else np.int32
+    return state[:at] + np.array(number, kind).tobytes() + state[at + 4 :]
+
+
+HEADER = 144
+HELD, WANTED, LIVE, RESERVED, BASES = (HEADER + 4 * i for i in range(5))
+
+
+@pytest.mark.parametrize(
+    ("at", "number"),
+    [
+        (HELD, -1),
+        (HELD, 3),
+        (HELD, delta_newest(SHARED) + 1),
+        (HELD, 1 << 30),
+        (WANTED, -1),
+        (WANTED, CONTEXT + 1),
+        (LIVE, -1),
+        (LIVE, 1),
+        (LIVE, DELTA_STATES),
+        (RESERVED, 1),
+        (BASES, -2),
+        (BASES, -1),
+        (BASES, 3),
+        (BASES, 1 << 20),
+        (-4, float("nan")),
+        (-4, float("inf")),
+    ],
+)
+def test_a_damaged_snapshot_is_refused_and_nothing_changes(
+    both: Both, at: int, number: int | float
+) -> None:
+    tokens = 3 * CHUNK + 5
+    both.grow(tokens)
+    cache = both.caches[0]
+    own = cache.state()
+    held, wanted, live, reserved, *bases = np.frombuffer(
+        own, np.int32, 4 + DELTA_STATES, HEADER
+    ).tolist()
+    assert (held, wanted, reserved) == (delta_newest(SHARED), 0, 0)
+    assert bases[live] == base_of(tokens)
+    assert live != 1
+    assert sorted(bases)[-2:] == [base_of(tokens) - FOLD_TOKENS, base_of(tokens)]
+    with pytest.raises(SnapshotError):
+        cache.load_state(damaged(own, at % len(own), number))
+    assert cache.state() == own
+
+
+def test_changed_bytes_harm_no_memory(both: Both) -> None:
+    """Any byte may be wrong: it is refused, or loads as other numbers that can be worked with."""
+    both.grow(3 * CHUNK + 7)
+    cache, draw = both.caches[0], np.random.default_rng(0)
+    own, outcomes = cache.state(), set[str]()
+    first = len(own) - 3 * SHARED.num_layers * SHARED.state_width * 4
+    for place in [*range(HEADER, BASES + 16), *draw.integers(first, len(own), 40).tolist()]:
+        wrong = bytearray(own)
+        wrong[place] ^= int(draw.integers(1, 256))
+        try:
+            cache.load_state(bytes(wrong))
+        except SnapshotError:
+            outcomes.add("refused")
+            continue
+        outcomes.add("loaded")
+        for tokens in (cache.tokens - 2, CHUNK + 3):
+            cache.trim(tokens)
+            cache.begin(CHUNK)
+            try:
+                both.passed(cache, *both.entering(CHUNK))
+                cache.commit(CHUNK)
+            except CacheError:  # numbers that lead to what is none
+                break
+    assert outcomes == {"refused", "loaded"}
+
+
+def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
+    both.grow(3 * CHUNK)
+    cache = both.caches[1]
+    own = cache.state()
+    delta = cache.engine._delta
+    states = delta._states
+    for name, value in (
+        ("_newest", delta._newest[:, :1]),
+        ("_newest", delta._newest[:, :, :5]),
+        ("_newest", delta._newest * np.float32(np.nan)),
+        ("_wanted", -1),
+        ("_states", {base + 1: state for base, state in states.items()}),
+        ("_states", {base + FOLD_TOKENS: state for base, state in states.items()}),
+        ("_states", {base: state[:1] for base, state in states.items()}),
+    ):
+        before, conv = getattr(delta, name), delta._before
+        setattr(delta, name, value)
+        delta._before = dict(zip(delta._states, conv.values(), strict=True))
+        bad = cache.state()
+        setattr(delta, name, before)
+        delta._before = conv
+        with pytest.raises(SnapshotError):
+            cache.load_state(bad)
+        assert cache.state() == own
+
+
+# Bytes
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [SHARED, DeltaShape(num_layers=18, key_heads=16, value_heads=16, key_dim=128, value_dim=128,
+                        taps=4)],
+)  # fmt: skip
+@pytest.mark.parametrize("draft_tokens", [1, 8, 96])
+def test_the_library_counts_the_same_bytes(delta: DeltaShape, draft_tokens: int) -> None:
+    asked = geometry(SHAPE, PLAN, context_tokens=900, delta=delta, draft_tokens=draft_tokens)
+    for columns in (2, 9):
+        num_bytes = asked.bytes_for_columns(columns)
+        fit, regions = asked.divide(num_bytes)
+        found = native.layout(asked, num_bytes, fit)
+        assert found["regions"] == regions
+        assert found["minimum_bytes"] == asked.minimum_bytes
+
+
+def test_the_least_budget_opens_and_remembers_less() -> None:
+    asked = spec()
+    least = asked.changed(budget=Budget(num_bytes=asked.minimum_bytes)).resolved()
+    assert (least.delta_states, asked.resolved().delta_states) == (2, 4)
+    for engine in ENGINES:
+        with closing(Cache(least, engine=engine)) as cache:
+            assert cache.used_bytes <= least.num_bytes
