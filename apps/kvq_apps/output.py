@@ -20,6 +20,8 @@ from kvq.settings import terminal_is_plain
 logger = logging.getLogger(__name__)
 
 BARS = "▁▂▃▄▅▆▇█"
+# Of first choices: what weights of 8 bits must keep beyond a bundle's own to be advised.
+MUCH = 0.05
 
 
 def print_json(value: Any) -> None:
@@ -108,22 +110,36 @@ def holding_text(budget_tokens: int, context_tokens: int, kv: str) -> str:
 
 
 def verdict_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The quality report in a sentence: what weights and cache each keep of the likeliest tokens.
+    """The quality report in words: what weights and cache each keep of the likeliest tokens.
 
-    What the products lose by activations of 8 bits counts with the weights.
+    What the products lose by activations of 8 bits counts with the weights. Where weights of 8 bits
+    would keep much more, a second row says so and how to have them.
     """
     quality = report["quality"] or {}
     found = quality.get("weights_and_kv")
     if found is None:
         return []
     weights, cache = quality["weights"]["top1_agreement"], quality["kv"]["top1_agreement"]
-    return [
+    wide = quality.get("at_8_bits", {}).get("top1_agreement")
+    beside = "" if wide is None else f" (at 8 bits {wide:.0%})"
+    rows = [
         (
             "verdict",
-            f"weights and 8-bit activations keep {weights:.0%} of the checkpoint's first choices, "
-            f"a cache at {found['kv']} {cache:.0%} of theirs",
+            f"weights and 8-bit activations keep {weights:.0%}{beside} of the checkpoint's first "
+            f"choices, a cache at {found['kv']} {cache:.0%} of theirs",
         )
     ]
+    if wide is not None and wide - weights >= MUCH:
+        source = report["source"].get("model", "CHECKPOINT")
+        rows.append(
+            (
+                "advice",
+                "these weights lose much, as small models do at few bits; at 8 bits this model "
+                f"keeps {wide:.0%} of first choices: kvq export {source} -o {report['path']} "
+                "--wbits 8 --force",
+            )
+        )
+    return rows
 
 
 def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -3,22 +3,17 @@
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes
-from kvq.reference_linear import WIDTHS
 from kvq_apps import flags, options, output, text_input
 from kvq_runtime.gguf_format import SUFFIX
 
 if TYPE_CHECKING:
     from kvq_export.config import ExportOptions, WeightFormat
     from kvq_runtime.bundle import Bundle
-
-# The share of first choices below which weights of more bits are advised.
-WEIGHTS_KEEP = 0.9
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -273,8 +268,6 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
     output.print_table(rows)
-    if advice := _advice(bundle, report):
-        output.print_note(advice)
     output.print_note(f"try: kvq run -m {report['path']} {_example(bundle)}")
 
 
@@ -296,20 +289,3 @@ def _type_rows(types: dict[str, Any]) -> list[tuple[str, str]]:
             kept = f"; {row['kept']} of them code for code"
         rows.append((f"from {kind}", f"{row['tensors']} tensors: {formats}{kept}"))
     return rows
-
-
-def _advice(bundle: "Bundle", report: dict[str, Any]) -> str | None:
-    """What to do where weights lose more than a model should: the command with the next width."""
-    quality, weights = bundle.manifest.quality or {}, bundle.manifest.weights
-    if weights is None or "weights" not in quality:
-        return None
-    kept = quality["weights"]["top1_agreement"]
-    bits = fmean(form.bits for form in weights.formats.values())
-    wider = next((width for width in WIDTHS if width > bits), None)
-    if kept >= WEIGHTS_KEEP or wider is None:
-        return None
-    source = bundle.manifest.source.get("model", "CHECKPOINT")
-    return (
-        f"{kept:.0%} of first choices is little, as small models lose most at few bits; "
-        f"more: `kvq export {source} -o {report['path']} --wbits {wider} --force`"
-    )
