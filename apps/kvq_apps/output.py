@@ -5,6 +5,7 @@ Escape codes appear on a terminal only, and not under `NO_COLOR` or `TERM=dumb`.
 
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,11 +110,12 @@ def holding_text(budget_tokens: int, context_tokens: int, kv: str) -> str:
     return f"{budget_tokens} of {context_tokens} tokens at {kv} before it gives up bits or tokens"
 
 
-def verdict_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+def verdict_rows(report: Mapping[str, Any], source: str | None = None) -> list[tuple[str, str]]:
     """The quality report in words: what weights and cache each keep of the likeliest tokens.
 
     What the products lose by activations of 8 bits counts with the weights. Where weights of 8 bits
-    would keep much more, a second row says so and how to have them.
+    would keep much more, a second row says so and how to have them: by an export of `source`, or of
+    what a bundle says that it came from, which of a folder is its last name only.
     """
     quality = report["quality"] or {}
     found = quality.get("weights_and_kv")
@@ -130,13 +132,13 @@ def verdict_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     ]
     if wide is not None and wide - weights >= MUCH:
-        source = report["source"].get("model", "CHECKPOINT")
+        source = source or report["source"].get("model", "CHECKPOINT")
+        words = ("kvq", "export", source, "-o", report["path"], "--wbits", "8", "--force")
         rows.append(
             (
                 "advice",
                 "these weights lose much, as small models do at few bits; at 8 bits this model "
-                f"keeps {wide:.0%} of first choices: kvq export {source} -o {report['path']} "
-                "--wbits 8 --force",
+                f"keeps {wide:.0%} of first choices: {shlex.join(words)}",
             )
         )
     return rows

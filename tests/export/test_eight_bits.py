@@ -9,7 +9,8 @@ import pytest
 
 from kvq.reference_linear import PanelFormat, linear, pack, restore
 from kvq_apps import output
-from kvq_export import eight_bits
+from kvq_apps.cli import main
+from kvq_export import calibrated, eight_bits
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
@@ -85,6 +86,19 @@ def test_a_verdict_compares_with_8_bits_and_advises_them(own: float, *, advised:
     if advised:
         assert "at 8 bits this model keeps 97% of first choices" in rows["advice"]
         assert rows["advice"].endswith("kvq export org/small -o small --wbits 8 --force")
+
+
+def test_the_advice_can_be_followed_and_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An export knows the path it was given; a bundle keeps a folder's name."""
+    monkeypatch.setattr(calibrated, "REPORT_TEXTS", 3)
+    source, made = make_llama_checkpoint(tmp_path / "a source"), tmp_path / "made"
+    words = ["export", str(source), "-o", str(made), "--wbits", "4", "--no-calibrate"]
+    for command, named in ((words, str(source)), (["inspect", str(made)], "a source")):
+        assert main(command) == 0
+        advice = f"of first choices: kvq export '{named}' -o {made} --wbits 8 --force\n"
+        assert advice in capsys.readouterr().out
 
 
 def rounded(name: str, matrix: np.ndarray) -> np.ndarray:

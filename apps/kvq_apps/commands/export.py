@@ -69,7 +69,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         output.print_json(report)
     else:
-        _print(bundle, report)
+        _print(bundle, report, arguments.source)
     return 0
 
 
@@ -249,7 +249,7 @@ def _auxiliary_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
 
 
-def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
+def _print(bundle: "Bundle", report: dict[str, Any], source: str) -> None:
     kv, predicted = report["kv"], _prediction_rows(report)
     rows = [
         ("bundle", report["path"]),
@@ -262,7 +262,7 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
             f"({bundle.config.float_bytes_per_token} bytes per token at 16 bits)",
         ),
         ("KV policy", kv["policy"]),
-        *output.verdict_rows(report),
+        *output.verdict_rows(report, source),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
         *predicted,
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
