@@ -5,6 +5,7 @@ Escape codes appear on a terminal only, and not under `NO_COLOR` or `TERM=dumb`.
 
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _DIM, _NORMAL = "\x1b[2m", "\x1b[22m"
 BARS = "▁▂▃▄▅▆▇█"
+# Of first choices: what weights of 8 bits must keep beyond a bundle's own to be advised.
+MUCH = 0.05
 
 
 def print_json(value: Any) -> None:
@@ -117,23 +120,38 @@ def holding_text(budget_tokens: int, context_tokens: int, kv: str) -> str:
     return f"{budget_tokens} of {context_tokens} tokens at {kv} before it gives up bits or tokens"
 
 
-def verdict_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The quality report in a sentence: what weights and cache each keep of the likeliest tokens.
+def verdict_rows(report: Mapping[str, Any], source: str | None = None) -> list[tuple[str, str]]:
+    """The quality report in words: what weights and cache each keep of the likeliest tokens.
 
-    What the products lose by activations of 8 bits counts with the weights.
+    What the products lose by activations of 8 bits counts with the weights. Where weights of 8 bits
+    would keep much more, a second row says so and how to have them: by an export of `source`, or of
+    what a bundle says that it came from, which of a folder is its last name only.
     """
     quality: Mapping[str, Any] = report["quality"] or {}
     found = quality.get("weights_and_kv")
     if found is None:
         return []
     weights, cache = quality["weights"]["top1_agreement"], quality["kv"]["top1_agreement"]
-    return [
+    wide = quality.get("at_8_bits", {}).get("top1_agreement")
+    beside = "" if wide is None else f" (at 8 bits {wide:.0%})"
+    rows = [
         (
             "verdict",
-            f"weights and 8-bit activations keep {weights:.0%} of the checkpoint's first choices, "
-            f"a cache at {found['kv']} {cache:.0%} of theirs",
+            f"weights and 8-bit activations keep {weights:.0%}{beside} of the checkpoint's first "
+            f"choices, a cache at {found['kv']} {cache:.0%} of theirs",
         )
     ]
+    if wide is not None and wide - weights >= MUCH:
+        source = source or report["source"].get("model", "CHECKPOINT")
+        words = ("kvq", "export", source, "-o", report["path"], "--wbits", "8", "--force")
+        rows.append(
+            (
+                "advice",
+                "these weights lose much, as small models do at few bits; at 8 bits this model "
+                f"keeps {wide:.0%} of first choices: {shlex.join(words)}",
+            )
+        )
+    return rows
 
 
 def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvq.errors import CheckpointError, UsageError, argument
 from kvq.reference_linear import WIDTHS
-from kvq_export import auxiliary, prediction, quality
+from kvq_export import auxiliary, eight_bits, prediction, quality
 from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
 from kvq_export.checkpoint import holds
 from kvq_export.config import ExportOptions, WeightFormat
@@ -321,7 +323,8 @@ def _measure(
     report: dict[str, Any] = {"text": "prose, code, chats", "tokens": texts.size}
     if bundle.has_onnx:
         with quality.engine_run(bundle, options.threads) as run:
-            report |= quality.measure(model.original.logits, options.kv, run, texts, step)
+            wide = _at_8_bits(model, bundle, texts, step)
+            report |= quality.measure(model.original.logits, options.kv, run, texts, step, wide)
     if model.gguf is not None:
         step("what the GGUF file loses")
         # Beyond its context llama.cpp computes something else where it has no window.
@@ -329,6 +332,18 @@ def _measure(
         found = quality.measure_gguf(model.original, folder / GGUF_FILE, within, options.threads)
         report["gguf"] = {"type": options.gguf_type} | found
     return report
+
+
+def _at_8_bits(
+    model: OpenModel, bundle: Bundle, texts: np.ndarray, step: Callable[[str], None]
+) -> dict[int, np.ndarray] | None:
+    """The likeliest tokens with 8 bits of every second text, where any matrix has fewer."""
+    weights = bundle.manifest.weights
+    if weights is None or all(form.bits == max(WIDTHS) for form in weights.formats.values()):
+        return None
+    step("what 8 bits would keep")
+    found = eight_bits.likeliest_tokens(model.original, texts[::2])
+    return dict(zip(range(0, len(texts), 2), found, strict=True))
 
 
 def _became(model: OpenModel, layout: Layout | None) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from kvq_models.family import WeightSource, is_stack
 from kvq_models.reference import forward, plain_attention
 from kvq_runtime.bundle import Bundle
 
+Change = Callable[[np.ndarray], np.ndarray]
+"""Rows of a matrix, float32 [n, K], as they were read -> as they are multiplied by."""
+
 Run = Callable[[KvPlan, np.ndarray], np.ndarray]
 """(plan of the cache, ids int64 [T]) -> logits float32 [T, V] of the bundle."""
 
@@ -62,17 +65,20 @@ class Original:
 
         return forward(self.config, weight, ids, positions, plain_attention(), long_rope=long_rope)
 
-    def product(self, name: str, x: np.ndarray) -> np.ndarray:
+    def product(self, name: str, x: np.ndarray, change: Change | None = None) -> np.ndarray:
         """`x` float32 [T, K] times a matrix, float32 [T, N]; a few of its rows are in memory."""
         source = self.sources[name]
         out = np.empty((len(x), source.shape[0]), np.float32)
         row = 0
         for chunk in self.checkpoint.chunks(source):
-            out[:, row : row + len(chunk)] = x @ chunk.T
+            used = chunk if change is None else change(chunk)
+            out[:, row : row + len(chunk)] = x @ used.T
             row += len(chunk)
         return out
 
-    def grouped(self, name: str, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def grouped(
+        self, name: str, x: np.ndarray, counts: np.ndarray, change: Change | None = None
+    ) -> np.ndarray:
         """As `kvq_models.reference.grouped`; of the experts only those with rows are read."""
         source = self.sources[name]
         height = source.shape[0] // len(counts)
@@ -83,7 +89,8 @@ class Original:
             column = 0
             own = range(expert * height, (expert + 1) * height)
             for chunk in self.checkpoint.chunks(source, rows=own):
-                found[rows, column : column + len(chunk)] = x[rows] @ chunk.T
+                used = chunk if change is None else change(chunk)
+                found[rows, column : column + len(chunk)] = x[rows] @ used.T
                 column += len(chunk)
         return found
 
@@ -117,25 +124,34 @@ def measure(
     run: Run,
     texts: np.ndarray,
     step: Callable[[str], None],
+    at_8_bits: Mapping[int, np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """What the graph costs, on `texts` int64 [S, T]; `original` gives logits [T, V] of one.
 
-    `step` hears what is computed next.
+    `step` hears what is computed next. `at_8_bits` has the likeliest tokens int64 [T] with
+    weights of that width of some texts, by place (`eight_bits`): what those keep is told too.
     """
     exact = KvPlan(k_bits=FLOAT_WIDTH, v_bits=FLOAT_WIDTH, sink_tokens=plan.sink_tokens)
     weights, cache, both = Comparison(), Comparison(), Comparison()
-    for index, ids in enumerate(texts, 1):
-        step(f"what was lost, text {index} of {len(texts)}")
+    kept: list[np.ndarray] = []
+    for index, ids in enumerate(texts):
+        step(f"what was lost, text {index + 1} of {len(texts)}")
         expected = log_softmax(original(ids))
         unquantized, found = (log_softmax(run(kv, ids)) for kv in (exact, plan))
         weights.add(expected, unquantized)
         cache.add(unquantized, found)
         both.add(expected, found)
-    return {
+        if at_8_bits is not None and index in at_8_bits:
+            kept.append(expected.argmax(axis=1) == at_8_bits[index])
+    report: dict[str, Any] = {
         "weights": {"kv": kv_name(exact)} | weights.figures,
         "kv": {"kv": kv_name(plan)} | cache.figures,
         "weights_and_kv": {"kv": kv_name(plan)} | both.figures,
     }
+    if kept:
+        same = np.concatenate(kept)
+        report["at_8_bits"] = {"tokens": same.size, "top1_agreement": float(same.mean())}
+    return report
 
 
 def measure_gguf(original: Original, path: Path, ids: np.ndarray, threads: int) -> dict[str, Any]:

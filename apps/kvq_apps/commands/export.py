@@ -3,22 +3,17 @@
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes
-from kvq.reference_linear import WIDTHS
 from kvq_apps import flags, options, output, text_input
 from kvq_runtime.gguf_format import SUFFIX
 
 if TYPE_CHECKING:
     from kvq_export.config import ExportOptions, WeightFormat
     from kvq_runtime.bundle import Bundle
-
-# The share of first choices below which weights of more bits are advised.
-WEIGHTS_KEEP = 0.9
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -74,7 +69,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         output.print_json(report)
     else:
-        _print(bundle, report)
+        _print(bundle, report, arguments.source)
     return 0
 
 
@@ -255,7 +250,7 @@ def _auxiliary_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
 
 
-def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
+def _print(bundle: "Bundle", report: dict[str, Any], source: str) -> None:
     kv, predicted = report["kv"], _prediction_rows(report)
     rows = [
         ("bundle", report["path"]),
@@ -268,14 +263,12 @@ def _print(bundle: "Bundle", report: dict[str, Any]) -> None:
             f"({bundle.config.float_bytes_per_token} bytes per token at 16 bits)",
         ),
         ("KV policy", kv["policy"]),
-        *output.verdict_rows(report),
+        *output.verdict_rows(report, source),
         *((f"quality, {key}", value) for key, value in output.flat(report["quality"] or {})),
         *predicted,
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
     output.print_table(rows)
-    if advice := _advice(bundle, report):
-        output.print_note(advice)
     output.print_note(f"try: kvq run -m {report['path']} {_example(bundle)}")
 
 
@@ -297,20 +290,3 @@ def _type_rows(types: dict[str, Any]) -> list[tuple[str, str]]:
             kept = f"; {row['kept']} of them code for code"
         rows.append((f"from {kind}", f"{row['tensors']} tensors: {formats}{kept}"))
     return rows
-
-
-def _advice(bundle: "Bundle", report: dict[str, Any]) -> str | None:
-    """What to do where weights lose more than a model should: the command with the next width."""
-    quality, weights = bundle.manifest.quality or {}, bundle.manifest.weights
-    if weights is None or "weights" not in quality:
-        return None
-    kept = quality["weights"]["top1_agreement"]
-    bits = fmean(form.bits for form in weights.formats.values())
-    wider = next((width for width in WIDTHS if width > bits), None)
-    if kept >= WEIGHTS_KEEP or wider is None:
-        return None
-    source = bundle.manifest.source.get("model", "CHECKPOINT")
-    return (
-        f"{kept:.0%} of first choices is little, as small models lose most at few bits; "
-        f"more: `kvq export {source} -o {report['path']} --wbits {wider} --force`"
-    )
