@@ -381,7 +381,7 @@ def damaged(state: bytes, at: int, number: int | float) -> bytes:
     return state[:at] + np.array(number, kind).tobytes() + state[at + 4 :]
 
 
-HEADER = 112
+HEADER = 144
 HELD, WANTED, CHECKPOINTS, RESERVED, PLACES = (HEADER + 4 * i for i in range(5))
 
 
