@@ -9,6 +9,7 @@ from functools import partial
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvq.reference_linear import WIDTHS, dequantize, in_weights, round_rows
 from kvq_export.config import WeightFormat
@@ -21,10 +22,10 @@ from kvq_models.reference import forward
 _FORM = WeightFormat(bits=max(WIDTHS)).at(max(WIDTHS))
 
 
-def likeliest_tokens(original: Original, texts: np.ndarray) -> np.ndarray:
+def likeliest_tokens(original: Original, texts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Int64 [S, T]: what follows each token of `texts` int64 [S, T], which are read together."""
     run = _Run(original)
-    positions = np.tile(np.arange(texts.shape[1]), len(texts))
+    positions = np.tile(np.arange(texts.shape[1], dtype=np.int64), len(texts))
     forward(original.config, run.weight, texts.ravel(), positions, SegmentedAttention(len(texts)))
     return run.likeliest.reshape(texts.shape)
 
@@ -34,7 +35,7 @@ class _Run:
 
     def __init__(self, original: Original) -> None:
         self._original = original
-        self.likeliest = np.empty(0, np.int64)
+        self.likeliest: NDArray[np.int64] = np.empty(0, np.int64)
 
     def weight(self, name: str) -> np.ndarray:
         source = self._original.sources[name]
