@@ -132,8 +132,8 @@ def verdict_rows(report: Mapping[str, Any], source: str | None = None) -> list[t
         )
     ]
     if wide is not None and wide - weights >= MUCH:
-        source = source or report["source"].get("model", "CHECKPOINT")
-        words = ("kvq", "export", source, "-o", report["path"], "--wbits", "8", "--force")
+        named = source or str(report["source"].get("model", "CHECKPOINT"))
+        words = ("kvq", "export", named, "-o", report["path"], "--wbits", "8", "--force")
         rows.append(
             (
                 "advice",
