@@ -142,7 +142,7 @@ def verdict_rows(report: Mapping[str, Any], source: str | None = None) -> list[t
         )
     ]
     if wide is not None and wide - weights >= MUCH:
-        named: str = source or report["source"].get("model", "CHECKPOINT")
+        named = source or str(report["source"].get("model", "CHECKPOINT"))
         words = ("kvq", "export", named, "-o", report["path"], "--wbits", "8", "--force")
         rows.append(
             (
