@@ -16,7 +16,8 @@ from pathlib import Path
 
 from kvq.files import replace_file
 from kvq.settings import cache_folder, data_folder, state_folder
-from kvq_runtime.bundle import (
+from kvq_runtime.gguf_format import is_gguf
+from kvq_runtime.manifest import (
     DATA_FILE,
     GGUF_FILE,
     MANIFEST_FILE,
@@ -24,7 +25,6 @@ from kvq_runtime.bundle import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
 )
-from kvq_runtime.gguf_format import is_gguf
 
 _FINGERPRINT = re.compile(r"-[0-9a-f]{12}$")
 # What stands for the / of a hub id in the name of its bundle; other bundles' names have none.

@@ -15,8 +15,8 @@ from kvq_apps.output import LOG, TERMINAL, Teller
 from kvq_apps.pulling import last_use, pulled
 from kvq_models.embedded import INSTALL, embedded_folder, installed_names
 from kvq_models.embedded import NAMES as EMBEDDED
-from kvq_runtime.bundle import MANIFEST_FILE
 from kvq_runtime.gguf_format import SUFFIX, is_gguf
+from kvq_runtime.manifest import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from kvq_apps.pulling.wanted import Wanted
@@ -336,7 +336,7 @@ def made_once(
 
 def _fingerprint(source: str) -> str:
     """Changes with the bundle format and with the files there (names, sizes, times)."""
-    from kvq_runtime.bundle import VERSION
+    from kvq_runtime.manifest import VERSION
 
     digest = hashlib.sha256(f"{VERSION} {source}".encode())
     folder = Path(source)

@@ -30,8 +30,9 @@ from kvq_models.reference import forward
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.auxiliary import RULES, Reader, open_auxiliary
 from kvq_runtime.backends.paged import PagedBackend
-from kvq_runtime.bundle import AUXILIARY_FILE, Bundle, FileInfo, Manifest
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
+from kvq_runtime.manifest import AUXILIARY_FILE, FileInfo, Manifest
 
 Floats = NDArray[np.float64]
 

@@ -32,15 +32,9 @@ from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_ma
 from kvq_models.decoder import rope_settings
 from kvq_models.keys import read_keys
 from kvq_models.tokenizer import ControlTokens, Tokenizer, TokenizerFiles
-from kvq_runtime.bundle import (
-    GGUF_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_FILE,
-    Bundle,
-    FileInfo,
-    Manifest,
-    file_sha256,
-)
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.file_hashes import file_sha256
+from kvq_runtime.manifest import GGUF_FILE, TEMPLATE_FILE, TOKENIZER_FILE, FileInfo, Manifest
 
 # Room for the graph and the manifest beside the weights.
 _SLACK_BYTES = 4 << 20

@@ -20,7 +20,7 @@ from kvq_export.gguf_model import GgufModel, GgufTensor
 from kvq_export.gguf_vocabulary import Vocabulary
 from kvq_export.writer import Progress
 from kvq_models.family import WeightSource
-from kvq_runtime.bundle import GGUF_FILE, GgufInfo
+from kvq_runtime.manifest import GGUF_FILE, GgufInfo
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from kvq.json_values import is_object
 from kvq_export.gguf_pre import pre_tokenizer_name
 from kvq_models.family import Family
 from kvq_models.tokenizer import Tokenizer, TokenizerFiles
-from kvq_runtime.bundle import TOKENIZER_FILE
+from kvq_runtime.manifest import TOKENIZER_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,6 @@ from kvq_models.products import (
     per_layer_model_product,
     per_layer_products,
 )
-from kvq_runtime.bundle import DATA_FILE
 from kvq_runtime.graph_check import (
     attention_attributes,
     cache_inputs,
@@ -46,6 +45,7 @@ from kvq_runtime.graph_check import (
     linear_attributes,
     node_path,
 )
+from kvq_runtime.manifest import DATA_FILE
 
 OPSETS = {"": 21, "com.microsoft": 1, "kvq": 1}
 IR_VERSION = 10

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from kvq.errors import BackendError, KvqError, ModelError, argument
 from kvq.settings import is_offline
 from kvq_export.writer import Progress
-from kvq_runtime.bundle import file_sha256
+from kvq_runtime.file_hashes import file_sha256
 
 CONFIG_FILE = "config.json"
 # Weights as safetensors and what reads text; no pickles, no code.

@@ -27,8 +27,10 @@ from kvq_export.weights import quantize
 from kvq_export.writer import stored, write_manifest
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.bundle import MAPS_FILE, Bundle, FileInfo, Manifest, file_sha256
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
+from kvq_runtime.file_hashes import file_sha256
+from kvq_runtime.manifest import MAPS_FILE, FileInfo, Manifest
 
 FIT_TOKENS = 20_000
 TEXT_TOKENS = 1024

@@ -13,7 +13,8 @@ from kvq_export.writer import Progress, RandomWeights, weight_info, write_manife
 from kvq_models.config import ModelConfig
 from kvq_models.registry import family_for
 from kvq_models.tokenizer import ControlTokens
-from kvq_runtime.bundle import Bundle, Manifest
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.manifest import Manifest
 
 
 def random_bundle(

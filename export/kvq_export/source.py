@@ -23,8 +23,8 @@ from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource
 from kvq_models.registry import is_wrapper, read_checkpoint, read_json, text_config
 from kvq_models.tokenizer import TokenizerFiles
-from kvq_runtime.bundle import file_sha256
 from kvq_runtime.config import Sampling
+from kvq_runtime.file_hashes import file_sha256
 from kvq_runtime.gguf_format import is_gguf
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvq.errors import BundleError, argument
 from kvq.files import left_behind
-from kvq_runtime.bundle import MANIFEST_FILE
+from kvq_runtime.manifest import MANIFEST_FILE
 
 if sys.platform != "win32":
     import fcntl

@@ -18,7 +18,8 @@ from kvq_export.config import ExportOptions
 from kvq_export.export import OpenModel, control_tokens, open_model
 from kvq_export.source import open_source
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.bundle import Bundle, Manifest
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.manifest import Manifest
 
 FLOAT_BYTES = 4
 

@@ -23,15 +23,15 @@ from kvq_export.layout import Layout
 from kvq_export.weights import half_scales, quantize_chunks, whole_panels
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import WeightSource
-from kvq_runtime.bundle import (
+from kvq_runtime.bundle import NIBBLE_BITS
+from kvq_runtime.file_hashes import file_sha256
+from kvq_runtime.manifest import (
     DATA_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
-    NIBBLE_BITS,
     FileInfo,
     Manifest,
     WeightInfo,
-    file_sha256,
 )
 
 Progress = Callable[[int, int, str], None]

@@ -35,7 +35,8 @@ from torch.nn import functional
 from kvq_export import prediction
 from kvq_export.writer import write_manifest
 from kvq_runtime.auxiliary import consistent
-from kvq_runtime.bundle import MAPS_FILE, Bundle
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.manifest import MAPS_FILE
 
 SINK_TOKENS, TAIL_TOKENS, FOLLOWING_TOKENS = 4, 32, 64
 RIDGE = 1e-3

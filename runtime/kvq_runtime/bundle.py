@@ -1,30 +1,24 @@
-"""A bundle folder: its manifest, the check of every byte, and its weights as numpy arrays.
+"""A bundle folder: the check of every byte, and its weights as numpy arrays.
 
-Owns `kvq.json` and the layout of quantised weights; `kvq_export` writes both by what is defined
-here. Knows no checkpoint and runs no model.
-
-A manifest of this version may carry keys unknown here; they are kept in the file and not read.
+Owns the layout of quantised weights, which `kvq_export` writes by what is defined here; `manifest`
+has what stands in `kvq.json`. Knows no checkpoint and runs no model.
 """
 
 import contextlib
 import hashlib
-import json
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kvq.config import DEFAULT_POLICY, KvPlan, PageForm
-from kvq.errors import BundleError, KvqError, argument
-from kvq.files import replace_file
-from kvq.json_values import is_object
+from kvq.config import KvPlan
+from kvq.errors import BundleError, argument
 from kvq.reference_linear import (
     PANEL_ROWS,
-    BlockFormat,
     Blocks,
     PanelFormat,
     View,
@@ -33,208 +27,32 @@ from kvq.reference_linear import (
     restore,
     unpack,
 )
-from kvq.settings import cache_folder
 from kvq_models.config import Experts, ModelConfig
 from kvq_models.products import products
 from kvq_models.tokenizer import ControlTokens, Tokenizer
-from kvq_runtime.config import Sampling
+from kvq_runtime.file_hashes import HashMemory
 from kvq_runtime.gguf_file import GgufFile
 from kvq_runtime.graph_check import check_graph
+from kvq_runtime.manifest import (
+    AUXILIARY_FILE,
+    DATA_FILE,
+    GGUF_FILE,
+    MANIFEST_FILE,
+    MAPS_FILE,
+    MODEL_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    FileInfo,
+    Manifest,
+    WeightInfo,
+    read_manifest,
+)
 
 if TYPE_CHECKING:
     import onnx_ir
 
-FORMAT = "kvq-bundle"
-VERSION = 9
-# Also read: these describe their layers otherwise, and the first is for a GGUF file alone.
-GGUF_VERSION = 2
-READ_VERSIONS = (GGUF_VERSION, 6, 7, 8, VERSION)
-# Those whose calibration was for older formats of pages, or whose weights lie otherwise.
-OLD_VERSIONS = (3, 4, 5)
-MANIFEST_FILE = "kvq.json"
-MODEL_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"
-GGUF_FILE = "model.gguf"
-MAPS_FILE = "predict.npz"
-# Maps from an auxiliary model's keys and values.
-AUXILIARY_FILE = "auxiliary.npz"
-TOKENIZER_FILE = "tokenizer.json"
-TEMPLATE_FILE = "chat_template.jinja"
-
 # Codes of this width are stored two to a byte.
 NIBBLE_BITS = 4
-
-# Hashes of files this large are remembered between runs; smaller ones are read every time.
-REMEMBERED_BYTES = 16 << 20
-# More than any vocabulary; tokenizers hold an id in 32 bits.
-_TOKENS = 1 << 31
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightInfo:
-    """How each matrix is stored, by canonical name, their bytes together, and the op for them.
-
-    With `linear` "kvq" a matrix lies in panels, see `kvq.reference_linear`; with "ort" as ONNX
-    Runtime's MatMulNBits wants it, codes two
-    to a byte and float32 scales.
-    """
-
-    formats: Mapping[str, BlockFormat]
-    num_bytes: int
-    linear: str = "kvq"
-
-    def format_of(self, name: str) -> BlockFormat:
-        """How the canonical matrix `name` is stored; a tied head is the embedding."""
-        return self.formats["embed" if name == "head" and name not in self.formats else name]
-
-    @property
-    def by_format(self) -> dict[str, list[str]]:
-        """Names of the matrices that are stored alike."""
-        found: dict[str, list[str]] = {}
-        for name, form in self.formats.items():
-            found.setdefault(str(form), []).append(name)
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """The manifest's object."""
-        return {"formats": self.by_format, "bytes": self.num_bytes, "linear": self.linear}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "WeightInfo":
-        """Raises KeyError, TypeError or ValueError for another object."""
-        named = {spelled: BlockFormat.parse(spelled) for spelled in data["formats"]}
-        formats = {
-            str(name): form for spelled, form in named.items() for name in data["formats"][spelled]
-        }
-        info = cls(formats=formats, num_bytes=int(data["bytes"]), linear=str(data["linear"]))
-        if info.num_bytes < 0:
-            raise ValueError(f"weights take no {info.num_bytes} bytes")
-        return info
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GgufInfo:
-    """What the GGUF file is: its type (`q4_k_m`), llama.cpp's architecture, its context.
-
-    The context is shorter than the model's where llama.cpp does not compute a window of the model.
-    """
-
-    type: str
-    architecture: str
-    context_length: int
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "GgufInfo":
-        """Raises KeyError, TypeError or ValueError for another object."""
-        return cls(
-            type=str(data["type"]),
-            architecture=str(data["architecture"]),
-            context_length=int(data["context_length"]),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileInfo:
-    """Size and SHA-256 (hex) of one file of the bundle."""
-
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """`kvq.json`. `tokens` is what `ControlTokens.to_json` gives.
-
-    `sampling`: the fields of `Sampling` that the model asks for, by its generation_config.json.
-
-    `weights` are those of the graph, None in a bundle without one; `gguf` is None without a GGUF
-    file. `prediction`: `layers`, the first layers after which the maps of `MAPS_FILE` predict the
-    others, and what that costs. `auxiliary`: the `name`, the `fingerprint` and the layers
-    (`served_by`) of the model that those of `AUXILIARY_FILE` start from, and what that costs.
-    """
-
-    name: str
-    config: ModelConfig
-    weights: WeightInfo | None
-    kv: KvPlan
-    files: Mapping[str, FileInfo]
-    eos_token_ids: tuple[int, ...] = ()
-    tokens: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    source: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    quality: Mapping[str, Any] | None = None
-    gguf: GgufInfo | None = None
-    policy: str = DEFAULT_POLICY
-    forms: tuple[PageForm, ...] = ()
-    prediction: Mapping[str, Any] | None = None
-    auxiliary: Mapping[str, Any] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The object written to `kvq.json`, its own checksum included."""
-        data: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": self.name,
-            "model_type": self.config.model_type,
-            "config": self.config.to_json(),
-            "context_length": self.config.context_length,
-            "head_size": self.config.head_dim,
-            "num_key_value_heads": self.config.num_kv_heads,
-            "eos_token_id": list(self.eos_token_ids),
-            "weights": None if self.weights is None else self.weights.to_json(),
-            "gguf": None if self.gguf is None else asdict(self.gguf),
-            "kv": {
-                "k_bits": self.kv.k_bits,
-                "v_bits": self.kv.v_bits,
-                "sink_tokens": self.kv.sink_tokens,
-                "policy": self.policy,
-            },
-            "page_forms": [int(form) for form in self.forms],
-            "prediction": None if self.prediction is None else dict(self.prediction),
-            "auxiliary": None if self.auxiliary is None else dict(self.auxiliary),
-            "tokens": dict(self.tokens),
-            "sampling": dict(self.sampling),
-            "source": dict(self.source),
-            "quality": None if self.quality is None else dict(self.quality),
-            "files": {
-                name: {"bytes": info.num_bytes, "sha256": info.sha256}
-                for name, info in self.files.items()
-            },
-        }
-        return data | {"checksum": checksum(data)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Manifest":
-        """Raises KeyError, TypeError, ValueError or `KvqError` for a manifest that is not one."""
-        kv, gguf = data["kv"], data.get("gguf")
-        config = ModelConfig.from_json(data["config"])
-        weights = None if data["weights"] is None else WeightInfo.from_json(data["weights"])
-        if weights is not None and set(weights.formats) != _matrices(config):
-            raise ValueError("weights are not those of this model")
-        return cls(
-            name=str(data["name"]),
-            config=config,
-            weights=weights,
-            gguf=None if gguf is None else GgufInfo.from_json(gguf),
-            kv=KvPlan(
-                k_bits=int(kv["k_bits"]),
-                v_bits=int(kv["v_bits"]),
-                sink_tokens=int(kv["sink_tokens"]),
-            ),
-            policy=str(kv.get("policy", DEFAULT_POLICY)),
-            forms=_page_forms(data["page_forms"], config),
-            prediction=_prediction(data.get("prediction"), config),
-            auxiliary=_auxiliary(data.get("auxiliary"), config),
-            files={
-                str(name): FileInfo(num_bytes=int(row["bytes"]), sha256=str(row["sha256"]))
-                for name, row in data["files"].items()
-            },
-            eos_token_ids=tuple(int(token) for token in data["eos_token_id"]),
-            tokens=_tokens(data["tokens"]),
-            sampling=_sampling(data.get("sampling", {})),
-            source=dict(data["source"]),
-            quality=None if data["quality"] is None else dict(data["quality"]),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +70,7 @@ class Bundle:
         folder: it is computed again when one of them differs. Raises `BundleError`.
         """
         folder = Path(path)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         memory = HashMemory.load()
         for name, info in manifest.files.items():
             _check_file(folder, name, info, memory if verify == "full" else None)
@@ -543,184 +361,12 @@ class Bundle:
         return views
 
 
-@dataclass(kw_only=True, slots=True)
-class HashMemory:
-    """SHA-256 of large files already read, by path, size and time of change."""
-
-    path: Path
-    rows: dict[str, Any]
-    changed: bool = False
-
-    @classmethod
-    def load(cls) -> "HashMemory":
-        """What earlier runs remembered; nothing, when the file is missing or damaged."""
-        path = cache_folder() / "hashes.json"
-        rows: Any = None
-        with contextlib.suppress(OSError, ValueError):
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        return cls(path=path, rows=rows if is_object(rows) else {})
-
-    def sha256(self, file: Path) -> str:
-        """The file's hash, read from the file unless it is large and unchanged."""
-        status = file.stat()
-        key = str(file.resolve())
-        stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-        known: Any = self.rows.get(key)
-        if is_object(known) and stamp.items() <= known.items():
-            return str(known.get("sha256"))
-        digest = file_sha256(file)
-        if status.st_size >= REMEMBERED_BYTES:
-            self.rows[key] = stamp | {"sha256": digest}
-            self.changed = True
-        return digest
-
-    def save(self) -> None:
-        """Writes back what changed. A folder that cannot be written costs time, nothing else."""
-        if not self.changed:
-            return
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replace_file(self.path) as stream:
-                stream.write(json.dumps(self.rows).encode())
-
-
-def checksum(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of a manifest without its `checksum`, whatever its layout in the file."""
-    bare = {key: value for key, value in manifest.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
-
-
-def file_sha256(file: Path) -> str:
-    """SHA-256 (hex) of a file's bytes."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST_FILE
-    if not folder.is_dir():
-        raise BundleError(f"there is no bundle at {folder}; `kvq export MODEL -o DIR` makes one")
-    if not path.exists():
-        hint = "run `kvq export` on it" if (folder / "config.json").exists() else "check the path"
-        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST_FILE}; {hint}")
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is damaged ({error}); export the model again") from error
-    data = content if is_object(content) else {}
-    if data.get("format") != FORMAT:
-        raise BundleError(f"{folder} is not a bundle: {MANIFEST_FILE} does not say {FORMAT!r}")
-    _check_version(folder, data)
-    if data.get("checksum") != checksum(data):
-        raise BundleError(f"{path} was altered after the export; export the model again")
-    try:
-        manifest = Manifest.from_json(data)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, KvqError) as error:
-        raise BundleError(f"{path} is damaged ({error!r}); export the model again") from error
-    missing = _promised(manifest) - set(manifest.files)
-    if missing:
-        raise BundleError(f"{path} lists no {min(missing)}; export the model again")
-    return manifest
-
-
-def _matrices(config: ModelConfig) -> set[str]:
-    """Canonical names of what is quantised."""
-    tied = {"head"} if config.tied_head else set[str]()
-    matrices = {product.weight for product in products(config) if not product.exact}
-    tables = {"embed"} if config.per_layer is None else {"embed", "per_layer_embed"}
-    return tables | matrices - tied
-
-
-def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...]:
-    """Raises ValueError unless there is one of every KV head, or none at all."""
-    forms = tuple(PageForm(int(form)) for form in data)
-    known = all(0 <= form <= PageForm.ROTATED_KEYS | PageForm.CHANNEL_VALUES for form in forms)
-    shapes = [one.shape for one in config.cache_classes]
-    streams = sum(shape.num_layers * shape.num_kv_heads for shape in shapes)
-    if not known or len(forms) not in (0, streams):
-        raise ValueError(f"page_forms {list(data)} are none of this model")
-    return forms
-
-
-def _tokens(data: Any) -> Mapping[str, Any]:
-    """Raises ModelError or ValueError, which names it, for what no tokenizer has as an id."""
-    control = ControlTokens.from_json(data)
-    named = {"bos": () if control.bos is None else (control.bos,)}
-    named |= {"eos": control.eos, "start": control.start}
-    if control.fim is not None:
-        named |= {f"fim.{name}": (token,) for name, token in control.fim.named().items()}
-    for name, ids in named.items():
-        for token in ids:
-            if not 0 <= token < _TOKENS:
-                raise ValueError(f"tokens.{name} is {token}; ids are 0 to {_TOKENS - 1}")
-    return dict(data)
-
-
-def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields that are known here. Raises what `Sampling` does, TypeError or ValueError."""
-    known = {row.name for row in fields(Sampling)} - {"logit_bias"}
-    found = {str(name): value for name, value in data.items() if name in known}
-    _ = Sampling(**found)
-    return found
-
-
-def _prediction(data: Any, config: ModelConfig) -> Mapping[str, Any] | None:
-    """Raises KeyError, TypeError or ValueError for what is none of this model."""
-    if data is not None and not 1 <= int(data["layers"]) < config.num_layers:
-        raise ValueError(f"{data['layers']} layers predict nothing of this model")
-    return None if data is None else dict(data)
-
-
-def _auxiliary(data: Any, config: ModelConfig) -> Mapping[str, Any] | None:
-    """Raises KeyError, TypeError or ValueError for what is none of this model."""
-    if data is None:
-        return None
-    served_by = [int(layer) for layer in data["served_by"]]
-    if len(served_by) != config.num_layers or min(served_by) < 0:
-        raise ValueError(f"layers {served_by} serve none of this model's")
-    return dict(data) | {"served_by": served_by, "fingerprint": str(data["fingerprint"])}
-
-
 @contextlib.contextmanager
 def _reading_maps(path: Path) -> Generator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise BundleError(f"{path} holds no maps ({error}); export the model again") from error
-
-
-def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
-    version = data.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise BundleError(
-            f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
-            "upgrade kvq-runtime, or export or pull the model again"
-        )
-    if version == 1 or (version == GGUF_VERSION and data.get("weights") is not None):
-        raise BundleError(
-            f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
-            "export or pull the model again"
-        )
-    if version in OLD_VERSIONS:
-        raise BundleError(
-            f"{folder} is a bundle of version {version}, whose weights or pages this kvq no longer "
-            "reads; export or pull the model again"
-        )
-    if version not in READ_VERSIONS:
-        raise BundleError(
-            f"{folder / MANIFEST_FILE} was altered after the export; export the model again"
-        )
-
-
-def _promised(manifest: Manifest) -> set[str]:
-    """The files that what the manifest says of the weights needs."""
-    gguf = {GGUF_FILE} if manifest.gguf is not None else set[str]()
-    graph = {MODEL_FILE, DATA_FILE} if manifest.weights is not None or not gguf else set[str]()
-    maps = {MAPS_FILE} if manifest.prediction is not None else set[str]()
-    auxiliary = {AUXILIARY_FILE} if manifest.auxiliary is not None else set[str]()
-    return gguf | graph | maps | auxiliary
 
 
 def _check_file(folder: Path, name: str, info: FileInfo, memory: HashMemory | None) -> None:

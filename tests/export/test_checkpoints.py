@@ -18,7 +18,7 @@ from kvq_export import export
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime.bundle import DATA_FILE
+from kvq_runtime.manifest import DATA_FILE
 from shelf import cut
 from tiny import make_llama_checkpoint, read_safetensors, write_safetensors
 

@@ -38,9 +38,10 @@ from kvq_export.writer import stored
 from kvq_models.config import Attention, Dense, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import family_for, read_checkpoint
-from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
+from kvq_runtime.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, checksum
 from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
 from tiny import altered, checkpoint_weights, make_llama_checkpoint
 

@@ -31,9 +31,10 @@ from kvq_export.gguf_model import gguf_model
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import read_checkpoint
-from kvq_runtime.bundle import GGUF_FILE, MANIFEST_FILE, VERSION, Bundle, GgufInfo
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
+from kvq_runtime.manifest import GGUF_FILE, MANIFEST_FILE, VERSION, GgufInfo
 from logits import divergence
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")

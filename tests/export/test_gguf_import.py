@@ -29,8 +29,9 @@ from kvq_export.source import Source, open_source
 from kvq_export.writer import stored
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer, TokenizerFiles
-from kvq_runtime.bundle import GGUF_FILE, Bundle
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.gguf_format import TENSOR_TYPES, TensorType, read_gguf
+from kvq_runtime.manifest import GGUF_FILE
 from logits import divergence
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")

@@ -18,7 +18,8 @@ from kvq.errors import UnsupportedModelError
 from kvq_export import gguf_llama, gguf_pre
 from kvq_export.source import open_source
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.bundle import GGUF_FILE, Bundle
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.manifest import GGUF_FILE
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
 

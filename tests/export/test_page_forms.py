@@ -16,9 +16,10 @@ from kvq_export import page_forms
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime import backends
-from kvq_runtime.bundle import MANIFEST_FILE, Bundle, Manifest, checksum
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
+from kvq_runtime.manifest import MANIFEST_FILE, Manifest, checksum
 
 LAYERS, KV_HEADS = 2, 2
 

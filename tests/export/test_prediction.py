@@ -18,8 +18,9 @@ from kvq_export.continuations import Passage
 from kvq_export.export import export_model
 from kvq_export.prediction import candidates, fit, ridge
 from kvq_runtime.backends import Mode
-from kvq_runtime.bundle import MAPS_FILE, Bundle
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
+from kvq_runtime.manifest import MAPS_FILE
 from logits import divergence, prompt
 from shelf import Shelf
 from tiny import make_checkpoint

@@ -19,8 +19,10 @@ from kvq.errors import BundleError, CheckpointError, KvqError
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_models.registry import read_checkpoint
-from kvq_runtime.bundle import MANIFEST_FILE, MODEL_FILE, Bundle, checksum, file_sha256
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
+from kvq_runtime.file_hashes import file_sha256
+from kvq_runtime.manifest import MANIFEST_FILE, MODEL_FILE, checksum
 from tiny import make_llama_checkpoint
 
 

@@ -20,7 +20,8 @@ from kvq_apps import cli
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_export.staging import staged
-from kvq_runtime.bundle import MANIFEST_FILE, Bundle
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.manifest import MANIFEST_FILE
 from tiny import make_llama_checkpoint
 
 # What the installed script `kvq` does; it says when it has taken Ctrl-C over.

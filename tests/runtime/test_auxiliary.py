@@ -17,8 +17,9 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.writer import write_manifest
 from kvq_runtime.auxiliary import RULES, consistent, open_auxiliary, pruned
-from kvq_runtime.bundle import AUXILIARY_FILE, Bundle
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
+from kvq_runtime.manifest import AUXILIARY_FILE
 from logits import divergence, generated, prompt
 from shelf import PLAIN, Shelf
 

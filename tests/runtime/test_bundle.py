@@ -11,8 +11,9 @@ import pytest
 
 from kvq.errors import BundleError
 from kvq.reference_linear import PanelFormat
-from kvq_runtime import bundle as bundle_module
-from kvq_runtime.bundle import DATA_FILE, MANIFEST_FILE, MODEL_FILE, Bundle, checksum
+from kvq_runtime import file_hashes
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, checksum
 from shelf import cut
 
 
@@ -139,11 +140,11 @@ def test_hashes_of_large_files_are_remembered(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(bundle_module, "REMEMBERED_BYTES", (folder / DATA_FILE).stat().st_size)
+    monkeypatch.setattr(file_hashes, "REMEMBERED_BYTES", (folder / DATA_FILE).stat().st_size)
     hashed: list[str] = []
-    real = bundle_module.file_sha256
+    real = file_hashes.file_sha256
     monkeypatch.setattr(
-        bundle_module, "file_sha256", lambda file: hashed.append(file.name) or real(file)
+        file_hashes, "file_sha256", lambda file: hashed.append(file.name) or real(file)
     )
     Bundle.open(folder)
     assert DATA_FILE in hashed
@@ -161,7 +162,7 @@ def test_a_damaged_memory_of_hashes_is_ignored(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(bundle_module, "REMEMBERED_BYTES", 1)
+    monkeypatch.setattr(file_hashes, "REMEMBERED_BYTES", 1)
     (tmp_path / "kvq").mkdir()
     (tmp_path / "kvq" / "hashes.json").write_text(memory)
     Bundle.open(folder)
@@ -174,7 +175,7 @@ def test_a_cache_folder_that_cannot_be_written_does_no_harm(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(bundle_module, "REMEMBERED_BYTES", 1)
+    monkeypatch.setattr(file_hashes, "REMEMBERED_BYTES", 1)
     assert Bundle.open(folder).manifest.name == "bundle"
 
 

@@ -20,7 +20,7 @@ from kvq_apps.pulling import pulled
 from kvq_apps.serve import instances
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime import bundle, snapshot
+from kvq_runtime import bundle, manifest, snapshot
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session
 from logits import divergence, prompt
@@ -51,7 +51,7 @@ def after(session: Session, ids: list[int]) -> np.ndarray:
 def test_a_bundle_computes_what_it_did_or_is_refused_by_its_version(folder: Path) -> None:
     version, _ = versions(folder)
     expected = np.load(folder / "logits.npy")[:1]
-    if version not in bundle.READ_VERSIONS:
+    if version not in manifest.READ_VERSIONS:
         with pytest.raises(BundleError, match=f"of version {version}.*export or pull the model"):
             bundle.Bundle.open(folder / "bundle")
         return
@@ -70,7 +70,7 @@ def test_a_session_goes_on_or_is_refused_by_its_version(folder: Path) -> None:
         with pytest.raises(SnapshotError, match=f"of version {version}.*read its text again"):
             snapshot.examine(folder / "session.kvq")
         return
-    if of_bundle not in bundle.READ_VERSIONS:
+    if of_bundle not in manifest.READ_VERSIONS:
         pytest.skip("the bundle it was saved with is refused")
     with Engine.open(folder / "bundle", threads=1) as engine:
         with engine.session(**SESSION) as session:
@@ -87,7 +87,9 @@ def test_a_session_goes_on_or_is_refused_by_its_version(folder: Path) -> None:
 
 def test_this_version_is_among_them() -> None:
     """Else run this file as a program, and commit what it writes."""
-    assert (bundle.VERSION, snapshot.VERSION) in [versions(folder) for folder in WRITTEN.iterdir()]
+    assert (manifest.VERSION, snapshot.VERSION) in [
+        versions(folder) for folder in WRITTEN.iterdir()
+    ]
     sizes = [path.stat().st_size for path in WRITTEN.rglob("*") if path.is_file()]
     assert sum(sizes) < 200_000 * len(list(WRITTEN.iterdir()))
 
@@ -96,7 +98,7 @@ def test_bundles_of_other_versions_say_what_to_do(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sorted(WRITTEN.iterdir())[-1] / "bundle", tmp_path / "bundle"))
     manifest = json.loads((folder / "kvq.json").read_text())
     for version, words in (
-        (bundle.VERSION + 1, "newer than .* upgrade kvq-runtime, or export or pull the model"),
+        (manifest.VERSION + 1, "newer than .* upgrade kvq-runtime, or export or pull the model"),
         (5, "no longer reads; export or pull the model again"),
         ("7", "was altered after the export"),
     ):
@@ -164,6 +166,6 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    place = WRITTEN / f"{bundle.VERSION}-{snapshot.VERSION}"
+    place = WRITTEN / f"{manifest.VERSION}-{snapshot.VERSION}"
     write(place)
     sys.stdout.write(f"{place}\n")

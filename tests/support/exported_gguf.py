@@ -12,7 +12,8 @@ import pytest
 from kvq_export import gguf_llama
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime.bundle import GGUF_FILE, Bundle
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.manifest import GGUF_FILE
 
 needs_llama = pytest.mark.skipif(
     gguf_llama.llama_missing() is not None, reason=str(gguf_llama.llama_missing())

@@ -23,8 +23,9 @@ from kvq_export.gguf_blocks import BLOCK, StoredKind, pack_blocks
 from kvq_export.gguf_model import GgufModel, GgufTensor, gguf_model
 from kvq_export.weights import quantize
 from kvq_models.config import ModelConfig
-from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle, WeightInfo
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.gguf_file import GgufFile
+from kvq_runtime.manifest import DATA_FILE, MODEL_FILE, WeightInfo
 
 # Counts the changes of what this file writes for the same bundle.
 REVISION = 2

@@ -4,7 +4,8 @@ import hashlib
 
 from kvq.settings import cache_folder
 from kvq_apps.model_path import made_once
-from kvq_runtime.bundle import DATA_FILE, MODEL_FILE, Bundle
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.manifest import DATA_FILE, MODEL_FILE
 
 
 def ort_twin(bundle: Bundle) -> Bundle:

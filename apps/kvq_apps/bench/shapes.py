@@ -296,7 +296,7 @@ def shape_bundle(name: str, *, bits: int = 4) -> Path:
     """
     from kvq_export.config import ExportOptions, WeightFormat
     from kvq_export.random_bundle import random_bundle
-    from kvq_runtime.bundle import VERSION
+    from kvq_runtime.manifest import VERSION
 
     config = shape_config(name)
     called = name.replace(":layers=", "-layers-")

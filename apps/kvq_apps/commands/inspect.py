@@ -254,7 +254,7 @@ def _print_names(*, as_json: bool) -> int:
 def _remove(name: str | None, *, as_json: bool) -> int:
     """Deletes a bundle. Raises `UsageError` for anything else: that is not ours."""
     from kvq_apps import known_models
-    from kvq_runtime.bundle import MANIFEST_FILE
+    from kvq_runtime.manifest import MANIFEST_FILE
 
     if name is None:
         raise UsageError(

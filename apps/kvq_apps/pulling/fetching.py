@@ -17,7 +17,7 @@ from kvq_apps.output import Shown
 from kvq_export.hub import locate
 from kvq_export.hub_files import fetch_file, fetch_gguf
 from kvq_models.catalogue import Source
-from kvq_runtime.bundle import file_sha256
+from kvq_runtime.file_hashes import file_sha256
 
 # What `export_model` takes: a file or folder, or a hub id whose files are here.
 Checkpoint = Path | str

@@ -14,7 +14,7 @@ from kvq.files import replace_file
 from kvq_apps import known_models
 from kvq_apps.pulling import last_use
 from kvq_apps.pulling.names import is_name, name_here
-from kvq_runtime.bundle import MANIFEST_FILE
+from kvq_runtime.manifest import MANIFEST_FILE
 
 RECORD_FILE = "pulled.json"
 

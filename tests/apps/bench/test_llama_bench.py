@@ -15,8 +15,9 @@ from kvq_apps.cli import main
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.random_bundle import random_bundle
 from kvq_models.registry import family_for
-from kvq_runtime.bundle import GGUF_FILE, Bundle
+from kvq_runtime.bundle import Bundle
 from kvq_runtime.gguf_file import GgufFile
+from kvq_runtime.manifest import GGUF_FILE
 from tiny_shape import COMMON
 
 # A step takes 2 ms, an eighth more for each of its repetitions, and a prompt 1 ms a token.

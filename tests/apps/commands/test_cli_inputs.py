@@ -11,7 +11,7 @@ import pytest
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime.bundle import VERSION, checksum
+from kvq_runtime.manifest import VERSION, checksum
 from shelf import Shelf
 
 Refused = Callable[..., str]

@@ -18,8 +18,8 @@ from kvq_export.config import ExportOptions
 from kvq_export.random_bundle import random_bundle
 from kvq_models.registry import family_for
 from kvq_runtime import device, snapshot
-from kvq_runtime.bundle import VERSION, checksum
 from kvq_runtime.engine import Engine
+from kvq_runtime.manifest import VERSION, checksum
 from shelf import Shelf
 from tiny import CASES, COMMON
 
