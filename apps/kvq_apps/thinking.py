@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError, argument
-from kvq_models.thinking import Thinking, ThinkingReader
 
 if TYPE_CHECKING:
+    from kvq_models.thinking import Thinking, ThinkingReader
     from kvq_runtime.constraint import Constraint
 
 # What `--think` says: as the template has it; switched on or off; as the template, but not shown.
@@ -20,7 +20,7 @@ def switched(think: str) -> bool | None:
     return {ON: True, OFF: False}.get(think)
 
 
-def variables(thinking: Thinking | None, think: str) -> dict[str, Any]:
+def variables(thinking: "Thinking | None", think: str) -> dict[str, Any]:
     """What the template is given. Raises `UsageError` for `on` where the model cannot think."""
     on = switched(think)
     if thinking is None and on:
@@ -46,13 +46,15 @@ class Thinks:
     It has at most `budget` tokens, None: any. `told`: whoever asks is told of it.
     """
 
-    thinking: Thinking
+    thinking: "Thinking"
     begun: bool
     budget: int | None = None
     told: bool = True
 
-    def reader(self) -> ThinkingReader:
+    def reader(self) -> "ThinkingReader":
         """Reads one answer."""
+        from kvq_models.thinking import ThinkingReader
+
         return ThinkingReader(self.thinking.form, begun=self.begun)
 
     def constraint(self, answer: "Constraint | None", shown: Sequence[int]) -> "Constraint | None":

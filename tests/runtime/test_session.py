@@ -460,8 +460,8 @@ def test_altered_sessions_are_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "words"),
     [
-        (7, "version 7, newer than the 6 this kvq reads; upgrade kvq-runtime, or read its text"),
-        (5, "version 5, older than the 6 this kvq reads; read its text again and save"),
+        (8, "version 8, newer than the 7 this kvq reads; upgrade kvq-runtime, or read its text"),
+        (6, "version 6, older than the 7 this kvq reads; read its text again and save"),
     ],
 )
 def test_sessions_of_another_version_are_refused(saved: Path, version: int, words: str) -> None:
