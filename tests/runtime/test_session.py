@@ -467,7 +467,7 @@ def test_altered_sessions_are_refused(saved: Path) -> None:
 def test_sessions_of_another_version_are_refused(saved: Path, version: int, words: str) -> None:
     content = saved.read_bytes()
     length = struct.unpack_from("<I", content, 8)[0]
-    header = content[12 : 12 + length].replace(b'"version": 6', b'"version": %d' % version)
+    header = content[12 : 12 + length].replace(b'"version": 7', b'"version": %d' % version)
     body = content[:12] + header + content[12 + length : -32]
     saved.write_bytes(body + sha256(body).digest())
     assert f"is a session of {words}" in refused(saved)

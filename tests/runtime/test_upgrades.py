@@ -96,14 +96,14 @@ def test_this_version_is_among_them() -> None:
 
 def test_bundles_of_other_versions_say_what_to_do(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sorted(WRITTEN.iterdir())[-1] / "bundle", tmp_path / "bundle"))
-    manifest = json.loads((folder / "kvq.json").read_text())
+    written = json.loads((folder / "kvq.json").read_text())
     for version, words in (
         (manifest.VERSION + 1, "newer than .* upgrade kvq-runtime, or export or pull the model"),
         (5, "no longer reads; export or pull the model again"),
         ("7", "was altered after the export"),
     ):
-        changed = manifest | {"version": version}
-        changed["checksum"] = bundle.checksum(changed)
+        changed = written | {"version": version}
+        changed["checksum"] = manifest.checksum(changed)
         (folder / "kvq.json").write_text(json.dumps(changed))
         with pytest.raises(KvqError, match=words):
             Engine.open(folder)
