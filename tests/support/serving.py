@@ -24,7 +24,7 @@ import openai
 
 from kvq.config import KvPlan
 from kvq.errors import BackendError
-from kvq_apps.completion.prompts import GapPrompts
+from kvq_apps.completion.prompts import OwnedPrompts
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, serve_engine
 from kvq_apps.serve.server import Server
@@ -149,7 +149,7 @@ class Rule:
             name="rule",
             names=frozenset({"rule"}),
             tokenizer=self.tokenizer,
-            gaps=GapPrompts(self.tokenizer),
+            gaps=OwnedPrompts(self.tokenizer),
             grammar=Vocabulary.of(self.tokenizer, frozenset({0})).grammar,
             backend=self.backend,
             vocab_size=400,

@@ -3,6 +3,7 @@
 An editor's own engine and the server's routes make them here. Knows texts and tokens, no request.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 
@@ -16,6 +17,8 @@ from kvq_models.infilling import (
 from kvq_models.tokenizer import Tokenizer
 
 _NO_LIMIT = 1 << 40
+# Of a server's clients so many have their texts' ids kept.
+MOST_OWNERS = 8
 
 
 class GapPrompts:
@@ -81,3 +84,25 @@ class GapPrompts:
         if separator is None:
             return self._tokenizer.encode(f"{text}\n\n", most=most)
         return [separator, *self._tokenizer.encode(f"{name}\n{text}", most=most)]
+
+
+class OwnedPrompts:
+    """The `GapPrompts` of one model for each of the owners who asked last; any thread may ask.
+
+    Each has its own, since what is encoded already takes less time: nobody is to learn by that
+    what another one sent.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._prompts: OrderedDict[str, GapPrompts] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, owner: str) -> GapPrompts:
+        """Those of `owner`; who has not asked for longest is forgotten for a new one."""
+        with self._lock:
+            found = self._prompts.pop(owner, None) or GapPrompts(self._tokenizer)
+            self._prompts[owner] = found
+            if len(self._prompts) > MOST_OWNERS:
+                self._prompts.popitem(last=False)
+            return found

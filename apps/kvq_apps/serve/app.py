@@ -273,13 +273,13 @@ class _Routes:
             )
         return self._pool.served
 
-    def _view(self, served: ServedModel) -> ModelView:
+    def _view(self, served: ServedModel, owner: str = "") -> ModelView:
         return ModelView(
             name=served.name,
             names=served.names | {*self._config.aliases},
             strict=self._config.strict_model,
             tokenizer=served.tokenizer,
-            gaps=served.gaps,
+            gaps=served.gaps.of(owner),
             vocab_size=served.vocab_size,
             context_tokens=served.context_tokens,
             sampling=self._sampling(served),
@@ -330,7 +330,7 @@ class _Routes:
         fields = parse_object(body)
         keyed = self._config.api_key is not None
         owner = owner_of(headers, fields.text("cache_salt"), keyed=keyed)
-        view = self._view(served)
+        view = self._view(served, owner)
         asked = replace(read(fields, view), owner=owner)
         tools = thinks = None
         if read is requests.chat_request:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq.settings import cache_folder
 from kvq_apps import known_models
-from kvq_apps.completion.prompts import GapPrompts
+from kvq_apps.completion.prompts import OwnedPrompts
 from kvq_apps.engine import open_engine
 from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
@@ -34,7 +34,7 @@ class ServedModel(Served):
     name: str
     names: frozenset[str]
     tokenizer: Tokenizer
-    gaps: GapPrompts
+    gaps: OwnedPrompts
     grammar: Callable[[Constraint, Callable[[], bool]], Grammar]
     vocab_size: int
     k_bits: int
@@ -95,7 +95,7 @@ def serve_engine(
         name=engine.model.name,
         names=_names(engine, called),
         tokenizer=engine.tokenizer,
-        gaps=GapPrompts(engine.tokenizer),
+        gaps=OwnedPrompts(engine.tokenizer),
         grammar=engine.vocabulary.grammar,
         backend=engine.backend,
         vocab_size=engine.model.vocab_size,

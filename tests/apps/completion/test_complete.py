@@ -25,6 +25,7 @@ from kvq_apps.cli import main
 from kvq_apps.completion import engine as module
 from kvq_apps.completion.document import Document, Position
 from kvq_apps.completion.engine import CompletionEngine
+from kvq_apps.completion.prompts import MOST_OWNERS, OwnedPrompts
 from kvq_lab.typing_sessions import PROGRAM
 from kvq_runtime.named_engine import Engine
 from kvq_runtime.sequence import forward_all
@@ -94,6 +95,21 @@ def test_a_key_costs_its_own_tokens(engine: Engine) -> None:
     document.replace(Position(9, 4), Position(9, 9), "count")
     assert own.complete(document, (11, 20)).encoded_tokens <= 16
     own.close()
+
+
+def test_no_owner_finds_encoded_what_another_one_sent(engine: Engine) -> None:
+    owned = OwnedPrompts(engine.tokenizer)
+    first = owned.of("one")
+    ids, _ = first.fitted(TEXT, "", 512)
+    assert first._blocks.encoded_characters == len(TEXT)
+    assert owned.of("one") is first
+    other = owned.of("two")
+    assert other._blocks.encoded_characters == 0
+    assert other.fitted(TEXT, "", 512)[0] == ids
+    assert other._blocks.encoded_characters == len(TEXT)
+    for number in range(MOST_OWNERS):
+        owned.of(str(number))
+    assert owned.of("one") is not first
 
 
 def test_a_jump_costs_the_lines_between(engine: Engine) -> None:
