@@ -62,7 +62,53 @@ def least_missed(places: Sequence[int], coming: int, kept: int) -> int:
     return found
 
 
-class ConvRows:
+class MixedRows:
+    """Rows that mixers without pages remember of a sequence: the newest committed, the branch's.
+
+    float32 [layers, rows, width]; `ConvRows` and `DeltaRows` add what they keep of earlier tokens.
+    """
+
+    def __init__(self, num_layers: int, width: int, draft_tokens: int) -> None:
+        self._num_layers, self._width = num_layers, width
+        self._draft_tokens = draft_tokens
+        self._newest = self._none()
+        self._branch = self._none()
+        self._wanted = 0
+        self._attended: set[int] = set()
+
+    def _none(self, rows: int = 0) -> Float:
+        return np.zeros((self._num_layers, rows, self._width), np.float32)
+
+    @property
+    def unattended(self) -> bool:
+        """Whether a layer has not seen the pass under way."""
+        return len(self._attended) < self._num_layers
+
+    def begin(self, rows: int) -> None:
+        """The pass under way brings `rows` rows."""
+        self._branch = np.concatenate([self._branch, self._none(rows)], axis=1)
+        self._attended = set()
+
+    def why_not_keep(self, rows: int) -> str | None:
+        """Why so many of the branch's first rows cannot be kept, or None."""
+        held = self._branch.shape[1]
+        if rows in (0, held) or rows <= self._draft_tokens or held <= self._draft_tokens:
+            return None
+        return (
+            f"of a pass of {held} rows all can be kept, or up to {self._draft_tokens}; {rows} "
+            "were asked for"
+        )
+
+    def rewind(self, rows: int) -> None:
+        """Keeps the first `rows` rows of the branch."""
+        self._branch = self._branch[:, :rows]
+
+    def forget(self) -> None:
+        """The branch ends."""
+        self._branch = self._none()
+
+
+class ConvRows(MixedRows):
     """What the convolutions of one sequence remember, in numpy.
 
     The newest committed rows; the branch's; and the rows before some places further back, at most
@@ -71,27 +117,9 @@ class ConvRows:
     """
 
     def __init__(self, shape: ConvShape, draft_tokens: int) -> None:
+        super().__init__(shape.num_layers, shape.width, draft_tokens)
         self.shape = shape
-        self._draft_tokens = draft_tokens
-        self._newest = self._none()
-        self._branch = self._none()
         self._checkpoints: dict[int, Float] = {}
-        self._wanted = 0
-        self._attended: set[int] = set()
-
-    def _none(self) -> Float:
-        return np.zeros((self.shape.num_layers, 0, self.shape.width), np.float32)
-
-    @property
-    def unattended(self) -> bool:
-        """Whether a layer has not seen the pass under way."""
-        return len(self._attended) < self.shape.num_layers
-
-    def begin(self, rows: int) -> None:
-        """The pass under way brings `rows` rows."""
-        more = np.zeros((self.shape.num_layers, rows, self.shape.width), np.float32)
-        self._branch = np.concatenate([self._branch, more], axis=1)
-        self._attended = set()
 
     def convolve(self, layer: int, bcx: Float, weight: Float, parents: Sequence[int]) -> Float:
         """What a layer gives of the newest rows; `parents` are those of all rows of the branch."""
@@ -112,16 +140,6 @@ class ConvRows:
             if held:
                 seen[t, back - held : back] = self._newest[layer, -held:]
         return short_conv(bcx, weight, seen)
-
-    def why_not_keep(self, rows: int) -> str | None:
-        """Why so many of the branch's first rows cannot be kept, or None."""
-        held = self._branch.shape[1]
-        if rows in (0, held) or rows <= self._draft_tokens or held <= self._draft_tokens:
-            return None
-        return (
-            f"of a pass of {held} rows all can be kept, or up to {self._draft_tokens}; {rows} "
-            "were asked for"
-        )
 
     def commit(self, path: Sequence[int], tokens: int) -> None:
         """Keeps the rows of `path`, which follow `tokens` committed ones; the branch ends."""
@@ -145,14 +163,6 @@ class ConvRows:
         count = min(self.shape.before, known.shape[1])
         rows[:, self.shape.before - count :] = known[:, known.shape[1] - count :]
         self._checkpoints[place] = rows
-
-    def rewind(self, rows: int) -> None:
-        """Keeps the first `rows` rows of the branch."""
-        self._branch = self._branch[:, :rows]
-
-    def forget(self) -> None:
-        """The branch ends."""
-        self._branch = self._none()
 
     def trim(self, tokens: int, held: int) -> int:
         """How many of `held` tokens can be kept, at most `tokens`; these are what is held then."""

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvq.config import FOLD_TOKENS, DeltaShape
 from kvq.errors import CacheError, SnapshotError
 from kvq.reference import normalize
-from kvq.reference_conv import least_missed
+from kvq.reference_conv import MixedRows, least_missed
 from kvq.sizing import delta_newest
 
 Float = NDArray[np.float32]
@@ -197,7 +197,7 @@ def _no_state(shape: DeltaShape) -> Float:
     return np.zeros((shape.value_heads, shape.key_dim, shape.value_dim), np.float32)
 
 
-class DeltaRows:
+class DeltaRows(MixedRows):
     """What the delta nets of one sequence remember, in numpy.
 
     The states of some bases, at most `states`: that of the newest tokens, by which the next are
@@ -208,33 +208,16 @@ class DeltaRows:
     """
 
     def __init__(self, shape: DeltaShape, draft_tokens: int, states: int) -> None:
+        super().__init__(shape.num_layers, shape.row_width, draft_tokens)
         self.shape = shape
-        self._draft_tokens, self._most = draft_tokens, states
-        self._newest = self._none()
-        self._branch = self._none()
+        self._most = states
         self._begin_anew()
-        self._wanted = 0
-        self._attended: set[int] = set()
-
-    def _none(self) -> Float:
-        return np.zeros((self.shape.num_layers, 0, self.shape.row_width), np.float32)
 
     def _begin_anew(self) -> None:
         layers, before = self.shape.num_layers, (self.shape.before, self.shape.conv_width)
         self._states = {0: np.stack([_no_state(self.shape)] * layers)}
         self._before = {0: np.zeros((layers, *before), np.float32)}
         self._live = 0
-
-    @property
-    def unattended(self) -> bool:
-        """Whether a layer has not seen the pass under way."""
-        return len(self._attended) < self.shape.num_layers
-
-    def begin(self, rows: int) -> None:
-        """The pass under way brings `rows` rows."""
-        more = np.zeros((self.shape.num_layers, rows, self.shape.row_width), np.float32)
-        self._branch = np.concatenate([self._branch, more], axis=1)
-        self._attended = set()
 
     def recur(
         self,
@@ -302,16 +285,6 @@ class DeltaRows:
             states[key] = fold(before, rows)
         return states[key]
 
-    def why_not_keep(self, rows: int) -> str | None:
-        """Why so many of the branch's first rows cannot be kept, or None."""
-        held = self._branch.shape[1]
-        if rows in (0, held) or rows <= self._draft_tokens or held <= self._draft_tokens:
-            return None
-        return (
-            f"of a pass of {held} rows all can be kept, or up to {self._draft_tokens}; {rows} "
-            "were asked for"
-        )
-
     def _places_of_chunk(self, tokens: int, rows: int) -> list[int]:
         """Bases within a chunk whose states are kept.
 
@@ -358,14 +331,6 @@ class DeltaRows:
 
     def _drop(self, base: int) -> None:
         del self._states[base], self._before[base]
-
-    def rewind(self, rows: int) -> None:
-        """Keeps the first `rows` rows of the branch."""
-        self._branch = self._branch[:, :rows]
-
-    def forget(self) -> None:
-        """The branch ends."""
-        self._branch = self._none()
 
     def trim(self, tokens: int, held: int) -> int:
         """How many of `held` tokens can be kept, at most `tokens`; these are what is held then."""
