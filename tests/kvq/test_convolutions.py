@@ -17,6 +17,7 @@ from kvq.config import AttentionParams, Budget, CacheShape, ConvShape, KvPlan
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
 from kvq.reference_conv import least_missed, products, seen_rows, short_conv
 from kvq.sizing import CONV_BACK_ROWS, CONV_CHECKPOINTS, CONV_STEP_TOKENS, Arena, CacheSpec
+from snapshot_bytes import HEADER, damaged
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
@@ -376,12 +377,6 @@ def test_no_device_has_them() -> None:
 # Snapshots
 
 
-def damaged(state: bytes, at: int, number: int | float) -> bytes:
-    kind = np.float32 if isinstance(number, float) else np.int32
-    return state[:at] + np.array(number, kind).tobytes() + state[at + 4 :]
-
-
-HEADER = 144
 HELD, WANTED, CHECKPOINTS, RESERVED, PLACES = (HEADER + 4 * i for i in range(5))
 
 

@@ -19,6 +19,7 @@ from kvq.config import FOLD_TOKENS, AttentionParams, Budget, CacheShape, DeltaSh
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
 from kvq.reference_delta import DeltaWeights, Recurrence, base_of
 from kvq.sizing import DELTA_STATES, TIGHT_DELTA_STATES, Arena, CacheSpec, delta_newest
+from snapshot_bytes import HEADER, damaged
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
@@ -417,12 +418,6 @@ def test_no_device_has_them() -> None:
 # Snapshots
 
 
-def damaged(state: bytes, at: int, number: int | float) -> bytes:
-    kind = np.float32 if isinstance(number, float) else np.int32
-    return state[:at] + np.array(number, kind).tobytes() + state[at + 4 :]
-
-
-HEADER = 144
 HELD, WANTED, LIVE, RESERVED, BASES = (HEADER + 4 * i for i in range(5))
 
 
