@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,19 @@ from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import trial
-from serving import CHAT, COMPLETIONS, Rule, ask, client, running, send, wait_until
+from serving import (
+    CHAT,
+    COMPLETIONS,
+    PATIENCE_S,
+    Reply,
+    Rule,
+    ask,
+    client,
+    read_all,
+    running,
+    send,
+    wait_until,
+)
 from tiny import byte_level_tokenizer
 
 pytest.importorskip("llguidance")
@@ -88,9 +101,16 @@ def tokenizer(form: str) -> Tokenizer:
 
 @contextmanager
 def served(
-    form: str, said: str | None = None, context_tokens: int = 2000, **settings: Any
+    form: str,
+    said: str | None = None,
+    context_tokens: int = 2000,
+    before: Callable[[int], object] = lambda _: None,
+    **settings: Any,
 ) -> Iterator[Server]:
-    """A server on a model that always says `said`, or random tokens where that is None."""
+    """A server on a model that always says `said`, or random tokens where that is None.
+
+    `before` is called with the place of each token of `said` before the model says it.
+    """
     rule = Rule(context_tokens=context_tokens)
     rule.tokenizer = found = tokenizer(form)
     go = found.token_id(GO)
@@ -101,7 +121,9 @@ def served(
         return np.random.default_rng(seed).standard_normal(400).astype(np.float32)
 
     def scripted(tokens: Sequence[int]) -> int:
-        return script[min(list(tokens[::-1]).index(go), len(script) - 1)]
+        place = list(tokens[::-1]).index(go)
+        before(place)
+        return script[min(place, len(script) - 1)]
 
     rule.backend.rule = scripted if said is not None else random
     with running(rule.load, sessions=2, **settings) as server:
@@ -411,10 +433,25 @@ def test_a_call_that_the_length_cuts_is_left_out(form: str) -> None:
 
 
 def test_a_stream_that_holds_a_call_back_does_not_fall_silent() -> None:
-    with served("hermes", BARE, ping_s=0.0) as server:
-        reply = ask(server, CHAT, user(tools=[WEATHER], temperature=0, stream=True))
-    assert ": the answer is being written" in reply.events
-    told = [event for event in reply.events if event.startswith("data: {")]
+    heard = threading.Event()
+
+    def wait(place: int) -> None:
+        # Within the call: whatever the client hears now, it hears before the call is whole.
+        if place == 12:
+            assert heard.wait(PATIENCE_S)
+
+    with served("hermes", BARE, before=wait, ping_s=0.0) as server:
+        body = user(tools=[WEATHER], temperature=0, stream=True)
+        with send(server, CHAT, body) as connection:
+            reply = b""
+            while b": the answer is being written" not in reply:
+                part = connection.recv(1 << 16)
+                assert part, reply
+                reply += part
+            assert b"tool_calls" not in reply
+            heard.set()
+            reply += read_all(connection)
+    told = [event for event in Reply(reply).events if event.startswith("data: {")]
     assert json.loads(told[-1][6:])["choices"][0]["finish_reason"] == "tool_calls"
 
 
