@@ -24,6 +24,7 @@ from kvq.settings import (
     stay_offline,
 )
 from kvq_apps import flags, layers, output
+from kvq_apps.flag_values import AUTO
 from kvq_apps.interrupt import INTERRUPTED, noted_interrupts
 from kvq_apps.owners import HelpText
 
@@ -100,6 +101,8 @@ def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
             stay_offline()
         if getattr(arguments, "yes", False):
             agree()
+        if getattr(arguments, "threads", None) == AUTO:
+            arguments.threads = _threads_that_pay()
         with _extras_named():
             return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -111,6 +114,13 @@ def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
     except Exception as error:  # noqa: BLE001  the one place that turns our faults into exit code 1
         _debug_traceback(argv)
         return INTERRUPTED if interrupted() else _report(_explained(error), argv)
+
+
+def _threads_that_pay() -> int:
+    """What `--threads auto` stands for on this machine."""
+    from kvq_apps.bench.tune import threads_that_pay
+
+    return threads_that_pay(output.print_note)
 
 
 def _explained(error: Exception) -> Exception:

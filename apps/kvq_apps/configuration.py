@@ -21,6 +21,7 @@ from kvq.errors import DataError, UsageError
 from kvq.json_values import is_array, is_object
 from kvq.settings import config_folder, environment
 from kvq_apps import layers, options, output, text_input, trust
+from kvq_apps.flag_values import AUTO
 from kvq_apps.flags import FLAGS, told
 from kvq_apps.flags import field as attribute
 from kvq_apps.layers import Found
@@ -283,7 +284,7 @@ def _reach(name: str, value: Any) -> tuple[str, float]:
     if isinstance(value, bool):
         return "switch", not value
     if FLAGS[FLAG_OF[name]].metavar != "SIZE":
-        return "number", math.inf if value == options.UNTIL_FULL else value
+        return "number", math.inf if value in (options.UNTIL_FULL, AUTO) else value
     if value == "0":
         return "num_bytes", 0
     amounts = asdict(parse_budget(value)).items()

@@ -6,6 +6,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+AUTO = "auto"
+
 
 def whole(text: str) -> int:
     """A whole number, as a flag's value."""
@@ -13,6 +15,11 @@ def whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def threads(text: str) -> int | str:
+    """A whole number, or the word `auto`."""
+    return text if text == AUTO else whole(text)
 
 
 def number(text: str) -> float:
@@ -68,6 +75,7 @@ def numbers(text: str) -> tuple[float, ...]:
 READERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("N", "BITS"), whole),
     **dict.fromkeys(("T", "P", "X", "S"), number),
+    "N|auto": threads,
     "N,..": wholes, "X,..": numbers, "SHARE,..": shares, "NAME,..": names, "POLICY,..": policies,
     "FILE.png": Path,
 }  # fmt: skip

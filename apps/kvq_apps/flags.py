@@ -54,8 +54,9 @@ FLAGS: dict[str, Flag] = {
         choices=Owned("kvq_runtime.backends:BACKENDS", "auto")),
     "device": Flag("device to run on: %(choices)s", "cpu", setting="model.device", metavar="NAME",
         choices=Owned("kvq_runtime.gpu:DEVICES")),
-    "threads": Flag("threads to compute with", "what `kvq bench --tune` found, else the cores",
-        setting="model.threads", metavar="N"),
+    "threads": Flag("threads to compute with; auto: as many as pay on this machine, measured once, "
+        "in seconds, and kept", "what was measured, else the cores", setting="model.threads",
+        metavar="N|auto", suggests=("auto",)),
     "yes": Flag("pull a model of the catalogue that is not here yet without asking", switch=True,
         synonyms=("-y",)),
     "offline": Flag("ask no network, not even for a hub id", setting="model.offline", switch=True),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import UsageError, argument
+from kvq_apps.flag_values import AUTO
 from kvq_apps.flags import FLAGS, field
 
 # Fields of `Sampling` by their flags.
@@ -203,7 +204,7 @@ _LEAST = {"threads": 1, "ctx-size": 2, "seed": 0}
 def check(name: str, value: Any) -> None:
     """Raises `UsageError` for a value its owner would refuse, as far as that needs no model."""
     least = _LEAST.get(name)
-    if least is not None and value < least:
+    if least is not None and value != AUTO and value < least:
         raise UsageError(about=f"--{name}", value=value, possible=f"give {least} or more")
     alone = Namespace(**dict.fromkeys(map(field, FLAGS)) | {field(name): value})
     sampling(alone)

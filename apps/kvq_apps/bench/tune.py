@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from kvq import native_linear
+from kvq.errors import DataError
 from kvq.reference_linear import Float, PanelFormat
 from kvq_runtime import device
-from kvq_runtime.tuning import Tuning, built_in, set_prefetching
+from kvq_runtime.tuning import Tuning, built_in, keep, kept, set_prefetching, tuning_path
 
 # A product of a small model's layer; so many of them that no cache holds them.
 FORM = PanelFormat(rows=4864, columns=896, bits=4, block=32)
@@ -39,10 +40,7 @@ def tune(progress: Callable[[str], None]) -> dict[str, Any]:
     weights = Weights()
     here = built_in()
     progress("threads")
-    counts = thread_counts(device.physical_cores(), here.hardware_threads)
-    steps = compared([(here, count) for count in counts], weights.step_seconds)
-    prompts = compared([(here, count) for count in counts], weights.prompt_seconds)
-    seen = dict(zip(counts, zip(steps, prompts, strict=True), strict=True))
+    seen = by_threads(weights, here)
     threads = fewest_threads(seen)
     progress("how weights are fetched")
     candidates = [
@@ -72,6 +70,35 @@ def tune(progress: Callable[[str], None]) -> dict[str, Any]:
             for one, taken in zip((here, *candidates), found, strict=True)
         ],
     }
+
+
+def threads_that_pay(note: Callable[[str], None]) -> int:
+    """As many threads as pay on this machine: as was kept, else as is measured now and kept.
+
+    `note` is told of a measurement. Raises `DataError` for a file that `tuning.keep` has not
+    written.
+    """
+    found = kept()
+    if found is not None and found.threads is not None:
+        return found.threads
+    note("measuring how many threads pay on this machine, once; let other programs rest")
+    here = found or built_in()
+    threads = fewest_threads(by_threads(Weights(), here))
+    try:
+        keep(replace(here, threads=threads))
+    except DataError as error:
+        note(f"{threads} threads pay; they are measured anew each time, since {error}")
+    else:
+        note(f"{threads} threads pay; kept in {tuning_path()}")
+    return threads
+
+
+def by_threads(weights: "Weights", here: Tuning) -> dict[int, tuple[float, float]]:
+    """Median seconds of a step and of a piece of a prompt, by number of threads."""
+    counts = thread_counts(device.physical_cores(), here.hardware_threads)
+    steps = compared([(here, count) for count in counts], weights.step_seconds)
+    prompts = compared([(here, count) for count in counts], weights.prompt_seconds)
+    return dict(zip(counts, zip(steps, prompts, strict=True), strict=True))
 
 
 def thread_counts(cores: int, hardware_threads: int) -> tuple[int, ...]:

@@ -2,14 +2,17 @@
 
 import json
 from dataclasses import replace
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 
 from kvq import native
+from kvq.errors import DataError
 from kvq_apps.bench import tune
 from kvq_apps.cli import main
 from kvq_runtime import tuning
+from kvq_runtime.device import physical_cores
 from kvq_runtime.tuning import Tuning, built_in
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no native library")
@@ -70,6 +73,51 @@ def test_the_command_keeps_what_it_found(
         assert "remove it" in json.loads(capsys.readouterr().out)["tuning"]["reason"]
     finally:
         tuning.apply()
+
+
+def test_auto_threads_are_measured_once(
+    bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def seconds(_: object, asked: Tuning, threads: int) -> float:
+        asked_for.append(threads)
+        return 1.0 / threads
+
+    asked_for = list[int]()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "BUFFER_BYTES", 1)
+    monkeypatch.setattr(tune.Weights, "step_seconds", seconds)
+    monkeypatch.setattr(tune.Weights, "prompt_seconds", seconds)
+    most = built_in().hardware_threads
+    words = ["run", "-m", bundle, "-n", "1", "--temp", "0", "--json", "Once"]
+    for times in (1, 2):
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO()))
+        assert main([*words, "--threads", "auto"]) == 0
+        told = capsys.readouterr()
+        assert json.loads(told.out)["threads"] == most
+        assert ("measuring" in told.err) == (times == 1)
+    assert set(asked_for) == set(tune.thread_counts(physical_cores(), most))
+    assert tuning.kept() == replace(built_in(), threads=most)
+    # What was measured besides stays; a number is never measured.
+    tuning.keep(replace(built_in(), past_caches=True, ahead_bytes=4096))
+    assert tune.threads_that_pay(lambda _: None) == most
+    assert tuning.kept() == replace(built_in(), past_caches=True, ahead_bytes=4096, threads=most)
+
+
+def test_auto_threads_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Tuning) -> None:
+        raise DataError("the disk is full")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "keep", full)
+    monkeypatch.setattr(tune, "Weights", lambda: Small(1 << 20))
+    notes = list[str]()
+    try:
+        assert 1 <= tune.threads_that_pay(notes.append) <= built_in().hardware_threads
+    finally:
+        tuning.apply()
+    assert "measured anew each time, since the disk is full" in notes[-1]
 
 
 Small = tune.Weights
