@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import UsageError, argument
-from kvq_apps.flag_values import AUTO
 from kvq_apps.flags import FLAGS, field
 
 # Fields of `Sampling` by their flags.
@@ -201,11 +200,16 @@ def _disk_bytes(text: str) -> int:
 _LEAST = {"threads": 1, "ctx-size": 2, "seed": 0}
 
 
+def _check_least(name: str, value: int | str) -> None:
+    # The other text that a number may be, `auto`, has no least.
+    if isinstance(value, int) and value < _LEAST[name]:
+        raise UsageError(about=f"--{name}", value=value, possible=f"give {_LEAST[name]} or more")
+
+
 def check(name: str, value: Any) -> None:
     """Raises `UsageError` for a value its owner would refuse, as far as that needs no model."""
-    least = _LEAST.get(name)
-    if least is not None and value != AUTO and value < least:
-        raise UsageError(about=f"--{name}", value=value, possible=f"give {least} or more")
+    if name in _LEAST:
+        _check_least(name, value)
     alone = Namespace(**dict.fromkeys(map(field, FLAGS)) | {field(name): value})
     sampling(alone)
     match name:

@@ -12,6 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -372,6 +373,13 @@ class IncrementalDetokenizer:
         self._shown: frozenset[int] = frozenset()
         self._skipped = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def fork(self) -> IncrementalDetokenizer:
+        """Another that stands at the same place of the same stream."""
+        other = copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
     def skip(self, num_bytes: int) -> None:
         """Leaves out the next `num_bytes` of the stream."""

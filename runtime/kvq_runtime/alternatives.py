@@ -6,7 +6,6 @@ holds the methods; this file knows what is asked of them and what they give, and
 """
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,9 +14,8 @@ from numpy.typing import NDArray
 
 from kvq.errors import UsageError
 from kvq_runtime.backends import C
-from kvq_runtime.constraint import Guide
-from kvq_runtime.generation import Cancel, GenerationOptions, Vocabulary, never
-from kvq_runtime.healing import Beginning
+from kvq_runtime.constraint import Ids
+from kvq_runtime.generation import Cancel, Continuation, GenerationOptions, Vocabulary, never
 from kvq_runtime.sequence import Branch, Work
 
 
@@ -46,23 +44,28 @@ class Line:
     """One alternative while it is written; growing makes another line.
 
     `row` of the branch holds the last of its tokens that were run, -1 the text's end; `score` is
-    what its method ranks it by. `new` of its tokens are not the forced beginning's.
+    what its method ranks it by. `text` is what its tokens complete, without a token that ended it.
     """
 
-    beginning: Beginning | Guide
+    so_far: Continuation
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    text: str = ""
     row: int = -1
     score: float = 0.0
-    new: int = 0
     finish_reason: str | None = None
+
+    @property
+    def choices(self) -> Ids | None:
+        """The tokens that may come next; None: every token."""
+        return self.so_far.beginning.allowed
 
     def allowed(self, scores: NDArray[np.floating]) -> NDArray[np.floating]:
         """`scores` [V] where a token may come next, minus infinity elsewhere."""
-        if self.beginning.allowed is None:
+        if self.choices is None:
             return scores
         masked = np.full_like(scores, -np.inf)
-        masked[self.beginning.allowed] = scores[self.beginning.allowed]
+        masked[self.choices] = scores[self.choices]
         return masked
 
 
@@ -103,14 +106,10 @@ class Asked:
         self.cancel = cancel
         self.recorded = recorded
         self.exact = exact
-        self._vocabulary = vocabulary
-        self._stop_ids = options.ends(vocabulary)
-        self._start = Line(beginning=options.beginning(vocabulary))
-
-    @property
-    def start(self) -> Line:
-        """A line of no token yet."""
-        return self._start
+        # A line of no token yet.
+        self.start = Line(
+            so_far=Continuation(vocabulary, replace(options, max_tokens=self.length), room)
+        )
 
     def need_rows(self, rows: int, method: str) -> None:
         """Refuses, before any pass, a branch larger than the session's."""
@@ -129,30 +128,25 @@ class Asked:
     def grow(self, line: Line, token: int, logprob: float, *, score: float | None = None) -> Line:
         """`line` and one token more; `score` None: by its log-probability."""
         score = line.score + logprob if score is None else score
-        if token in self._stop_ids:
+        if line.so_far.is_end(token):
             return replace(line, score=score, finish_reason="stop")
-        beginning = copy(line.beginning)
-        new = line.new + (not beginning.take(token))
-        grown = replace(
+        so_far = line.so_far.fork()
+        return replace(
             line,
-            beginning=beginning,
+            so_far=so_far,
             ids=(*line.ids, token),
             logprobs=(*line.logprobs, logprob),
+            text=line.text + (so_far.take(token) or ""),
             score=score,
-            new=new,
+            finish_reason=so_far.finish_reason,
         )
-        if beginning.ended:
-            return replace(grown, finish_reason="stop")
-        if self.options.stop_strings and self._cut(self._text(grown.ids))[1]:
-            return replace(grown, finish_reason="stop")
-        return replace(grown, finish_reason="length") if new >= self.length else grown
 
     def finished(self, line: Line) -> Alternative:
         """What a line has become."""
         return Alternative(
             ids=line.ids,
             logprobs=line.logprobs,
-            text=self._cut(self._text(line.ids))[0],
+            text=line.text + line.so_far.fork().rest(),
             finish_reason=line.finish_reason or "cancelled",
         )
 
@@ -160,21 +154,10 @@ class Asked:
         """The first `length` tokens of a line."""
         if length >= len(line.ids):
             return line
-        return replace(
-            line, ids=line.ids[:length], logprobs=line.logprobs[:length], finish_reason="length"
-        )
-
-    def _text(self, ids: Sequence[int]) -> str:
-        detokenizer = self._vocabulary.detokenizer()
-        if self.options.begin_with:
-            detokenizer.skip(len(self.options.begin_with))
-        return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
-
-    def _cut(self, text: str) -> tuple[str, bool]:
-        """`text` before its first stop string, and whether there is one."""
-        places = [text.find(stop) for stop in self.options.stop_strings]
-        found = [place for place in places if place >= 0]
-        return (text[: min(found)], True) if found else (text, False)
+        cut = self.start
+        for token, logprob in zip(line.ids[:length], line.logprobs, strict=False):
+            cut = self.grow(cut, token, logprob)
+        return replace(cut, row=line.row, score=line.score, finish_reason="length")
 
 
 class Writer(Protocol):

@@ -53,6 +53,10 @@ class Step:
 class Detokenizer(Protocol):
     """Turns token ids, one by one, into whole characters."""
 
+    def fork(self) -> "Detokenizer":
+        """Another that stands at the same place."""
+        ...
+
     def skip(self, num_bytes: int) -> None:
         """Leaves out the first `num_bytes` of what comes: they are the prompt's."""
         ...
@@ -72,6 +76,10 @@ class Detokenizer(Protocol):
 
 class NoText:
     """The detokenizer of a model without a tokenizer."""
+
+    def fork(self) -> "NoText":
+        """It stands nowhere."""
+        return self
 
     def skip(self, num_bytes: int) -> None:
         """There is nothing to leave out."""
@@ -159,17 +167,6 @@ class GenerationOptions:
             raise UsageError(about="max_tokens", value=self.max_tokens, possible="give 1 or more")
         _check_sampling(self.sampling)
 
-    def ends(self, vocabulary: Vocabulary) -> frozenset[int]:
-        """The tokens that end the answer."""
-        return vocabulary.stop_ids if self.stop_ids is None else self.stop_ids
-
-    def beginning(self, vocabulary: Vocabulary) -> Beginning | Guide:
-        """What may come next at the answer's start. Raises `UsageError` as `Generation` does."""
-        beginning = Beginning(vocabulary.pieces, self.begin_with)
-        if self.grammar is None:
-            return beginning
-        return self.grammar.guide(beginning, self.ends(vocabulary))
-
 
 def _check_sampling(given: object) -> None:
     if not isinstance(given, Sampling):
@@ -192,6 +189,66 @@ class Taken:
     prompt_tokens: int
 
 
+class Continuation:
+    """What comes after a text, token by token: its text, and why it ended. Chooses nothing.
+
+    `new` counts the tokens that are not the forced beginning's, `beginning` knows which may come
+    next. Raises `UsageError` for a `begin_with` that no tokens spell and for an empty stop string.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, options: GenerationOptions, room: int) -> None:
+        self.finish_reason: str | None = None
+        self.stop_string: str | None = None
+        self.new = 0
+        self.room = room
+        self._most = options.max_tokens
+        self._stop_ids = vocabulary.stop_ids if options.stop_ids is None else options.stop_ids
+        self.beginning: Beginning | Guide = Beginning(vocabulary.pieces, options.begin_with)
+        if options.grammar is not None:
+            self.beginning = options.grammar.guide(self.beginning, self._stop_ids)
+        self._detokenizer = vocabulary.detokenizer()
+        if options.shown:
+            self._detokenizer.show(options.shown)
+        if options.begin_with:
+            self._detokenizer.skip(len(options.begin_with))
+        self._stops = StopStrings(options.stop_strings)
+
+    def fork(self) -> "Continuation":
+        """Another that goes on from the same place."""
+        other = copy(self)
+        other.beginning = copy(self.beginning)
+        other._detokenizer = self._detokenizer.fork()
+        other._stops = copy(self._stops)
+        return other
+
+    def is_end(self, token: int) -> bool:
+        """Whether `token` says that the answer is over."""
+        return token in self._stop_ids
+
+    def take(self, token: int) -> str | None:
+        """The text that `token` completes; None where it only spells the prompt's end."""
+        self.room -= 1
+        text = self._stops.feed(self._detokenizer.push(token))
+        if self.beginning.take(token) and self.room > 0:
+            return None
+        self.new += 1
+        if self.is_end(token) or self._stops.found is not None or self.beginning.ended:
+            self.finish_reason = "stop"
+        elif self.new == self._most or self.room <= 0:
+            self.finish_reason = "length"
+        return text
+
+    def rest(self) -> str:
+        """Text held back until the end, which is here."""
+        if self._stops.found is None:
+            text = self._stops.feed(self._detokenizer.flush())
+            text += "" if self._stops.found is not None else self._stops.flush()
+        else:
+            text = ""
+        self.stop_string = self._stops.found
+        return text
+
+
 class Generation:
     """One answer that grows by what `take` is given, until `finish_reason` says why it ended.
 
@@ -208,27 +265,22 @@ class Generation:
         room: int,
         generator: np.random.Generator,
     ) -> None:
-        self.finish_reason: str | None = None
         self._options = options
         self._history = list(history)
-        self._room = room
-        self._new = 0
+        self._so_far = Continuation(vocabulary, options, room)
         self._rank = options.first_rank
         self._generator = generator
-        self._stop_ids = options.ends(vocabulary)
-        self._beginning = options.beginning(vocabulary)
-        self._detokenizer = vocabulary.detokenizer()
-        if options.shown:
-            self._detokenizer.show(options.shown)
-        if options.begin_with:
-            self._detokenizer.skip(len(options.begin_with))
-        self._stops = StopStrings(options.stop_strings)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None: it has not."""
+        return self._so_far.finish_reason
 
     @property
     def room(self) -> int:
         """How many tokens it can still choose."""
-        limit = self._options.max_tokens
-        return self._room if limit is None else min(self._room, limit - self._new)
+        limit, so_far = self._options.max_tokens, self._so_far
+        return so_far.room if limit is None else min(so_far.room, limit - so_far.new)
 
     @property
     def drafts(self) -> bool:
@@ -239,14 +291,16 @@ class Generation:
     def exact_rows(self) -> int:
         """How many of the largest logits decide what comes next; 0: all of them may."""
         options = self._options
-        every = options.logprobs or options.top_logprobs or self._beginning.allowed is not None
+        every = (
+            options.logprobs or options.top_logprobs or self._so_far.beginning.allowed is not None
+        )
         rows = options.sampling.exact_rows
         return 0 if every or rows == 0 else max(rows, self._rank + 1)
 
     @property
     def begun(self) -> bool:
         """Whether a token that is not the prompt's was chosen."""
-        return self._new > 0
+        return self._so_far.new > 0
 
     def take(
         self, logits: NDArray[np.float32], draft: Draft = NO_DRAFT, *, cancel: Cancel = never
@@ -275,14 +329,14 @@ class Generation:
     def foresight(self) -> "Foresight":
         """A sampler that stands where this answer does and goes on along guesses."""
         return Foresight(
-            self._options.sampling, self._history, copy(self._beginning), self._generator
+            self._options.sampling, self._history, copy(self._so_far.beginning), self._generator
         )
 
     def _candidates(
         self, logits: NDArray[np.float32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """What may come next, and how likely."""
-        allowed = self._beginning.allowed
+        allowed = self._so_far.beginning.allowed
         rank, self._rank = self._rank, 0
         if rank:
             return ranked(logits, rank, allowed)
@@ -290,39 +344,23 @@ class Generation:
 
     def _step(self, logits: NDArray[np.float32], token: int, cancel: Cancel) -> Step | None:
         """Takes `token` as the next; its step unless it only spells the prompt's end."""
-        options = self._options
+        options, so_far = self._options, self._so_far
         self._history.append(token)
-        self._room -= 1
-        text = self._stops.feed(self._detokenizer.push(token))
-        if self._beginning.take(token) and self._room > 0:
-            self.finish_reason = "cancelled" if cancel() else None
+        text = so_far.take(token)
+        if so_far.finish_reason is None and cancel():
+            so_far.finish_reason = "cancelled"
+        if text is None:
             return None
-        self._new += 1
-        self.finish_reason = self._reason(token, cancel)
-        if self.finish_reason is not None:
-            text += self._rest()
+        if so_far.finish_reason is not None:
+            text += so_far.rest()
         return Step(
             token=token,
             text=text,
             logprob=log_probability(logits, token) if options.logprobs else None,
             top=likeliest(logits, options.top_logprobs),
-            finish_reason=self.finish_reason,
-            stop_string=self._stops.found,
+            finish_reason=so_far.finish_reason,
+            stop_string=so_far.stop_string,
         )
-
-    def _reason(self, token: int, cancel: Cancel) -> str | None:
-        if token in self._stop_ids or self._stops.found is not None or self._beginning.ended:
-            return "stop"
-        if self._new == self._options.max_tokens or self._room <= 0:
-            return "length"
-        return "cancelled" if cancel() else None
-
-    def _rest(self) -> str:
-        """Text held back until now."""
-        if self._stops.found is not None:
-            return ""
-        rest = self._stops.feed(self._detokenizer.flush())
-        return rest if self._stops.found is not None else rest + self._stops.flush()
 
 
 class Foresight:

@@ -41,7 +41,7 @@ class Branches:
         going = [asked.start] * (asked.count if self.kind == "samples" else 1)
         done, enough = list[Line](), self.patience * asked.count if self.kind == "beam" else inf
         # After a first token each line goes on with the likeliest one.
-        greedy = self.kind == "first" and asked.start.beginning.allowed is None
+        greedy = self.kind == "first" and asked.start.choices is None
         exact_rows = int(greedy and not asked.exact)
         while going and len(done) < enough and not asked.cancel():
             going, logits = yield from step(branch, going, exact_rows)
@@ -70,7 +70,7 @@ def _samples(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> li
     tokens = [
         sample(
             own, asked.options.sampling, (*asked.history, *line.ids), asked.generator,
-            line.beginning.allowed,
+            line.choices,
         )
         for line, own in zip(lines, logits, strict=True)
     ]  # fmt: skip

@@ -245,7 +245,7 @@ def _greedy(line: Line, logits: NDArray[np.float32], asked: Asked) -> Line:
 
 def _sampled(line: Line, logits: NDArray[np.float32], asked: Asked) -> Line:
     history = (*asked.history, *line.ids)
-    sampling, allowed = asked.options.sampling, line.beginning.allowed
+    sampling, allowed = asked.options.sampling, line.choices
     return asked.grow(line, sample(logits, sampling, history, asked.generator, allowed), 0.0)
 
 

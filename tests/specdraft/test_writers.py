@@ -12,19 +12,22 @@ from hypothesis import strategies as st
 
 from kvq.config import KvPlan
 from kvq.errors import UsageError
-from kvq_runtime.alternatives import Alternative, log_normalizers
+from kvq_models.control import ControlTokens
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.alternatives import Alternative, Asked, log_normalizers
 from kvq_runtime.backends import Rows
 from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.constraint import Constraint
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import Vocabulary
+from kvq_runtime.generation import GenerationOptions, Vocabulary
 from kvq_runtime.session import Session
 from kvq_specdraft import writer_named
 from kvq_specdraft.branches import Branches
 from kvq_specdraft.ngrams import WEIGHTS, build
 from kvq_specdraft.superposed import Superposed
 from shelf import Shelf
+from tiny import byte_level_tokenizer
 
 V = 12
 END = 11
@@ -42,6 +45,44 @@ def logits_after(tokens: Sequence[int]) -> np.ndarray:
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
     """Of logits [..., V]."""
     return logits - log_normalizers(np.atleast_2d(logits)).reshape(*logits.shape[:-1], 1)
+
+
+BYTES = Tokenizer.from_json(byte_level_tokenizer().to_str(), ControlTokens(eos=(0,)), None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    choices=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 399)), max_size=30),
+    stops=st.sampled_from([(), ("é",), ("b", "ab"), ("the",)]),
+)
+def test_lines_that_grow_from_one_another_keep_their_own_text(
+    choices: list[tuple[int, int]], stops: tuple[str, ...]
+) -> None:
+    """Whatever halves of characters and of stop strings a line holds back is its own."""
+
+    def said(ids: Sequence[int]) -> str:
+        pieces = [BYTES.token_bytes(token, special=False) for token in ids]
+        whole = b"".join(pieces).decode(errors="replace")
+        places = [whole.find(stop) for stop in stops if stop in whole]
+        return whole[: min(places, default=len(whole))]
+
+    spelt = BYTES.encode("é ab the béb")
+    asked = Asked(
+        Vocabulary.of(BYTES, frozenset({0})),
+        GenerationOptions(max_tokens=6, stop_strings=stops),
+        count=3, branch_rows=99, room=99, history=TEXT, generator=np.random.default_rng(0),
+    )  # fmt: skip
+    lines = [asked.start]
+    for place, number in choices:
+        line = lines[place % len(lines)]
+        token = spelt[number % len(spelt)] if number % 3 else number
+        if line.finish_reason is None and token < BYTES.vocab_size:
+            lines.append(asked.grow(line, token, -1.0))
+    for line in lines:
+        short = asked.shortened(line, 2)
+        assert (short.ids, short.logprobs) == (line.ids[:2], line.logprobs[:2])
+        for one in (line, short):
+            assert asked.finished(one).text == said(one.ids)
 
 
 def opened(backend: RuleBackend, seed: int = 0, **more: int) -> Session[RuleCache]:
