@@ -1,28 +1,20 @@
 """Work that an editor may show while it goes on: LSP's work done progress. Knows no server."""
 
-from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
+from kvq_apps.lsp.connection import Connection
+
 
 class Progress:
-    """One piece of work, shown from when the client agrees until it ends. From any thread.
+    """One piece of work, shown from when the client agrees until it ends. From any thread."""
 
-    `call` sends a request of ours, whose answer a function gets; `send` a notification.
-    """
-
-    def __init__(
-        self,
-        token: str,
-        title: str,
-        call: Callable[[str, dict[str, Any], Callable[[Any], None]], None],
-        send: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._token, self._title, self._send = token, title, send
+    def __init__(self, token: str, title: str, client: Connection) -> None:
+        self._token, self._title, self._client = token, title, client
         self._lock = Lock()
         self._shown = self._ended = False
         self._done: int | None = None
-        call("window/workDoneProgress/create", {"token": token}, self._begin)
+        client.call("window/workDoneProgress/create", {"token": token}, self._begin)
 
     def report(self, done: int) -> None:
         """So many of a hundred parts are done; told only when it is another number."""
@@ -46,5 +38,4 @@ class Progress:
 
     def _tell(self, value: dict[str, Any]) -> None:
         if self._shown and not self._ended:
-            params = {"token": self._token, "value": value}
-            self._send({"method": "$/progress", "params": params})
+            self._client.notify("$/progress", {"token": self._token, "value": value})

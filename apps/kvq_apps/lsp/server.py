@@ -8,28 +8,36 @@ pop-up; only settings that wait for trust are told in one. Protocol: LSP 3.18,
 textDocument/inlineCompletion.
 """
 
-import itertools
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol, cast
 
 from kvq import __version__
 from kvq.json_values import is_array, is_object
-from kvq_apps.completion.document import Document, Encoding, Position
+from kvq_apps.completion.document import Document, Encoding
 from kvq_apps.completion.drafts import Completion
 from kvq_apps.flags import told
+from kvq_apps.lsp.connection import LATER, Connection
+from kvq_apps.lsp.documents import (
+    Counts,
+    OpenDocument,
+    Request,
+    Selected,
+    before_place,
+    explained,
+    items,
+    position_of,
+)
 from kvq_apps.lsp.frames import (
     CANCELLED,
     INVALID_PARAMS,
     INVALID_REQUEST,
     METHOD_NOT_FOUND,
     NOT_INITIALIZED,
-    FrameWriter,
     RpcError,
-    read_frames,
 )
 from kvq_apps.lsp.progress import Progress
 from kvq_apps.lsp.settings import Settings
@@ -69,78 +77,11 @@ class Completer(Protocol):
     def close(self) -> None: ...
 
 
-_Shown = dict[tuple[int, int], Completion]
-
-
-@dataclass(slots=True)
-class _Open:
-    """A document, its version, and the list shown at one place of it until the next edit."""
-
-    document: Document
-    version: int
-    shown: dict[tuple[int, int], Completion] = field(
-        default_factory=dict[tuple[int, int], Completion]
-    )
-    typed: TypedThrough | None = None
-    request: "_Request | None" = None
-    last: Completion | None = None
-    binary: bool = False
-    # A change could not be made: this is not the editor's text until all of it comes again.
-    lost: bool = False
-    # What somebody took of the suggestions shown last: nothing, part or all; None: none were shown.
-    taken: str | None = None
-    # Where somebody was last, as far as is known.
-    place: tuple[int, int] = (0, 0)
-
-    def why_not(self) -> str | None:
-        """Why this text is not completed, or None."""
-        if self.lost:
-            return "changes came out of order: close and open the document"
-        return "the document is no text" if self.binary else None
-
-
-@dataclass(slots=True)
-class _Request:
-    """A completion somebody waits for."""
-
-    id: int | str
-    uri: str
-    version: int
-    place: tuple[int, int]
-    selected: "_Selected | None" = None
-    as_list: bool = False
-    cancelled: bool = False
-    superseded: bool = False
-
-    def ends(self) -> bool:
-        """Whether nobody waits any more."""
-        return self.cancelled or self.superseded
-
-
-@dataclass(frozen=True, slots=True)
-class _Selected:
-    """What the editor's own list would put in place of a range."""
-
-    text: str
-    start: Position
-    end: Position
-    range: dict[str, Any]
-
-
 class _Changed:
     """What tells the worker that another document may be the one to read."""
 
 
 _CHANGED = _Changed()
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Lists of suggestions shown so far, and those of which one was taken, all or a part."""
-
-    shown: int = 0
-    accepted: int = 0
-    partly: int = 0
 
 
 class LanguageServer:
@@ -158,95 +99,10 @@ class LanguageServer:
         notice: str | None = None,
     ) -> None:
         self._notice = notice
-        self._source = source
-        self._writer = FrameWriter(sink)
+        self._client = Connection(source, sink, log)
         self._load = load
         self._log = log
-        self._documents: dict[str, _Open] = {}
-        # Where somebody was last, and whether the editor tells that.
-        self._focused: str | None = None
-        self._tells_focus = False
-        self._waiting: dict[int | str, _Request] = {}
-        self._encoding: Encoding = "utf-16"
-        self._initialized = self._shut_down = False
-        self._settings = Settings()
-        self._pulls = self._shows_progress = self._as_list = False
-        self._calls: dict[str, Callable[[Any], None]] = {}
-        self._completer: Completer | None = None
-        self._loading: Progress | None = None
-        self._gone = threading.Event()
-        self._numbers = itertools.count()
-        self._failure: str | None = None
-        self._counts = _Counts()
-        # A request; that documents have changed; None: the end.
-        self._work: SimpleQueue[_Request | _Changed | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._worker = threading.Thread(target=self._run_worker, name="kvq-lsp", daemon=True)
-
-    def run(self) -> int:
-        """Serves until `exit` or the end of input; the exit code."""
-        code = 1
-        for message in read_frames(self._source, self._log):
-            if isinstance(message, RpcError):
-                self._answer(None, error=message)
-            elif message.get("method") == "exit":
-                code = 0 if self._shut_down else 1
-                break
-            else:
-                self._take(message)
-        self._gone.set()
-        with self._lock:
-            for request in self._waiting.values():
-                request.cancelled = True
-        self._work.put(None)
-        if self._initialized:
-            self._worker.join(10.0)
-        self._writer.close()
-        return code
-
-    # What comes in
-
-    def _take(self, message: dict[str, Any]) -> None:
-        method, params, number = message.get("method"), message.get("params"), message.get("id")
-        if not isinstance(method, str):
-            if "result" not in message and "error" not in message:
-                self._answer(None, error=RpcError(INVALID_REQUEST, "the message has no method"))
-            elif (answered := self._calls.pop(str(number), None)) is not None:
-                answered(message.get("result"))
-            return
-        try:
-            result = self._handle(method, params if is_object(params) else {}, number)
-        except RpcError as error:
-            if number is not None:
-                self._answer(number, error=error)
-            else:
-                self._log(f"{method}: {told(error)}")
-        except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError) as error:
-            self._log(f"{method}: {type(error).__name__}: {told(error)}")
-            if number is not None:
-                self._answer(number, error=RpcError(INVALID_PARAMS, f"{method}: {error!r}"))
-        else:
-            if number is not None and result is not _LATER:
-                self._answer(number, result=result)
-
-    def _handle(self, method: str, params: dict[str, Any], number: Any) -> Any:
-        if method == "initialize":
-            if self._initialized:
-                raise RpcError(INVALID_REQUEST, "initialize came twice")
-            return self._initialize(params)
-        if not self._initialized:
-            raise RpcError(NOT_INITIALIZED, "initialize comes first")
-        if self._shut_down:
-            raise RpcError(INVALID_REQUEST, "the server is shut down; only exit may follow")
-        handler = self._handlers().get(method)
-        if handler is None:
-            if number is not None:
-                raise RpcError(METHOD_NOT_FOUND, f"{method} is not known here")
-            return None
-        return handler(params, number)
-
-    def _handlers(self) -> dict[str, Callable[[dict[str, Any], Any], Any]]:
-        return {
+        self._handlers: dict[str, Callable[[dict[str, Any], Any], Any]] = {
             "initialized": self._on_initialized,
             "shutdown": self._on_shutdown,
             "textDocument/didOpen": self._on_open,
@@ -260,6 +116,55 @@ class LanguageServer:
             "workspace/executeCommand": self._on_command,
             "textDocument/didPartiallyAcceptCompletion": self._on_part,
         }
+        self._documents: dict[str, OpenDocument] = {}
+        # Where somebody was last, and whether the editor tells that.
+        self._focused: str | None = None
+        self._tells_focus = False
+        self._waiting: dict[int | str, Request] = {}
+        self._encoding: Encoding = "utf-16"
+        self._initialized = self._shut_down = False
+        self._settings = Settings()
+        self._pulls = self._shows_progress = self._as_list = False
+        self._completer: Completer | None = None
+        self._loading: Progress | None = None
+        self._gone = threading.Event()
+        self._failure: str | None = None
+        self._counts = Counts()
+        # A request; that documents have changed; None: the end.
+        self._work: SimpleQueue[Request | _Changed | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._worker = threading.Thread(target=self._run_worker, name="kvq-lsp", daemon=True)
+
+    def run(self) -> int:
+        """Serves until `exit` or the end of input; the exit code."""
+        left = self._client.serve(self._handle)
+        self._gone.set()
+        with self._lock:
+            for request in self._waiting.values():
+                request.cancelled = True
+        self._work.put(None)
+        if self._initialized:
+            self._worker.join(10.0)
+        self._client.close()
+        return 0 if left and self._shut_down else 1
+
+    # What comes in
+
+    def _handle(self, method: str, params: dict[str, Any], number: Any) -> Any:
+        if method == "initialize":
+            if self._initialized:
+                raise RpcError(INVALID_REQUEST, "initialize came twice")
+            return self._initialize(params)
+        if not self._initialized:
+            raise RpcError(NOT_INITIALIZED, "initialize comes first")
+        if self._shut_down:
+            raise RpcError(INVALID_REQUEST, "the server is shut down; only exit may follow")
+        handler = self._handlers.get(method)
+        if handler is None:
+            if number is not None:
+                raise RpcError(METHOD_NOT_FOUND, f"{method} is not known here")
+            return None
+        return handler(params, number)
 
     def _initialize(self, params: dict[str, Any]) -> dict[str, Any]:
         capabilities = params.get("capabilities", {})
@@ -297,7 +202,7 @@ class LanguageServer:
         self._pull()
         if self._notice is not None:
             shown = {"type": _WARNING, "message": f"kvq: {self._notice}"}
-            self._writer.send({"method": "window/showMessage", "params": shown})
+            self._client.notify("window/showMessage", shown)
         with self._lock:
             if self._completer is None and self._failure is None:
                 self._loading = self._progress(LOADING, "kvq: loading the model")
@@ -306,13 +211,13 @@ class LanguageServer:
         """Work that is shown from now on, where the client shows any."""
         if not self._shows_progress:
             return None
-        return Progress(token, title, self._call, self._writer.send)
+        return Progress(token, title, self._client)
 
     def _pull(self) -> None:
         """Asks the client for its settings, where it can be asked."""
         if self._pulls:
             items = {"items": [{"section": "kvq"}]}
-            self._call("workspace/configuration", items, self._configured)
+            self._client.call("workspace/configuration", items, self._configured)
 
     def _configured(self, result: Any) -> None:
         if is_array(result) and result:
@@ -324,12 +229,6 @@ class LanguageServer:
             self._settings = self._settings.changed(wanted.get("kvq", wanted), self._log)
         self._pull()
 
-    def _call(self, method: str, params: dict[str, Any], then: Callable[[Any], None]) -> None:
-        """A request of ours; `then` gets its result."""
-        number = f"kvq-{next(self._numbers)}"
-        self._calls[number] = then
-        self._writer.send({"id": number, "method": method, "params": params})
-
     def _on_shutdown(self, _: dict[str, Any], __: Any) -> None:
         self._shut_down = True
 
@@ -338,9 +237,7 @@ class LanguageServer:
         with self._lock:
             self._supersede(item["uri"])
             text = str(item["text"])
-            self._documents[item["uri"]] = _Open(
-                Document(text), int(item["version"]), binary="\0" in text
-            )
+            self._documents[item["uri"]] = OpenDocument.of(text, int(item["version"]))
             # An editor that tells where somebody is opens others only to look into them.
             if not self._tells_focus or self._focused == item["uri"]:
                 self._focus(item["uri"])
@@ -352,33 +249,8 @@ class LanguageServer:
             if known is None:
                 self._log(f"a change of {item['uri']}, which is not open, is left out")
                 return
-            self._supersede(item["uri"])
-            known.shown.clear()
-            # Until every change is made.
-            known.lost, lost = True, known.lost
-            version = int(item["version"])
-            lost |= version <= known.version
-            for change in params["contentChanges"]:
-                whole = self._change(known, change)
-                lost &= not whole
-            known.version, known.lost = version, lost
+            known.change(params["contentChanges"], item["version"], self._encoding)
             self._focus(item["uri"])
-
-    def _change(self, known: _Open, change: dict[str, Any]) -> bool:
-        """Makes one change; whether it was all of the text."""
-        text = change["text"]
-        if not isinstance(text, str):
-            raise TypeError("the text of a change is not a string")
-        if change.get("range") is None:
-            known.document, known.typed, known.binary = Document(text), None, "\0" in text
-            return True
-        known.binary |= "\0" in text
-        start, end = (_position(change["range"][side]) for side in ("start", "end"))
-        if known.typed and not known.typed.survives(start.line, end.line, text):
-            known.typed = None
-        known.document.replace(start, end, text, self._encoding)
-        known.place = known.document.place(start, self._encoding)
-        return False
 
     def _on_close(self, params: dict[str, Any], _: Any) -> None:
         with self._lock:
@@ -391,7 +263,7 @@ class LanguageServer:
         with self._lock:
             self._tells_focus = True
             if position is not None and (known := self._documents.get(uri)) is not None:
-                known.place = known.document.place(_position(position), self._encoding)
+                known.place = known.document.place(position_of(position), self._encoding)
             self._focus(uri)
 
     def _focus(self, uri: str) -> None:
@@ -407,9 +279,9 @@ class LanguageServer:
     def _on_completion(self, params: dict[str, Any], number: Any, *, as_list: bool = False) -> Any:
         if number is None:
             return None  # nobody can be answered
-        uri, position = params["textDocument"]["uri"], _position(params["position"])
+        uri, position = params["textDocument"]["uri"], position_of(params["position"])
         context: dict[str, Any] = params.get("context") or {}
-        selected = _selected(context.get("selectedCompletionInfo"))
+        selected = Selected.read(context.get("selectedCompletionInfo"))
         with self._lock:
             known = self._documents.get(uri)
             why_not = self._why_not(uri, known)
@@ -418,18 +290,16 @@ class LanguageServer:
             place = known.document.place(position, self._encoding)
             if len(known.document.line(place[0])) > MOST_LINE:
                 return self._nothing(known, "the line is too long")
-            shown = known.shown.get(place)
-            if shown is None and known.typed is not None:
-                shown = known.typed.rest(known.document, place)
+            shown = known.known_at(place)
             if shown is not None and selected is None:
                 known.last = known.shown[place] = shown
                 return self._items(uri, known.document, place, shown, as_list=as_list)
-            self._supersede(uri)
+            known.supersede()
             known.place = place
-            request = _Request(number, uri, known.version, place, selected, as_list)
+            request = Request(number, uri, known.version, place, selected, as_list)
             known.request = self._waiting[number] = request
         self._work.put(request)
-        return _LATER
+        return LATER
 
     def _on_cancel(self, params: dict[str, Any], _: Any) -> None:
         with self._lock:
@@ -461,7 +331,7 @@ class LanguageServer:
         with self._lock:
             known = self._documents.get(uri)
             last = None if known is None else known.last
-            return None if last is None else _explained(last) | {"counts": asdict(self._counts)}
+            return None if last is None else explained(last) | {"counts": asdict(self._counts)}
 
     def _accepted(self, uri: str, taken: str = "all", *_: Any) -> None:
         """A suggestion of those shown last was put into a document: `all` of it, or a `part`."""
@@ -469,11 +339,8 @@ class LanguageServer:
             raise ValueError(f"{taken!r} of a suggestion: it is all or part")
         with self._lock:
             known = self._documents.get(uri)
-            if known is None or known.taken in (None, "all", taken):
-                return
-            self._counts.partly += 1 if taken == "part" else -(known.taken == "part")
-            self._counts.accepted += taken == "all"
-            known.taken = taken
+            if known is not None:
+                self._counts.take(known, taken)
 
     def _on_part(self, params: dict[str, Any], _: Any) -> None:
         """As GitHub's language server is told it: the item is one that was shown."""
@@ -481,7 +348,7 @@ class LanguageServer:
 
     # What goes out
 
-    def _why_not(self, uri: str, known: _Open | None) -> str | None:
+    def _why_not(self, uri: str, known: OpenDocument | None) -> str | None:
         """Why there is no completion, before anybody is asked for one."""
         if known is None:
             return "this document is not open"
@@ -493,14 +360,14 @@ class LanguageServer:
             return self._failure or "the model is loading"
         return None
 
-    def _nothing(self, known: _Open | None, why_not: str) -> None:
+    def _nothing(self, known: OpenDocument | None, why_not: str) -> None:
         if known is not None:
             known.last = Completion(drafts=(), why_not=why_not)
 
     def _supersede(self, uri: str) -> None:
         known = self._documents.get(uri)
-        if known is not None and known.request is not None:
-            known.request.superseded = True
+        if known is not None:
+            known.supersede()
 
     def _run_worker(self) -> None:
         try:
@@ -518,7 +385,7 @@ class LanguageServer:
         if completer is not None:
             completer.close()
 
-    def _next(self, completer: Completer | None) -> _Request | None:
+    def _next(self, completer: Completer | None) -> Request | None:
         """The next request. In idle time meanwhile a document is read."""
         idle = completer is not None
         while True:
@@ -541,7 +408,7 @@ class LanguageServer:
         def report(done: int, total: int) -> None:
             nonlocal shown
             if shown is None and total - done > SHOWN_TOKENS:
-                token = f"{READING}-{next(self._numbers)}"
+                token = f"{READING}-{self._client.number()}"
                 shown = self._progress(token, "kvq: reading the document")
             if shown is not None:
                 shown.report(100 * done // total)
@@ -570,7 +437,7 @@ class LanguageServer:
         """Whether somebody waits for the worker."""
         return not self._work.empty()
 
-    def _complete(self, completer: Completer, request: _Request) -> None:
+    def _complete(self, completer: Completer, request: Request) -> None:
         with self._lock:
             known = self._documents.get(request.uri)
             if known is None or request.ends():
@@ -580,7 +447,7 @@ class LanguageServer:
             document = known.document.copy()
         place = request.place
         if request.selected is not None:
-            place = self._with_selected(document, request.selected)
+            place = request.selected.put_into(document, self._encoding)
         try:
             found = completer.complete(document, place, cancel=request.ends)
         except Exception as error:  # noqa: BLE001  told in the log, never in a pop-up
@@ -599,25 +466,18 @@ class LanguageServer:
             if found.drafts and request.selected is None:
                 known.shown[place] = found
                 known.typed = TypedThrough(document, place, found)
-            items = self._items(
+            shown = self._items(
                 request.uri, document, place, found, request.selected, as_list=request.as_list
             )
-            self._answer(request.id, result=items)
+            self._client.answer(request.id, result=shown)
 
-    def _with_selected(self, document: Document, selected: _Selected) -> tuple[int, int]:
-        """Puts the choice of the editor's list into `document`; the place behind it."""
-        line, column = document.place(selected.start, self._encoding)
-        document.replace(selected.start, selected.end, selected.text, self._encoding)
-        before, ended, last = selected.text.rpartition("\n")
-        return line + before.count("\n") + len(ended), len(last) + (0 if ended else column)
-
-    def _end(self, request: _Request) -> None:
+    def _end(self, request: Request) -> None:
         """Answers a request whose answer nobody wants: each gets exactly one."""
         self._waiting.pop(request.id, None)
         if request.cancelled:
-            self._answer(request.id, error=RpcError(CANCELLED, "cancelled"))
+            self._client.answer(request.id, error=RpcError(CANCELLED, "cancelled"))
         else:
-            self._answer(request.id, result=None)
+            self._client.answer(request.id, result=None)
 
     def _items(
         self,
@@ -625,7 +485,7 @@ class LanguageServer:
         document: Document,
         place: tuple[int, int],
         found: Completion,
-        selected: _Selected | None = None,
+        selected: Selected | None = None,
         *,
         as_list: bool,
     ) -> dict[str, Any] | None:
@@ -633,67 +493,8 @@ class LanguageServer:
         if not found.drafts:
             return None
         if selected is None:
-            line, column = place
-            start = _word_start(document.line(line), column)
-            before = document.line(line)[start:column]
-            rows = [
-                {"line": line, "character": document.units(line, at, self._encoding)}
-                for at in (start, column)
-            ]
-            replaced = {"start": rows[0], "end": rows[1]}
+            before, replaced = before_place(document, place, self._encoding)
         else:
             before, replaced = selected.text, selected.range
         texts = [before + draft.text for draft in found.drafts[: self._settings.drafts]]
-        command = {"title": "kvq: accepted", "command": "kvq.accepted", "arguments": [uri, "all"]}
-        if as_list:
-            items = [_list_item(text, replaced) | {"command": command} for text in texts]
-            return {"isIncomplete": True, "items": items}
-        items = [{"insertText": text, "range": replaced, "command": command} for text in texts]
-        return {"items": items}
-
-    def _answer(self, number: Any, *, result: Any = None, error: RpcError | None = None) -> None:
-        if error is None:
-            self._writer.send({"id": number, "result": result})
-        else:
-            self._writer.send({"id": number, "error": {"code": error.code, "message": str(error)}})
-
-
-_LATER = object()
-
-
-def _list_item(text: str, replaced: dict[str, Any]) -> dict[str, Any]:
-    """An item of `textDocument/completion`."""
-    edit = {"range": replaced, "newText": text}
-    return {"label": text.strip(), "filterText": text, "detail": "kvq", "textEdit": edit}
-
-
-def _selected(value: dict[str, Any] | None) -> _Selected | None:
-    if not value:
-        return None
-    start, end = (_position(value["range"][side]) for side in ("start", "end"))
-    return _Selected(str(value["text"]), start, end, value["range"])
-
-
-def _position(value: dict[str, Any]) -> Position:
-    return Position(int(value["line"]), int(value["character"]))
-
-
-def _word_start(line: str, column: int) -> int:
-    """Where the word that ends at `column` begins; the line's own beginning on a blank one."""
-    if not line[:column].strip():
-        return 0
-    start = column
-    while start > 0 and (line[start - 1].isalnum() or line[start - 1] == "_"):
-        start -= 1
-    return start
-
-
-def _explained(last: Completion) -> dict[str, Any]:
-    """What the last completion cost, or why there was none."""
-    return {
-        "reusedTokens": last.reused_tokens,
-        "encodedTokens": last.encoded_tokens,
-        "ms": last.ms,
-        "drafts": [{"text": one.text, "logprob": one.logprob} for one in last.drafts],
-        "whyNot": last.why_not,
-    }
+        return items(texts, replaced, uri, as_list=as_list)
