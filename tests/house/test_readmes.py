@@ -22,8 +22,10 @@ from environment import ROOTS, folders_in
 from kvq.policies import POLICIES
 from kvq_apps.cli import main
 from kvq_apps.serve import shapes
-from kvq_apps.serve.shapes import SHAPES
-from serving import process
+from kvq_apps.serve.app import make_app
+from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.fields import Fields
+from serving import Rule, ask, process, running
 from shelf import Shelf
 
 ROOT = Path(__file__).parents[2]
@@ -126,16 +128,57 @@ def test_the_table_of_policies_has_every_one() -> None:
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)) == sorted(POLICIES)
 
 
-def test_the_http_reference_has_every_route_field_and_error() -> None:
-    section = (ROOT / "apps/README.md").read_text().partition("\n## HTTP reference\n")[2]
+# One request of each kind with all that has fields of its own.
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SCHEMA = {"name": "a", "schema": {"type": "object"}}
+REQUESTS = [
+    ("/v1/chat/completions", {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "a", "content": "a"},
+        ],
+        "stream_options": {"include_usage": True}, "stream": True,
+    }),
+    ("/v1/chat/completions", {
+        "messages": [{"role": "user", "content": "a"}],
+        "response_format": {"type": "json_schema", "json_schema": SCHEMA},
+    }),
+    # Read, then refused, as this model calls no tools.
+    ("/v1/chat/completions", {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    }),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/completion", {"prompt": "a", "n_predict": 1}),
+    ("/infill", {
+        "input_prefix": "a", "input_suffix": "b",
+        "input_extra": [{"filename": "a", "text": "b"}],
+    }),
+    ("/tokenize", {"content": "a"}),
+    ("/detokenize", {"tokens": [7]}),
+    ("/apply-template", {"messages": [{"role": "user", "content": "a"}]}),
+]  # fmt: skip
+
+
+def test_the_http_reference_has_every_route_field_and_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def noted(fields: Fields, name: str) -> object:
+        known.add(name)
+        return get(fields, name)
+
+    get, known = Fields.get, set(MEASURES)
+    monkeypatch.setattr(Fields, "get", noted)
+    with running(Rule(infills=True).load) as server:
+        for path, body in REQUESTS:
+            ask(server, path, body)
     source = "".join(file.read_text() for file in (ROOT / "apps/kvq_apps/serve").glob("*.py"))
-    routes = {path.partition("{")[0] for path in re.findall(r'Route\("(/[^"]*)"', source)} | {
-        *SHAPES
-    }
-    fields = r'(?:fields|extension|message|chunk)\.(?:text|whole|number|flag|object)s?\("(\w+)"'
-    known = {*re.findall(fields, source), *re.findall(r'code="(\w+)"', source), *MEASURES}
-    assert len(routes) > 11
-    assert len(known) > 60
+    known |= {*re.findall(r'code="(\w+)"', source)}
+    section = (ROOT / "apps/README.md").read_text().partition("\n## HTTP reference\n")[2]
+    routes = {route.path.partition("{")[0] for route in make_app(None, ServeConfig()).routes}
+    # The innermost field of each request was asked for.
+    assert {"include_usage", "schema", "arguments", "filename", "parameters"} <= known
     assert [path for path in sorted(routes) if path not in section] == []
     assert [name for name in sorted(known) if not re.search(rf"\b{name}\b", section)] == []
 
