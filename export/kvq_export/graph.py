@@ -312,7 +312,7 @@ class _Builder:
         return self._node(f"{_norm_path(name)}/Add", [hidden, both])
 
     def _shared(self, layer: int, x: ir.Value, hidden: ir.Value) -> ir.Value:
-        """Hidden + what the MLP that experts share makes of x, gated by one number of each token."""
+        """Hidden + what the MLP that experts share makes of x, gated by a number of each token."""
         up, down, gate, *_ = feed_products(self.config, layer)
         found = self._branch(down, self._linear(up, x), None)
         path = node_path(gate)

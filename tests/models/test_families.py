@@ -103,6 +103,10 @@ BOUNDS = {
     "qwen3-moe": Bounds(shipped=0.03),
     "gemma4-experts": Bounds(shipped=0.05),
     "mixtral": Bounds(shipped=0.07, four_bit=1.3),
+    "gpt-oss": Bounds(shipped=0.1, four_bit=1.6),
+    "qwen3-5-moe": Bounds(shipped=0.1, four_bit=2.2),
+    "qwen3-next": Bounds(shipped=0.1, four_bit=2.2),
+    "lfm2-moe": Bounds(shipped=0.05, four_bit=1.6),
 }
 CASES = {name: Case(row=name, bounds=BOUNDS.get(name, Bounds())) for name in tiny.CASES}
 # The row's tied head on scaled embeddings always repeats the last token; this one does not.

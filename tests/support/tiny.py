@@ -219,11 +219,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt-oss": (
         "gpt_oss",
         {
-            "num_hidden_layers": 3,
             "sliding_window": 24,
             "intermediate_size": 96,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 150_000.0,
