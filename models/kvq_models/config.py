@@ -268,7 +268,9 @@ class ModelConfig:
     The embedding row is multiplied by `embedding_scale`, logits by `logits_scale`, which the
     canonical weight of the last norm has in it; logits x become c * tanh(x / c) where
     `final_softcap` is a c > 0; norm weights are stored as w - `norm_offset`. `norm` is the kind of
-    all norms but those of queries and keys. With a `head_bias` one is added to the logits.
+    all norms but those of queries and keys. With a `head_bias` one is added to the logits. With
+    `windows_apart` layers that see a window have a cache of their own, which holds little more than
+    that; else pages behind it go when room is short.
     """
 
     model_type: str
@@ -286,6 +288,7 @@ class ModelConfig:
     norm: NormKind = "rms"
     head_bias: bool = False
     per_layer: PerLayer | None = None
+    windows_apart: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -452,15 +455,16 @@ class ModelConfig:
         """What a sequence keeps of layers that have keys of their own, by the shape of their heads.
 
         In the order of their first layers. Where layers read others' keys, those with a window are
-        apart from those without: only the last of a class can be read.
+        apart from those without: only the last of a class can be read. So they are where
+        `windows_apart` asks for it.
         """
         attending = [one.mixer for one in self.layers if isinstance(one.mixer, Attention)]
-        shares = any(mixer.kv_from is not None for mixer in attending)
+        apart = self.windows_apart or any(mixer.kv_from is not None for mixer in attending)
         members: dict[tuple[int, ...], list[int]] = {}
         for index, layer in enumerate(self.layers):
             mixer = layer.mixer
             if isinstance(mixer, Attention) and mixer.kv_from is None:
-                window = mixer.window_tokens if shares else 0
+                window = mixer.window_tokens if apart else 0
                 key = (mixer.heads, mixer.kv_heads, mixer.head_dim, window)
                 members.setdefault(key, []).append(index)
         return tuple(

@@ -53,6 +53,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         mixer={"sinks": True},
         own=typed_layers(_TYPE, types, values["sliding_window"]),
         feeds=dict.fromkeys(range(count), experts),
+        windows_apart=True,
     )
 
 

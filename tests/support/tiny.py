@@ -598,6 +598,7 @@ _DTYPES: Mapping[str, tuple[Any, str]] = {
     "float32": (np.float32, "F32"),
     "float16": (np.float16, "F16"),
     "bfloat16": (ml_dtypes.bfloat16, "BF16"),
+    "uint8": (np.uint8, "U8"),
 }
 
 
