@@ -87,8 +87,8 @@ class OnnxBackend(PagedBackend):
         if device != gpu.PROCESSOR:
             if not bundle.config.uniform:
                 raise BackendError(
-                    f"layers of a {bundle.config.model_type} model differ in their heads, read "
-                    f"others' keys or convolve, which {device!r} has no kernels for; use "
+                    f"layers of a {bundle.config.model_type} model differ in their heads or "
+                    f"windows, read others' keys or convolve, which {device!r} has no kernels for; use "
                     f"{argument('device', 'cpu')}"
                 )
             if not self._has_modes:
