@@ -88,8 +88,8 @@ class OnnxBackend(PagedBackend):
             if not bundle.config.uniform:
                 raise BackendError(
                     f"layers of a {bundle.config.model_type} model differ in their heads or "
-                    f"windows, read others' keys or convolve, which {device!r} has no kernels for; use "
-                    f"{argument('device', 'cpu')}"
+                    f"windows, read others' keys or convolve, which {device!r} has no kernels for; "
+                    f"use {argument('device', 'cpu')}"
                 )
             if not self._has_modes:
                 raise BackendError(
