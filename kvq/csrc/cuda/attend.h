@@ -394,6 +394,11 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     }
 }
 
+// The logit of a head's sink, in octaves; kNothing: it has none.
+KVQ_DEVICE float sink_of(const kvq_cuda_sequence& s, int head) {
+    return s.sink_logits ? s.sink_logits[head] * kLog2E : kNothing;
+}
+
 // A row's softmax over all splits and its head's sink, from its partial results: the largest logit,
 // 1 / sum of weights.
 struct Softmax {
@@ -416,8 +421,7 @@ KVQ_KERNEL merge(kvq_cuda_attention a, kvq_cuda_sequence s) {
     if (i >= a.head_dim) return;
     const float* parts = s.partials + (int64_t{kv_head} * rows + row) * a.splits * stride;
     const int head = kv_head * group + row % group;
-    const float sink = s.sink_logits ? s.sink_logits[head] * kLog2E : kNothing;
-    const Softmax softmax(parts, a.splits, stride, sink);
+    const Softmax softmax(parts, a.splits, stride, sink_of(s, head));
     float total = 0;
     for (int p = 0; p < a.splits; p++)
         total += parts[p * stride + 2 + i] * softmax.share(parts[p * stride]);
