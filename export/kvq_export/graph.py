@@ -219,9 +219,23 @@ class _Builder:
             return self._delta_net(layer, mixer, projected, self._exact(before[1], hidden))
         if isinstance(mixer, ShortConv):
             return self._short_conv(layer, projected)
+        if mixer.head_gate:
+            return self._gated_heads(layer, mixer, projected, self._exact(before[1], hidden))
         if not mixer.output_gate:
             return self._attention(layer, projected)
         return self._gated_attention(layer, mixer, projected)
+
+    def _gated_heads(
+        self, layer: int, mixer: Attention, qkv: ir.Value, gates: ir.Value
+    ) -> ir.Value:
+        """Attention whose heads are each multiplied by one number of a token, [T, heads]."""
+        path = f"/model/layers.{layer}/attn/head_gate"
+        gates = self._node(f"{path}/Sigmoid", [gates])
+        gates = self._node(f"{path}/each/Reshape", [gates, self._integers(-1, 1)])
+        each, whole = self._integers(-1, mixer.head_dim), self._integers(-1, mixer.width)
+        heads = self._node(f"{path}/heads/Reshape", [self._attention(layer, qkv), each])
+        heads = self._node(f"{path}/Mul", [heads, gates])
+        return self._node(f"{path}/Reshape", [heads, whole])
 
     def _exact(self, product: Product, x: ir.Value) -> ir.Value:
         """A product with weights as they are."""

@@ -61,7 +61,8 @@ class Attention:
     keys and values of that earlier layer. With an `output_gate` the matrix of queries makes a gate
     of every head too, behind its query; what the head gives is multiplied by sigmoid(gate). With
     `sinks` each head has a learned logit beside those of its keys, of no token: it shares in the
-    softmax and gives nothing.
+    softmax and gives nothing. With a `head_gate` one more product makes a number of every head,
+    by whose sigmoid what the head gives is multiplied.
     """
 
     heads: int
@@ -81,6 +82,7 @@ class Attention:
     kv_from: int | None = None
     output_gate: bool = False
     sinks: bool = False
+    head_gate: bool = False
 
     @property
     def width(self) -> int:
@@ -384,6 +386,8 @@ class ModelConfig:
             )
         _check_known("norm of queries and keys", mixer.qk_norm, get_args(QkNorm))
         _check_known("source of values", mixer.values, get_args(Values))
+        if mixer.head_gate and mixer.output_gate:
+            raise ModelError("a head has one gate: of every channel, or of all of them")
         if mixer.sinks and mixer.kv_from is not None:
             raise ModelError("a layer that reads another's keys has no sinks")
 

@@ -60,8 +60,8 @@ class Product:
         """What a layer calls it: qkv, o, gate_up, down, router, experts_gate_up, experts_down.
 
         Of an MLP that experts share shared_gate_up, shared_down and shared_gate.
-        Of a convolution in_proj and out_proj; of a delta net also gates, between these; and of
-        per-layer embeddings per_layer_gate and per_layer_up.
+        Of a convolution in_proj and out_proj; of a delta net also gates between these, as attention
+        has head_gate; and of per-layer embeddings per_layer_gate and per_layer_up.
         """
         return self.weight.rpartition(".")[2]
 
@@ -78,7 +78,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
 def mixer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
     """Queries, keys and values, attention's output; or what enters another mixer and leaves it.
 
-    Between these two a delta net has that of its gates.
+    Between these two a delta net has that of its gates, and attention that of its heads'.
     """
     layer, name = config.layers[index], f"layers.{index}"
     mixer = layer.mixer
@@ -97,6 +97,7 @@ def mixer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
             kept=2 * mixer.kv_width,
             norm=None if layer.norms == "after" else f"{name}.attn_norm",
         ),
+        *(() if not mixer.head_gate else (_head_gate(config, mixer, index),)),
         Product(
             weight=f"{name}.o",
             bias=f"{name}.o_bias" if mixer.output_bias else None,
@@ -106,6 +107,19 @@ def mixer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
             layer=index,
             after=None if layer.norms == "before" else f"{name}.post_attn_norm",
         ),
+    )
+
+
+def _head_gate(config: ModelConfig, mixer: Attention, index: int) -> Product:
+    after = config.layers[index].norms == "after"
+    return Product(
+        weight=f"layers.{index}.head_gate",
+        place="attn/head_gate",
+        rows=mixer.heads,
+        columns=config.hidden_size,
+        layer=index,
+        norm=None if after else f"layers.{index}.attn_norm",
+        exact=True,
     )
 
 

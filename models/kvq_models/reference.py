@@ -206,6 +206,10 @@ def _attention(
     attended = _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
     if gate is not None:
         attended = attended * sigmoid(gate)
+    if mixer.head_gate:
+        entering = _half(config, weight, layer, hidden, "attn_norm", without="after")
+        gates = sigmoid(entering @ weight(name + "head_gate").T)
+        attended = attended * np.repeat(gates, mixer.head_dim, axis=1)
     output = attended @ weight(name + "o").T
     if mixer.output_bias:
         output = output + weight(name + "o_bias")

@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, str] = {
     "granite": "kvq_models.granite:FAMILY",
     "lfm2": "kvq_models.lfm2:FAMILY",
     "lfm2_moe": "kvq_models.lfm2_moe:FAMILY",
+    "lfm3": "kvq_models.lfm3:FAMILY",
     "llama": "kvq_models.llama:FAMILY",
     "ministral3": "kvq_models.ministral3:FAMILY",
     "mistral": "kvq_models.mistral:FAMILY",

@@ -99,6 +99,9 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
         nodes[f"{path}/attn/{kind}"] = (kind, attention_attributes(config, layer))
         if mixer.output_gate:
             nodes[f"{path}/attn/gate/Mul"] = ("Mul", {})
+        if mixer.head_gate:
+            nodes[f"{path}/attn/head_gate/Gemm"] = ("Gemm", {"transB": 1})
+            nodes[f"{path}/attn/head_gate/Mul"] = ("Mul", {})
         if mixer.growth:
             nodes[f"{path}/attn/growth/Mul"] = ("Mul", {})
         if mixer.value_norm and own.owns_keys:

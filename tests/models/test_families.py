@@ -106,6 +106,7 @@ BOUNDS = {
     "gpt-oss": Bounds(shipped=0.1, four_bit=1.6),
     "qwen3-5-moe": Bounds(shipped=0.1, four_bit=2.2),
     "qwen3-next": Bounds(shipped=0.1, four_bit=2.2),
+    "lfm3": Bounds(shipped=0.02, four_bit=1.6),
     "lfm2-moe": Bounds(shipped=0.05, four_bit=1.6),
 }
 CASES = {name: Case(row=name, bounds=BOUNDS.get(name, Bounds())) for name in tiny.CASES}

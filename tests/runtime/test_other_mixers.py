@@ -40,9 +40,10 @@ OTHERS = {
     "qwen3-5": "delta nets",
     "lfm2-moe": "convolutions",
     "qwen3-next": "delta nets",
+    "lfm3": "convolutions",
 }
 # Random traces of each part: those of experts repeat what the mixers' own have shown.
-TRACES = {"lfm2": 20, "qwen3-5": 20, "lfm2-moe": 2, "qwen3-next": 2}
+TRACES = {"lfm2": 20, "qwen3-5": 20, "lfm2-moe": 2, "qwen3-next": 2, "lfm3": 2}
 
 
 @pytest.fixture(scope="module", params=OTHERS)

@@ -307,6 +307,16 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm3": (
+        "lfm3",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", _SLIDING, "conv", _FULL, _SLIDING],
+            "sliding_window": 24,
+            "conv_L_cache": 5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
