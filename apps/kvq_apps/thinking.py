@@ -1,5 +1,6 @@
 """Whether a chat's model thinks before it answers, and the form of an answer behind a thought."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,35 +67,46 @@ class Thinks:
 
         if answer is None and self.budget is None:
             return None
-        closing = self.thinking.tokenizer.token_id(self.thinking.form.closing)
-        if closing is None and self.budget is not None:
+        form = self.thinking.form
+        closing = self._spelled(form.closing)
+        if not closing.startswith("<") and self.budget is not None:
             raise UsageError(
                 "this model's mark after a thought is no token of its own, so its thinking cannot "
                 "be held to reasoning_budget_tokens; leave that out"
             )
         thought = "thought thought_end /[ \\n]*/"
-        first = thought if self.begun else f"(thought_mark {thought})?"
-        rules = f"{self._thought(closing)}{'' if self.begun else self._open()}"
+        rules = self._thought(closing)
+        if self.begun:
+            first = thought
+        elif form.plain:
+            first = f"(thought_mark {thought} | plain_mark)"
+            rules += f"plain_mark: {self._spelled(form.plain)}\n"
+        else:
+            first = f"(thought_mark {thought})?"
+        rules += "" if self.begun else f"thought_mark: {self._spelled(form.opening)}\n"
         return Constraint(f"start: {first} behind\n{rules}{self._answer(answer, shown)}")
 
-    def _thought(self, closing: int | None) -> str:
-        """Rules of a thought and of the mark after it."""
+    def _thought(self, closing: str) -> str:
+        """Rules of a thought and of the mark after it, as it is spelled."""
         mark = _text(self.thinking.form.closing)
-        if closing is None:
+        if not closing.startswith("<"):
             return f'thought[lazy]: /(?s:.*){mark}/\nthought_end: ""\n'
         limit = "" if self.budget is None else f"[max_tokens={self.budget}]"
         rest = f"/(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/"
-        return f"thought{limit}: THOUGHT\nTHOUGHT: {rest}\nthought_end: <[{closing}]>\n"
+        return f"thought{limit}: THOUGHT\nTHOUGHT: {rest}\nthought_end: {closing}\n"
 
-    def _open(self) -> str:
-        """The rule of the mark before a thought: a control token by its id, then its text."""
-        tokenizer, mark = self.thinking.tokenizer, self.thinking.form.opening
-        first = self.thinking.form.tokens[0]
-        token = tokenizer.token_id(first)
-        if token is None:
-            return f"thought_mark: /{_text(mark)}/\n"
-        rest = mark.removeprefix(first)
-        return f"thought_mark: <[{token}]>{f' /{_text(rest)}/' if rest else ''}\n"
+    def _spelled(self, mark: str) -> str:
+        """A mark in a rule: control tokens by their ids, and what lies between as text."""
+        token_id, tokens = self.thinking.tokenizer.token_id, self.thinking.form.tokens
+        known = {token: token_id(token) for token in tokens}
+        held = "|".join(re.escape(token) for token in tokens if known[token] is not None)
+        parts = re.split(f"({held})", mark) if held else [mark]
+        spelled = (
+            f"<[{known[part]}]>" if known.get(part) is not None else f"/{_text(part)}/"
+            for part in parts
+            if part
+        )
+        return " ".join(spelled)
 
     def _answer(self, answer: "Constraint | None", shown: Sequence[int]) -> str:
         if answer is not None:

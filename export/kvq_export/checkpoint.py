@@ -41,8 +41,12 @@ _BESIDE_TEXT = tuple(
 )  # fmt: skip
 # That are compared of a head and an embedding that are said to be one.
 _HEAD_ROWS = 32
-# Tensors of three dimensions that hold a matrix of each expert.
-_STACKED = ("gate_up_proj", "down_proj")
+# Tensors that hold a matrix, or a bias, of each expert, and how many axes they have.
+_STACKED = {
+    f"{name}{end}": rank
+    for name in ("gate_up_proj", "down_proj")
+    for end, rank in (("", 3), ("_bias", 2), ("_blocks", 4), ("_scales", 3))
+}
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
 FLOAT_DTYPES: dict[str, DTypeLike] = {
@@ -350,7 +354,7 @@ class Checkpoint:
 def _experts_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The matrices of a tensor that holds those of all experts, by the experts' numbers."""
     owner, _, own = name.rpartition(".")
-    stacked = own in _STACKED and owner.endswith(".experts") and len(tensor.shape) == 3
+    stacked = owner.endswith(".experts") and len(tensor.shape) == _STACKED.get(own)
     # Of no bytes a file may claim any number of them.
     if not stacked or tensor.shape[0] > MOST_EXPERTS or not isinstance(tensor, TensorEntry):
         yield name, tensor

@@ -219,15 +219,30 @@ class _Builder:
             return self._delta_net(layer, mixer, projected, self._exact(before[1], hidden))
         if isinstance(mixer, ShortConv):
             return self._short_conv(layer, projected)
+        if mixer.head_gate:
+            return self._gated_heads(layer, mixer, projected, self._exact(before[1], hidden))
         if not mixer.output_gate:
             return self._attention(layer, projected)
         return self._gated_attention(layer, mixer, projected)
+
+    def _gated_heads(
+        self, layer: int, mixer: Attention, qkv: ir.Value, gates: ir.Value
+    ) -> ir.Value:
+        """Attention whose heads are each multiplied by one number of a token, [T, heads]."""
+        path = f"/model/layers.{layer}/attn/head_gate"
+        gates = self._node(f"{path}/Sigmoid", [gates])
+        gates = self._node(f"{path}/each/Reshape", [gates, self._integers(-1, 1)])
+        each, whole = self._integers(-1, mixer.head_dim), self._integers(-1, mixer.width)
+        heads = self._node(f"{path}/heads/Reshape", [self._attention(layer, qkv), each])
+        heads = self._node(f"{path}/Mul", [heads, gates])
+        return self._node(f"{path}/Reshape", [heads, whole])
 
     def _exact(self, product: Product, x: ir.Value) -> ir.Value:
         """A product with weights as they are."""
         path = node_path(product)
         x = x if product.norm is None else self._norm(f"{path}/norm", x, product.norm)
-        return self._node(f"{path}/Gemm", [x, self._stored(product.weight)], transB=1)
+        bias = [] if product.bias is None else [self._stored(product.bias)]
+        return self._node(f"{path}/Gemm", [x, self._stored(product.weight), *bias], transB=1)
 
     def _gated_attention(self, layer: int, mixer: Attention, projected: ir.Value) -> ir.Value:
         """Attention of queries that each have a gate behind them, times what these are."""
@@ -257,11 +272,14 @@ class _Builder:
         attributes = attention_attributes(self.config, layer)
         cache, freq = self.caches[self.config.place(layer)[0]], self._inv_freq(mixer.rope)
         norms = [self._stored(f"{weights}.q_norm")] if mixer.qk_norm == "heads" else []
+        inputs: list[ir.Value | None]
         if shared:
             inputs = [qkv, self.logit_rows, cache, self.sequence_rows, freq, *norms]
         else:
             norms += [self._stored(f"{weights}.k_norm")] if norms else []
             inputs = [qkv, self.positions, cache, self.sequence_rows, freq, *norms]
+            if mixer.sinks:
+                inputs += [None] * (2 - len(norms)) + [self._stored(f"{weights}.sink_logits")]
         kind = "SharedAttention" if shared else "Attention"
         out = self._node(f"{path}/{kind}", inputs, domain="kvq", **attributes)
         # No shape inference knows this op, so its output is declared.
@@ -299,12 +317,26 @@ class _Builder:
             up, down = feed_products(self.config, layer)
             return self._branch(down, self._linear(up, x), hidden)
         if feed.beside is None:
-            return self._experts(layer, x, hidden)
+            found = self._experts(layer, x, hidden)
+            return found if feed.shared is None else self._shared(layer, x, found)
         up, down, *_ = feed_products(self.config, layer)
         dense = self._branch(down, self._linear(up, x), None)
         name = f"layers.{layer}.post_mlp_norm"
         both = self._norm(_norm_path(name), self._experts(layer, x, dense), name)
         return self._node(f"{_norm_path(name)}/Add", [hidden, both])
+
+    def _shared(self, layer: int, x: ir.Value, hidden: ir.Value) -> ir.Value:
+        """Hidden + what the MLP that experts share makes of x, gated by a number of each token."""
+        up, down, gate, *_ = feed_products(self.config, layer)
+        found = self._branch(down, self._linear(up, x), None)
+        path = node_path(gate)
+        # A Gemm of one column adds up otherwise for one row than for several.
+        x = x if gate.norm is None else self._norm(f"{path}/norm", x, gate.norm)
+        x = self._node(f"{path}/row/Mul", [x, self._stored(gate.weight)])
+        factor = self._node(f"{path}/ReduceSum", [x, self._integers(-1)], keepdims=1)
+        factor = self._node(f"{path}/Sigmoid", [factor])
+        found = self._node(f"{path}/Mul", [found, factor])
+        return self._node(f"{path}/Add", [hidden, found])
 
     def _experts(self, layer: int, x: ir.Value, hidden: ir.Value) -> ir.Value:
         """Hidden + what the experts of a layer, by the shares of its router, make of x."""
@@ -324,7 +356,13 @@ class _Builder:
             hidden if after is None else None,
             self.weights_view,
             self.layer_modes,
+            *(None if one.bias is None else self._stored(one.bias) for one in (gate_up, down)),
         ]
+        feed = self.config.layers[layer].feed
+        if isinstance(feed, Experts) and feed.choice_bias:
+            inputs.append(self._stored(f"layers.{layer}.choice_bias"))
+        while inputs[-1] is None:
+            inputs.pop()
         formats = {name: matrix.format for name, matrix in self.layout.matrices.items()}
         attributes = experts_attributes(self.config, products, formats.__getitem__)
         out = self._node(own, inputs, domain="kvq", **attributes)

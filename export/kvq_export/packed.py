@@ -30,6 +30,7 @@ from numpy.typing import DTypeLike
 from kvq.errors import CheckpointError
 from kvq.reference_linear import BLOCKS, SCALE_UNIT, ZERO_PARTS, BlockFormat, Blocks, Grid
 from kvq_export.checkpoint import FLOAT_DTYPES, Checkpoint, TensorEntry
+from kvq_export.mxfp4 import unpacked_experts
 from kvq_export.packed_config import Quantization, read_quantization
 
 WORD_BITS = 32
@@ -195,6 +196,8 @@ def unpacked(opened: Checkpoint, said: object) -> Checkpoint:
     another kind, `CheckpointError` for tensors that are missing or do not belong together.
     """
     quantization = read_quantization(said)
+    if quantization.method == "mxfp4":
+        return unpacked_experts(opened)
     packing = _PACKINGS[quantization.method]
     entries = cast(Mapping[str, TensorEntry], opened.tensors)
     tensors = dict(opened.tensors)

@@ -25,6 +25,7 @@ _KEYS: Mapping[str, Mapping[str, Key]] = {
         "bits": MustEqual(4), "w_bit": MustEqual(4), "group_size": _COLUMNS,
         "q_group_size": _COLUMNS, "version": MustEqual("gemm", "GEMM"), "format": MustEqual("gemm"),
     },
+    "mxfp4": {},
     "compressed-tensors": {
         "format": _PACKED, "config_groups": Required(dict), "kv_cache_scheme": _NONE,
         "transform_config": _NONE,
@@ -59,7 +60,7 @@ class Scheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
-    """What a `quantization_config` says: every matrix has one of `schemes`.
+    """What a `quantization_config` says: every matrix has one of `schemes`; MXFP4 has no other.
 
     `zeros`: each has zero points, `lowered`: which are stored with 1 taken off. `dealt`: each says
     which group a column is in.
@@ -79,12 +80,14 @@ def read_quantization(said: object) -> Quantization:
         method = _values("quantised", {"quant_method": Required(str)}, root)["quant_method"]
         _values("quantised weights", {"quant_method": MustEqual(*_KEYS)}, root)
         values = _values(method, _KEYS[method], root)
+        if method == "mxfp4":
+            return Quantization(method=method, schemes=())
         return _compressed(values) if method == "compressed-tensors" else _older(method, values)
     except ModelError as error:
         raise UnsupportedModelError(
             f"these weights are quantised in a way that is not read: {error}. Possible are GPTQ "
-            "and compressed-tensors (pack-quantized) of 4 and 8 bits, and AWQ (gemm) of 4 bits; "
-            "export one of these or the original checkpoint"
+            "and compressed-tensors (pack-quantized) of 4 and 8 bits, AWQ (gemm) of 4 bits, and "
+            "experts in MXFP4; export one of these or the original checkpoint"
         ) from error
 
 

@@ -18,6 +18,7 @@ from kvq_export.config import MEAN_BITS, WeightFormat
 from kvq_export.hub import Located, locate
 from kvq_export.hub_files import unseen
 from kvq_export.packed import unpacked
+from kvq_export.views import viewed
 from kvq_export.writer import Progress
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource
@@ -112,11 +113,12 @@ class FolderSource:
         return family.weights(config)
 
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
-        """See `Source.checkpoint`; matrices that were quantised before are one tensor each."""
+        """See `Source.checkpoint`; matrices are one tensor each, whatever they were stored as."""
         opened, said = Checkpoint.open(self.path), self._quantization
         if is_wrapper(read_json(self.path / "config.json")):
             opened = opened.text_part()
-        return opened if said is None else unpacked(opened, said)
+        opened = opened if said is None else unpacked(opened, said)
+        return viewed(opened, self.config()[0].views(config))
 
     def tokenizer_files(self) -> TokenizerFiles:
         """See `Source.tokenizer_files`."""

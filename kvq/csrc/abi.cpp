@@ -150,8 +150,10 @@ int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t* parents, int3
 }
 int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tokens,
                      const float* qkv, const int64_t* positions, const float* inv_freq,
-                     const float* q_norm, const float* k_norm, float* out) {
-    const kvq::Inputs inputs{tokens, qkv, positions, inv_freq, q_norm, k_norm, out};
+                     const float* q_norm, const float* k_norm, const float* sink_logits,
+                     float* out) {
+    const kvq::Inputs inputs{tokens, qkv,    positions,   inv_freq,
+                             q_norm, k_norm, sink_logits, out};
     return with_cache(handle, [&](Cache& cache) { return cache.attend(*attention, inputs); });
 }
 int kvq_cache_convolve(int64_t handle, int32_t layer, int32_t tokens, const float* bcx,
@@ -170,7 +172,7 @@ int kvq_cache_recur(int64_t handle, int32_t layer, int32_t tokens, const float* 
 int kvq_cache_look(int64_t handle, const kvq_attention* attention, int32_t queries,
                    const int64_t* rows, const float* q, const float* inv_freq, const float* q_norm,
                    float* out) {
-    const kvq::Inputs inputs{queries, q, nullptr, inv_freq, q_norm, nullptr, out, rows};
+    const kvq::Inputs inputs{queries, q, nullptr, inv_freq, q_norm, nullptr, nullptr, out, rows};
     return with_cache(handle, [&](Cache& cache) { return cache.look(*attention, inputs); });
 }
 int kvq_cache_commit(int64_t handle, const int32_t* rows, int32_t count, kvq_stats* stats) {

@@ -122,6 +122,14 @@ void AttendJob::load_rows(Block& block, Visibility& sight, int kv_head, int firs
     }
 }
 
+// A head's sink weighs as a token would whose value is zero: it is seen first, by one part alone.
+void AttendJob::start_with_sinks(Block& block, int kv_head, int first) const {
+    for (int r = 0; in_.sink_logits && r < block.rows; r++) {
+        block.maximum[r] = in_.sink_logits[kv_head * group() + (first + r) % group()] * kLog2E;
+        block.sum[r] += 1.0f;
+    }
+}
+
 void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) const {
     const int64_t dim = a_.head_dim;
     Rotated rotated(in_.inv_freq, a_.rotary_pairs);
@@ -247,7 +255,10 @@ void AttendJob::run(size_t unit) {
     load_rows(block, sight, kv_head, first, kBlockRows);
     // The newest keys and the sinks come first: they set a maximum that makes many pages
     // negligible.
-    if (split == 0) attend_floats(block, sight, kv_head);
+    if (split == 0) {
+        start_with_sinks(block, kv_head, first);
+        attend_floats(block, sight, kv_head);
+    }
     attend_pages(block, sight, kv_head, first, pages_.columns() * split / splits_,
                  pages_.columns() * (split + 1) / splits_);
     for (int r = 0; r < block.rows; r++) {

@@ -21,6 +21,7 @@ struct Inputs {
     const int64_t* positions;      // [tokens]
     const float* inv_freq;         // [rotary_pairs]
     const float *q_norm, *k_norm;  // [head_dim], or null
+    const float* sink_logits;      // [heads], or null
     float* out;                    // [tokens, heads * head_dim]
     // Of a layer that reads what another has stored, and whose qkv are queries alone: which rows of the
     // pass they are of. Null: of all, each of which brings a key and a value.
@@ -55,6 +56,7 @@ private:
     float* output(int kv_head, int row) const;
     float* partial(int kv_head, int split, int row) const;
     void load_rows(Block& block, class Visibility& sight, int kv_head, int first, int most) const;
+    void start_with_sinks(Block& block, int kv_head, int first) const;
     void attend_floats(Block& block, Visibility& sight, int kv_head) const;
     void attend_pages(Block& block, Visibility& sight, int kv_head, int first, int begin,
                       int end) const;

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 20
+#define KVQ_ABI 21
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -147,10 +147,12 @@ KVQ_EXPORT int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t *bytes,
 KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *parents, int32_t view,
                                int32_t at, const uint8_t *silent);
 /* One layer of the pass: qkv float32 [tokens, (heads + 2 kv_heads) * head_dim]; out float32 [tokens,
-   heads * head_dim]. Every layer must have seen a pass before the next begins. */
+   heads * head_dim]. Every layer must have seen a pass before the next begins. `sink_logits` [heads], or
+   NULL: of each head a logit of no token, which shares in its softmax and gives nothing. */
 KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, int32_t tokens,
                                 const float *qkv, const int64_t *positions, const float *inv_freq,
-                                const float *q_norm, const float *k_norm, float *out);
+                                const float *q_norm, const float *k_norm,
+                                const float *sink_logits, float *out);
 /* One convolution of the pass: bcx float32 [tokens, 3 conv_width], weight [conv_width, conv_taps], out [tokens,
    conv_width]; kvq/reference_conv.py defines it. Every convolution must have seen a pass, one
    after the other, before the next begins. Of a pass of more than draft_tokens rows all can be kept, or that many at most. */
@@ -243,7 +245,9 @@ KVQ_EXPORT int kvq_pack(int32_t values, int32_t channels, const float *x, int32_
 
 /* Weights. A matrix is stored as panels; kvq/reference_linear.py defines their bytes and every
    product's arithmetic. No pointer below is kept, none needs any alignment. */
-enum kvq_activation { KVQ_PLAIN = 0, KVQ_SILU = 1, KVQ_GELU_TANH = 2 };
+/* With KVQ_CLAMPED_SWIGLU, for g = min(gate, 7) and u = min(max(up, -7), 7): g / (1 + exp(-1.702 g)) * (u + 1). */
+enum kvq_activation { KVQ_PLAIN = 0, KVQ_SILU = 1, KVQ_GELU_TANH = 2, KVQ_CLAMPED_SWIGLU = 3 };
+enum kvq_scoring { KVQ_SOFTMAX = 0, KVQ_SIGMOID = 1 };
 enum kvq_view { KVQ_FULL = 0, KVQ_HI = 1 }; /* KVQ_HI: of codes the upper four bits alone */
 enum kvq_grid { KVQ_SYMMETRIC = 0, KVQ_ZERO_POINT = 1, KVQ_MINIMUM = 2 };
 
@@ -277,9 +281,10 @@ typedef struct {
 } kvq_embed;
 KVQ_EXPORT int kvq_embed_run(const kvq_embed *call);
 
-/* out = residual + for every token the sum over its `chosen` experts of share * down . (activation(gate
-   half) * up half of gate_up . x). Experts and shares come of `logits`: those with the largest softmax,
-   which is divided by their sum where `normalised`. A matrix is that of one expert, of whole panels,
+/* out = residual + for every token the sum over its `chosen` experts of share * (down . (activation(gate
+   half) * up half of gate_up . x + gate_up_bias) + down_bias). Experts and shares come of `logits`: those with the
+   largest softmax, or sigmoid and `choice_bias` together; shares are these without that, divided by their sum where
+   `normalised`. A matrix is that of one expert, of whole panels,
    and its panels those of all, one expert's behind the other's. kvq/reference_experts.py defines it. */
 typedef struct {
     kvq_matrix gate_up, down; /* [2 * width, columns] and [columns, width] */
@@ -287,8 +292,10 @@ typedef struct {
     const float *x;           /* [tokens, columns] */
     const float *logits;      /* [tokens, count] */
     const float *residual;    /* [tokens, columns], or NULL */
+    const float *gate_up_bias, *down_bias; /* [count, 2 * width] and [count, columns], or NULL */
+    const float *choice_bias; /* [count], or NULL; of KVQ_SIGMOID alone */
     float *out;               /* [tokens, columns] */
-    int32_t tokens, count, chosen, normalised, activation, view;
+    int32_t tokens, count, chosen, normalised, activation, view, scoring;
 } kvq_experts;
 KVQ_EXPORT int kvq_experts_run(const kvq_experts *call);
 

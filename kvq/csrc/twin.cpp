@@ -275,6 +275,7 @@ int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& 
     table(s.tail_masks, pass_.masks), table(s.positions, pass_.places);
     s.tail_keys = this->rows(tail, stream, 0), s.tail_values = this->rows(tail, stream, 1);
     s.qkv = in.qkv, s.inv_freq = in.inv_freq, s.q_norm = in.q_norm, s.k_norm = in.k_norm;
+    s.sink_logits = in.sink_logits;
     s.queries = scratch, s.partials = scratch + queries, s.out = in.out;
     const auto run = silent ? device_.calls().store : device_.calls().attend;
     note(run(&call, &s, device_.facts().stream));

@@ -145,7 +145,7 @@ int Twin::take(const kvq_attention& a, const Inputs& in, Run&& run) {
     const int64_t row = int64_t{4} * a.head_dim;
     const int64_t qkv = in.tokens * (a.heads + 2 * a.kv_heads) * row,
                   out = in.tokens * a.heads * row;
-    uint8_t* room = taken_.at_least(qkv + out + 3 * row);
+    uint8_t* room = taken_.at_least(qkv + out + 3 * row + int64_t{4} * a.heads);
     if (!room) return KVQ_NO_MEMORY;
     const auto there = [&](int64_t start) { return reinterpret_cast<float*>(room + start); };
     Inputs inputs = in;
@@ -158,6 +158,7 @@ int Twin::take(const kvq_attention& a, const Inputs& in, Run&& run) {
     give(inputs.inv_freq, qkv + out, int64_t{4} * a.rotary_pairs);
     give(inputs.q_norm, qkv + out + row, row);
     give(inputs.k_norm, qkv + out + 2 * row, row);
+    give(inputs.sink_logits, qkv + out + 3 * row, int64_t{4} * a.heads);
     inputs.out = there(qkv);
     const int status = run(inputs);
     if (!status) copy(in.out, inputs.out, out);

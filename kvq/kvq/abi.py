@@ -25,7 +25,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 20
+ABI = 21
 
 
 class Config(Structure):
@@ -167,7 +167,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32, c_int32, _BYTES)),
     "kvq_cache_attend": (
         c_int32,
-        (c_int64, POINTER(Attention), c_int32, _FLOATS, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
+        (c_int64, POINTER(Attention), c_int32, _FLOATS, _INTS, *[_FLOATS] * 5),
     ),
     "kvq_cache_convolve": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS, _FLOATS)),
     "kvq_cache_recur": (

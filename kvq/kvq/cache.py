@@ -343,17 +343,21 @@ class Cache:
         k_norm: NDArray[np.float32] | None = None,
         *,
         shared: bool = False,
+        sink_logits: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         """One layer's attention over the cache and the new tokens; stores their keys and values.
 
         qkv float32 [T, (H + 2 Hk) * D]: unrotated q, k, v heads; positions int64 [T]; inv_freq
         float32 [rotary_dim / 2]; norms float32 [D]. Returns float32 [T, H * D]. `shared`: `look` of
-        all rows, whose queries alone are in qkv.
+        all rows, whose queries alone are in qkv. `sink_logits` float32 [H]: see
+        `reference.attention_weights`; the policy's evidence is of what tokens share alone.
         """
         if shared:
             return self.look(params, qkv, np.arange(len(qkv)), inv_freq, q_norm)
         self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
-        return self.engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm)
+        if sink_logits is not None and sink_logits.shape != (params.num_heads,):
+            raise CacheError(f"sink logits {sink_logits.shape} are not one of each head")
+        return self.engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm, sink_logits)
 
     def convolve(
         self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]

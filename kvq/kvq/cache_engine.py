@@ -93,6 +93,7 @@ class CacheEngine(Protocol):
         inv_freq: Float,
         q_norm: Float | None = None,
         k_norm: Float | None = None,
+        sink_logits: Float | None = None,
     ) -> Float: ...
     def convolve(self, layer: int, bcx: Float, weight: Float) -> Float: ...
 

@@ -313,10 +313,11 @@ class ClassedCache:
         k_norm: NDArray[np.float32] | None = None,
         *,
         shared: bool = False,
+        sink_logits: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         """See `Cache.attend`."""
-        part = self._of(params)
-        return part.attend(params, qkv, positions, inv_freq, q_norm, k_norm, shared=shared)
+        given = (params, qkv, positions, inv_freq, q_norm, k_norm)
+        return self._of(params).attend(*given, shared=shared, sink_logits=sink_logits)
 
     def convolve(
         self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]

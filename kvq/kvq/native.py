@@ -250,17 +250,18 @@ class NativeCache:
         inv_freq: NDArray[np.float32],
         q_norm: NDArray[np.float32] | None = None,
         k_norm: NDArray[np.float32] | None = None,
+        sink_logits: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         qkv = np.ascontiguousarray(qkv, np.float32)
         positions = np.ascontiguousarray(positions, np.int64)
         inv_freq = np.ascontiguousarray(inv_freq, np.float32)
         attention = as_attention(params, len(inv_freq))
         out = np.empty((len(qkv), params.num_heads * params.head_dim), np.float32)
-        norms = [
+        weights = [
             None if w is None else pointer(np.ascontiguousarray(w, np.float32))
-            for w in (q_norm, k_norm)
+            for w in (q_norm, k_norm, sink_logits)
         ]
-        arrays = (pointer(qkv), pointer(positions), pointer(inv_freq), *norms, pointer(out))
+        arrays = (pointer(qkv), pointer(positions), pointer(inv_freq), *weights, pointer(out))
         self._call("attend", ctypes.byref(attention), len(qkv), *arrays)
         return out
 

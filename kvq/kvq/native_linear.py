@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvq import native
 from kvq.errors import BackendError
+from kvq.reference_experts import SCORINGS, Scoring
 from kvq.reference_linear import ACTIVATIONS, Bytes, Float, PanelFormat, View
 
 _STATUS = {2: "shapes, ids or options do not fit the matrix", 5: "no memory for its scratch"}
@@ -37,9 +38,12 @@ class _Experts(ctypes.Structure):
         ("gate_up", _Matrix),
         ("down", _Matrix),
         *((f"{name}_panels", POINTER(c_uint8)) for name in ("gate_up", "down")),
-        *((name, POINTER(c_float)) for name in ("x", "logits", "residual", "out")),
+        *((name, POINTER(c_float)) for name in ("x", "logits", "residual")),
+        *((f"{name}_bias", POINTER(c_float)) for name in ("gate_up", "down", "choice")),
+        ("out", POINTER(c_float)),
         *((name, c_int32) for name in ("tokens", "count", "chosen", "normalised", "activation")),
         ("view", c_int32),
+        ("scoring", c_int32),
     )
 
 
@@ -96,6 +100,10 @@ def experts(
     chosen: int,
     normalised: bool,
     activation: str = "silu",
+    scoring: Scoring = "softmax",
+    gate_up_bias: Float | None = None,
+    down_bias: Float | None = None,
+    choice_bias: Float | None = None,
     residual: Float | None = None,
     view: View = "full",
 ) -> Float:
@@ -107,8 +115,10 @@ def experts(
     out = np.empty((len(x), down[0].rows), np.float32)
     call = _Experts(
         matrix(gate_up[0]), matrix(down[0]), _pointer(gate_up[1]), _pointer(down[1]),
-        _pointer(x), _pointer(logits), _pointer(residual), _pointer(out), len(x), logits.shape[1],
+        _pointer(x), _pointer(logits), _pointer(residual), _pointer(gate_up_bias),
+        _pointer(down_bias), _pointer(choice_bias), _pointer(out), len(x), logits.shape[1],
         chosen, normalised, ACTIVATIONS.index(activation), VIEWS.index(view),
+        SCORINGS.index(scoring),
     )  # fmt: skip
     _check(native.library().kvq_experts_run(ctypes.byref(call)))
     return out

@@ -233,14 +233,25 @@ def ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
     return sees
 
 
-def attention_weights(params: AttentionParams, logits: Float, seen: NDArray[np.bool_]) -> Float:
-    """Softmax weights float64 [T, n] of scaled logits over the keys that each query sees [T, n]."""
+def attention_weights(
+    params: AttentionParams,
+    logits: Float,
+    seen: NDArray[np.bool_],
+    sink_logit: float | None = None,
+) -> Float:
+    """Softmax weights float64 [T, n] of scaled logits over the keys that each query sees [T, n].
+
+    A `sink_logit`, which no softcap holds, is of no key: it shares in the softmax and weighs on
+    nothing, so that weights add up to less than 1.
+    """
     logits = logits.astype(np.float64)
     if params.softcap > 0:
         logits = params.softcap * np.tanh(logits / params.softcap)
     top = np.max(np.where(seen, logits, -1e30), axis=1, keepdims=True, initial=-1e30)
+    top = top if sink_logit is None else np.maximum(top, sink_logit)
     weights = np.where(seen, np.exp(np.minimum(logits - top, 0)), 0)
     total = weights.sum(axis=1, keepdims=True)
+    total = total if sink_logit is None else total + np.exp(sink_logit - top)
     return weights / np.where(total > 0, total, 1)
 
 

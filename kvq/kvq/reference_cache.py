@@ -219,6 +219,7 @@ class ReferenceCache:
         inv_freq: Float,
         q_norm: Float | None = None,
         k_norm: Float | None = None,
+        sink_logits: Float | None = None,
     ) -> Float:
         """Stores the new keys and values and returns the attention output [T, H * D]."""
         if not 0 < len(qkv) == self._pass_rows:
@@ -238,7 +239,8 @@ class ReferenceCache:
             self._probes.keep(params, q, tokens, positions, inv_freq)
         if params.layer in self._silent:
             return np.zeros((len(qkv), params.num_heads * params.head_dim), np.float32)
-        return self._attention(params, q, positions, inv_freq).reshape(len(qkv), -1)
+        out = self._attention(params, q, positions, inv_freq, sink_logits=sink_logits)
+        return out.reshape(len(qkv), -1)
 
     def convolve(self, layer: int, bcx: Float, weight: Float) -> Float:
         """What a convolution gives of the pass's rows [B | C | x], [T, 3 width]: [T, width]."""
@@ -283,6 +285,7 @@ class ReferenceCache:
         positions: NDArray[np.int64],
         inv_freq: Float,
         rows: NDArray[np.int64] | None = None,
+        sink_logits: Float | None = None,
     ) -> Float:
         """What the pass's queries [T, H, D], rotated, give [T, H, D]; of `rows` alone, if given."""
         group = params.num_heads // params.num_kv_heads
@@ -294,7 +297,9 @@ class ReferenceCache:
             seen = keys.seen(positions, params.window_tokens, sees)
             self._read_less(params, head, q, keys, seen)
             for h in range(head * group, (head + 1) * group):
-                weights = attention_weights(params, keys.logits(q[:, h]) * params.scale, seen)
+                sink = None if sink_logits is None else float(sink_logits[h])
+                logits = keys.logits(q[:, h]) * params.scale
+                weights = attention_weights(params, logits, seen, sink)
                 out[:, h] = weights @ keys.values
         return out
 

@@ -46,8 +46,9 @@ Bytes = NDArray[np.uint8]
 View = Literal["full", "hi"]
 Stored = TypeVar("Stored", bound=np.generic)
 
-# The attribute `activation` is a place in this list: none, or what the gate goes through.
-ACTIVATIONS = ("", "silu", "gelu_tanh")
+# The attribute `activation` is a place in this list: none, or what the gate goes through; the last
+# is of both halves (`reference_experts.clamped_swiglu`).
+ACTIVATIONS = ("", "silu", "gelu_tanh", "clamped_swiglu")
 PANEL_ROWS = 16
 # Of a product in two passes: panels that are read whole at first, and the margin of what it left.
 FIRST_PANELS = 128

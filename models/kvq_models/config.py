@@ -18,8 +18,11 @@ import numpy as np
 
 from kvq.config import MOST_TAPS, AttentionParams, CacheShape, ConvShape, DeltaShape
 from kvq.errors import ModelError, UsageError
+from kvq.reference_experts import SCORINGS, Scoring
 
 Activation = Literal["silu", "gelu_tanh"]
+# How an expert's gate meets its up: activation(gate) * up, or as `reference_experts` says.
+Gating = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 # By the root mean square, with weights; by mean and variance, with weights and biases.
 NormKind = Literal["rms", "layer"]
 # Of each half of a layer: before it, on what it adds to the stream, or both.
@@ -56,7 +59,10 @@ class Attention:
     long context attention stays as sharp as in a short one. With a `value_norm` each head of values
     is divided by its root mean square. A layer with a `kv_from` has queries alone, and reads the
     keys and values of that earlier layer. With an `output_gate` the matrix of queries makes a gate
-    of every head too, behind its query; what the head gives is multiplied by sigmoid(gate).
+    of every head too, behind its query; what the head gives is multiplied by sigmoid(gate). With
+    `sinks` each head has a learned logit beside those of its keys, of no token: it shares in the
+    softmax and gives nothing. With a `head_gate` one more product makes a number of every head,
+    by whose sigmoid what the head gives is multiplied.
     """
 
     heads: int
@@ -75,6 +81,8 @@ class Attention:
     values: Values = "own"
     kv_from: int | None = None
     output_gate: bool = False
+    sinks: bool = False
+    head_gate: bool = False
 
     @property
     def width(self) -> int:
@@ -153,24 +161,37 @@ class Dense:
 class Experts:
     """A mixture of `count` gated MLPs of `width`, of which each token is fed to `chosen`.
 
-    A router gives every expert a share, the softmax of its products; a token's output is the sum
-    of those of its `chosen` experts with the largest shares, each times its share, which are first
-    divided by their sum where `normalised` (Mixtral, 2401.04088). Each token is also fed to the MLP
-    `beside`, if there is one. Then router, experts and MLP each read the stream through a norm of
-    their own, and what the experts and the MLP make is normalised before both are added.
+    A router gives every expert a share by `scoring`: the softmax of its products, or the sigmoid of
+    each; a token's output is the sum of those of its `chosen` experts with the largest shares, each
+    times its share, which are first divided by their sum where `normalised` (Mixtral, 2401.04088),
+    and times `scale`, which canonical weights have in them. With a `choice_bias` each expert has a
+    number that is added to its share where experts are chosen (2408.15664). `router_bias` and
+    `bias`: whether the products of the router, and of the experts, have biases. `activation` says
+    how gate and up meet.
+
+    Each token is also fed to the MLP `beside`, if there is one. Then router, experts and MLP each
+    read the stream through a norm of their own, and what the experts and the MLP make is normalised
+    before both are added. Or it is fed to the MLP `shared`, which reads what the router reads; what
+    that makes is multiplied by the sigmoid of one more product, and added.
     """
 
     count: int
     chosen: int
     width: int
     normalised: bool
-    activation: Activation = "silu"
+    activation: Gating = "silu"
     beside: Dense | None = None
+    shared: Dense | None = None
+    scoring: Scoring = "softmax"
+    choice_bias: bool = False
+    router_bias: bool = False
+    bias: bool = False
+    scale: float = 1.0
 
     @property
     def widest(self) -> int:
         """Columns of the widest of its MLPs."""
-        return max(self.width, 0 if self.beside is None else self.beside.width)
+        return max(self.width, *(one.width for one in (self.beside, self.shared) if one), 0)
 
     @property
     def gated(self) -> bool:
@@ -249,7 +270,9 @@ class ModelConfig:
     The embedding row is multiplied by `embedding_scale`, logits by `logits_scale`, which the
     canonical weight of the last norm has in it; logits x become c * tanh(x / c) where
     `final_softcap` is a c > 0; norm weights are stored as w - `norm_offset`. `norm` is the kind of
-    all norms but those of queries and keys. With a `head_bias` one is added to the logits.
+    all norms but those of queries and keys. With a `head_bias` one is added to the logits. With
+    `windows_apart` layers that see a window have a cache of their own, which holds little more than
+    that; else pages behind it go when room is short.
     """
 
     model_type: str
@@ -267,6 +290,7 @@ class ModelConfig:
     norm: NormKind = "rms"
     head_bias: bool = False
     per_layer: PerLayer | None = None
+    windows_apart: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -313,13 +337,10 @@ class ModelConfig:
         if isinstance(feed, Experts):
             _check_count("the number of experts", feed.count, least=1, most=MOST_EXPERTS)
             _check_count("the experts of a token", feed.chosen, least=1, most=feed.count)
-            if feed.beside is not None:
-                _check_count("intermediate_size", feed.beside.width, least=1)
-                _check_known("activation", feed.beside.activation, get_args(Activation))
-                if layer.norms != "both":
-                    raise ModelError("an MLP beside experts has norms before and after all of them")
+            self._check_mixture(feed, layer)
+        else:
+            _check_known("activation", feed.activation, get_args(Activation))
         _check_real("a layer's scale", layer.scale)
-        _check_known("activation", feed.activation, get_args(Activation))
         _check_known("place of the norms", layer.norms, get_args(Norms))
         if layer.parallel and layer.norms != "before":
             raise ModelError("a layer whose halves are parallel has one norm, before both")
@@ -334,6 +355,19 @@ class ModelConfig:
                 raise ModelError(str(error)) from error
         else:
             self._check_attention(mixer)
+
+    def _check_mixture(self, feed: Experts, layer: Layer) -> None:
+        _check_real("the scale of experts", feed.scale)
+        _check_known("activation", feed.activation, get_args(Gating))
+        _check_known("scoring of experts", feed.scoring, SCORINGS)
+        if feed.choice_bias and feed.scoring != "sigmoid":
+            raise ModelError("a bias of the choice of experts is possible beside sigmoids alone")
+        for other in (feed.beside, feed.shared):
+            if other is not None:
+                _check_count("intermediate_size", other.width, least=1)
+                _check_known("activation", other.activation, get_args(Activation))
+        if feed.beside is not None and (layer.norms != "both" or feed.shared is not None):
+            raise ModelError("an MLP beside experts has norms before and after all of them")
 
     def _check_attention(self, mixer: Attention) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
@@ -352,6 +386,10 @@ class ModelConfig:
             )
         _check_known("norm of queries and keys", mixer.qk_norm, get_args(QkNorm))
         _check_known("source of values", mixer.values, get_args(Values))
+        if mixer.head_gate and mixer.output_gate:
+            raise ModelError("a head has one gate: of every channel, or of all of them")
+        if mixer.sinks and mixer.kv_from is not None:
+            raise ModelError("a layer that reads another's keys has no sinks")
 
     def _check_sharing(self) -> None:
         """A layer reads one of the same shape whose rows are still there: the last of its class."""
@@ -421,15 +459,16 @@ class ModelConfig:
         """What a sequence keeps of layers that have keys of their own, by the shape of their heads.
 
         In the order of their first layers. Where layers read others' keys, those with a window are
-        apart from those without: only the last of a class can be read.
+        apart from those without: only the last of a class can be read. So they are where
+        `windows_apart` asks for it.
         """
         attending = [one.mixer for one in self.layers if isinstance(one.mixer, Attention)]
-        shares = any(mixer.kv_from is not None for mixer in attending)
+        apart = self.windows_apart or any(mixer.kv_from is not None for mixer in attending)
         members: dict[tuple[int, ...], list[int]] = {}
         for index, layer in enumerate(self.layers):
             mixer = layer.mixer
             if isinstance(mixer, Attention) and mixer.kv_from is None:
-                window = mixer.window_tokens if shares else 0
+                window = mixer.window_tokens if apart else 0
                 key = (mixer.heads, mixer.kv_heads, mixer.head_dim, window)
                 members.setdefault(key, []).append(index)
         return tuple(
@@ -613,8 +652,9 @@ def _layer_from_json(data: Mapping[str, Any]) -> Layer:
     mixer, feed = values.pop("mixer"), values.pop("feed")
     mixes = Attention if "heads" in mixer else DeltaNet if "key_dim" in mixer else ShortConv
     feeds = Experts if "count" in feed else Dense
-    if feed.get("beside") is not None:
-        feed = feed | {"beside": Dense(**feed["beside"])}
+    for name in ("beside", "shared"):
+        if feed.get(name) is not None:
+            feed = feed | {name: Dense(**feed[name])}
     return Layer(mixer=mixes(**mixer), feed=feeds(**feed), **values)
 
 

@@ -53,13 +53,32 @@ class WeightSource:
         return len(self.shape) > 1 and not self.exact
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """A part of a checkpoint's `tensor`: some of its rows, or, `across`, of its columns as rows.
+
+    All views of a tensor together are all of it.
+    """
+
+    tensor: str
+    rows: range
+    across: bool = False
+
+
+def no_views(config: ModelConfig) -> Mapping[str, View]:
+    """Those of a family of whose tensors each is one weight, or some of its rows."""
+    del config
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """One model_type: how its config.json reads and what its weights are called.
 
     `build` turns checked key values into a config; `layer_weights` maps the canonical name of a
     layer's weight to checkpoint names below `model.layers.{i}.`, with `{expert}` where each expert
-    has one. `fim_tokens` lists the
+    has one, and `{key_head}` where each head of keys does. `views` has those of these names that
+    are parts of tensors. `fim_tokens` lists the
     fill-in-the-middle conventions of its checkpoints, `turn_ends` the tokens that end a chat turn;
     a tokenizer is searched for both. `final_norm` is the norm before the head.
     """
@@ -71,6 +90,7 @@ class Family:
     fim_tokens: tuple[FimNames, ...] = ()
     turn_ends: tuple[str, ...] = ()
     final_norm: str = "model.norm"
+    views: Callable[[ModelConfig], Mapping[str, View]] = no_views
 
     def config(self, config_json: Mapping[str, Any]) -> ModelConfig:
         """The model a checkpoint's config.json describes.
@@ -180,6 +200,9 @@ class Family:
                 return parts[:1]
             if mixer.values == "keys":
                 return (parts[0], parts[1], parts[1])
+        if isinstance(mixer, DeltaNet) and "{key_head}" in parts[0]:
+            heads = range(mixer.key_heads)
+            return tuple(part.format(key_head=head) for part in parts for head in heads)
         if not (is_stack(name) and isinstance(feed, Experts)):
             return parts
         return tuple(part.format(expert=one) for one in range(feed.count) for part in parts)
@@ -198,13 +221,17 @@ def _scale(config: ModelConfig, layer: int, name: str) -> float:
     """What a layer's weight is multiplied by; a router's own norm divides by sqrt(hidden)."""
     if name == "router_norm":
         return config.hidden_size**-0.5
-    return config.layers[layer].scale if name in _last(config, layer) else 1.0
+    own, feed = config.layers[layer], config.layers[layer].feed
+    scale = own.scale if name in _last(config, layer) else 1.0
+    experts = isinstance(feed, Experts) and name in ("experts_down", "experts_down_bias")
+    return scale * feed.scale if experts else scale
 
 
 def _last(config: ModelConfig, index: int) -> tuple[str, ...]:
     """What the output of each half of a layer is linear in, by canonical name."""
     if config.layers[index].norms == "before":
-        return ("o", "o_bias", "out_proj", "down", "down_bias", "experts_down")
+        feeds = (f"{one}down{end}" for one in ("", "shared_", "experts_") for end in ("", "_bias"))
+        return ("o", "o_bias", "out_proj", *feeds)
     return ("post_attn_norm", "post_mlp_norm")
 
 
@@ -236,9 +263,10 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
         shapes |= _norm_shapes(config, product.norm, product.columns)
         shapes[product.weight] = (product.count * product.rows, product.columns)
         if product.bias is not None:
-            shapes[product.bias] = (product.rows,)
+            shapes[product.bias] = (product.count * product.rows,)
         if product.name == "qkv" and isinstance(mixer, Attention):
             shapes |= _qk_norm_shapes(mixer)
+            shapes |= {"sink_logits": (mixer.heads,)} if mixer.sinks else {}
         if product.name == "in_proj" and isinstance(mixer, ShortConv):
             shapes["conv"] = (config.hidden_size, 1, mixer.taps)
         if product.name == "gates" and isinstance(mixer, DeltaNet):
@@ -247,6 +275,8 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
             shapes |= {"dt_bias": heads, "head_scale": (mixer.value_dim,)}
         shapes |= _norm_shapes(config, product.after, product.rows)
     feed = config.layers[index].feed
+    if isinstance(feed, Experts) and feed.choice_bias:
+        shapes["choice_bias"] = (feed.count,)
     if isinstance(feed, Experts) and feed.beside is not None:
         shapes |= _norm_shapes(config, "post_mlp_norm", config.hidden_size)
     if config.layers[index].scaled:

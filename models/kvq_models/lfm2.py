@@ -7,31 +7,34 @@ from kvq.errors import CheckpointError, UnsupportedModelError
 from kvq_models.config import ModelConfig, ShortConv
 from kvq_models.decoder import DECODER_KEYS, decoder_config
 from kvq_models.family import Family
-from kvq_models.keys import Default, MustEqual, Required
+from kvq_models.keys import Default, Key, MustEqual, Required
 
 _FULL, _CONV = "full_attention", "conv"
+FINAL_NORM = "model.embedding_norm"
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
+    return convolving_config("lfm2", {**values, "intermediate_size": _feed_width(values)})
+
+
+def convolving_config(model_type: str, values: Mapping[str, Any], **fields: Any) -> ModelConfig:
+    """Convolutions beside attention; `fields` are others of `decoder_config`."""
     tied = values["tie_embedding"]
     return decoder_config(
-        "lfm2",
-        {
-            **values,
-            "intermediate_size": _feed_width(values),
-            "tie_word_embeddings": values["tie_word_embeddings"] if tied is None else tied,
-        },
+        model_type,
+        {**values, "tie_word_embeddings": values["tie_word_embeddings"] if tied is None else tied},
         mixer={"qk_norm": "heads"},
         mixers={
             layer: ShortConv(taps=values["conv_L_cache"])
-            for layer, kind in enumerate(_types(values))
+            for layer, kind in enumerate(_types(model_type, values))
             if kind == _CONV
         },
         norm_eps=values["norm_eps"],
+        **fields,
     )
 
 
-def _types(values: Mapping[str, Any]) -> list[str]:
+def _types(model_type: str, values: Mapping[str, Any]) -> list[str]:
     """The kind of every layer, from either of two spellings."""
     count, attending = values["num_hidden_layers"], values["full_attn_idxs"]
     if values["layer_types"] is None and attending is not None:
@@ -42,7 +45,7 @@ def _types(values: Mapping[str, Any]) -> list[str]:
     wrong = next((kind for kind in types if kind not in (_FULL, _CONV)), None)
     if wrong is not None:
         raise UnsupportedModelError(
-            f"layer type {wrong!r} is not supported for lfm2; supported: {_FULL}, {_CONV}"
+            f"layer type {wrong!r} is not supported for {model_type}; supported: {_FULL}, {_CONV}"
         )
     return types
 
@@ -71,26 +74,42 @@ def _feed_width(values: Mapping[str, Any]) -> int:
     return -(-adjusted // multiple) * multiple
 
 
+CONVOLVING_KEYS: Mapping[str, Key] = {
+    **{name: key for name, key in DECODER_KEYS.items() if name != "rms_norm_eps"},
+    "num_key_value_heads": Required(),
+    "norm_eps": Default(float, 1e-5),
+    "rope_theta": Default(float, 1_000_000.0),
+    "tie_word_embeddings": Default(bool, True),
+    "tie_embedding": Default(bool),
+    "conv_L_cache": Default(int, 3),
+    "conv_bias": MustEqual(False),
+    "layer_types": Default(list),
+    "full_attn_idxs": Default(list),
+    "use_pos_enc": MustEqual(True),
+}
+CONVOLVING_WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    "attn_norm": ("operator_norm.weight",),
+    "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    "q_norm": ("self_attn.q_layernorm.weight",),
+    "k_norm": ("self_attn.k_layernorm.weight",),
+    "o": ("self_attn.out_proj.weight",),
+    "in_proj": ("conv.in_proj.weight",),
+    "conv": ("conv.conv.weight",),
+    "out_proj": ("conv.out_proj.weight",),
+    "mlp_norm": ("ffn_norm.weight",),
+    "gate_up": ("feed_forward.w1.weight", "feed_forward.w3.weight"),
+    "down": ("feed_forward.w2.weight",),
+}
 FAMILY = Family(
     model_type="lfm2",
     keys={
-        **{name: key for name, key in DECODER_KEYS.items() if name != "rms_norm_eps"},
+        **CONVOLVING_KEYS,
         "intermediate_size": Default(int),
         "block_ff_dim": Default(int),
         "block_auto_adjust_ff_dim": Default(bool, True),
         "block_ffn_dim_multiplier": Default(float, 1.0),
         "block_multiple_of": Default(int, 256),
         "block_use_swiglu": MustEqual(True),
-        "num_key_value_heads": Required(),
-        "norm_eps": Default(float, 1e-5),
-        "rope_theta": Default(float, 1_000_000.0),
-        "tie_word_embeddings": Default(bool, True),
-        "tie_embedding": Default(bool),
-        "conv_L_cache": Default(int, 3),
-        "conv_bias": MustEqual(False),
-        "layer_types": Default(list),
-        "full_attn_idxs": Default(list),
-        "use_pos_enc": MustEqual(True),
         # What says the same again.
         "block_dim": Default(int),
         "conv_dim": Default(int),
@@ -105,19 +124,7 @@ FAMILY = Family(
         "conv_use_xavier_init": Default(bool),
     },
     build=_build,
-    layer_weights={
-        "attn_norm": ("operator_norm.weight",),
-        "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
-        "q_norm": ("self_attn.q_layernorm.weight",),
-        "k_norm": ("self_attn.k_layernorm.weight",),
-        "o": ("self_attn.out_proj.weight",),
-        "in_proj": ("conv.in_proj.weight",),
-        "conv": ("conv.conv.weight",),
-        "out_proj": ("conv.out_proj.weight",),
-        "mlp_norm": ("ffn_norm.weight",),
-        "gate_up": ("feed_forward.w1.weight", "feed_forward.w3.weight"),
-        "down": ("feed_forward.w2.weight",),
-    },
+    layer_weights=CONVOLVING_WEIGHTS,
     turn_ends=("<|im_end|>",),
-    final_norm="model.embedding_norm",
+    final_norm=FINAL_NORM,
 )

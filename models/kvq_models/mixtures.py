@@ -32,9 +32,16 @@ EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
 
 
 def mixture(
-    values: Mapping[str, Any], *, width: int, count: int, normalised: bool | None = None
+    values: Mapping[str, Any],
+    *,
+    width: int,
+    count: int,
+    normalised: bool | None = None,
+    **fields: Any,
 ) -> Experts:
     """The experts that `values` describe; `count` where the file says nothing.
+
+    `fields` are others of `Experts`.
 
     Raises CheckpointError where it says two numbers.
     """
@@ -49,4 +56,5 @@ def mixture(
         chosen=values["num_experts_per_tok"],
         width=width,
         normalised=values["norm_topk_prob"] if normalised is None else normalised,
+        **fields,
     )

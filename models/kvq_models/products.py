@@ -7,7 +7,16 @@ of a weight and no node.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvq_models.config import Activation, Attention, DeltaNet, Dense, Experts, Layer, ModelConfig
+from kvq_models.config import (
+    Activation,
+    Attention,
+    DeltaNet,
+    Dense,
+    Experts,
+    Gating,
+    Layer,
+    ModelConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,8 +26,8 @@ class Product:
     Of experts it is `count` such matrices, one behind the other; a router's is kept as it is
     (`exact`), for a token that goes to another expert is answered otherwise; so are a delta net's
     gates, whose errors add up from token to token. What enters a product
-    is normalised by `norm`; or it is activation(first half) * other half by `gate`, activation(x)
-    by `activation`. What comes out is normalised by `after`. Where a pass wants the layer's keys
+    is normalised by `norm`; or it is what `gate` makes of both halves, or activation(x) by
+    `activation`. What comes out is normalised by `after`. Where a pass wants the layer's keys
     and values alone, the last `kept` rows are computed.
     """
 
@@ -28,7 +37,7 @@ class Product:
     columns: int
     layer: int | None
     norm: str | None = None
-    gate: Activation | None = None
+    gate: Gating | None = None
     activation: Activation | None = None
     bias: str | None = None
     kept: int = 0
@@ -50,8 +59,9 @@ class Product:
     def name(self) -> str:
         """What a layer calls it: qkv, o, gate_up, down, router, experts_gate_up, experts_down.
 
-        Of a convolution in_proj and out_proj; of a delta net also gates, between these; and of
-        per-layer embeddings per_layer_gate and per_layer_up.
+        Of an MLP that experts share shared_gate_up, shared_down and shared_gate.
+        Of a convolution in_proj and out_proj; of a delta net also gates between these, as attention
+        has head_gate; and of per-layer embeddings per_layer_gate and per_layer_up.
         """
         return self.weight.rpartition(".")[2]
 
@@ -68,7 +78,7 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
 def mixer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
     """Queries, keys and values, attention's output; or what enters another mixer and leaves it.
 
-    Between these two a delta net has that of its gates.
+    Between these two a delta net has that of its gates, and attention that of its heads'.
     """
     layer, name = config.layers[index], f"layers.{index}"
     mixer = layer.mixer
@@ -87,6 +97,7 @@ def mixer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
             kept=2 * mixer.kv_width,
             norm=None if layer.norms == "after" else f"{name}.attn_norm",
         ),
+        *(() if not mixer.head_gate else (_head_gate(config, mixer, index),)),
         Product(
             weight=f"{name}.o",
             bias=f"{name}.o_bias" if mixer.output_bias else None,
@@ -96,6 +107,19 @@ def mixer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
             layer=index,
             after=None if layer.norms == "before" else f"{name}.post_attn_norm",
         ),
+    )
+
+
+def _head_gate(config: ModelConfig, mixer: Attention, index: int) -> Product:
+    after = config.layers[index].norms == "after"
+    return Product(
+        weight=f"layers.{index}.head_gate",
+        place="attn/head_gate",
+        rows=mixer.heads,
+        columns=config.hidden_size,
+        layer=index,
+        norm=None if after else f"layers.{index}.attn_norm",
+        exact=True,
     )
 
 
@@ -156,7 +180,10 @@ def _delta_products(
 
 
 def feed_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
-    """Gate and up, or up, then down; of experts, behind an MLP beside them, `expert_products`."""
+    """Gate and up, or up, then down; of experts, behind an MLP beside them, `expert_products`.
+
+    Of an MLP that they share these two and that of its gate.
+    """
     layer, name = config.layers[index], f"layers.{index}"
     before = "attn_norm" if layer.parallel else "mlp_norm"
     norm = None if layer.norms == "after" else f"{name}.{before}"
@@ -164,6 +191,11 @@ def feed_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
     feed = layer.feed
     if isinstance(feed, Dense):
         return _dense_products(config, index, feed, norm, after)
+    if feed.shared is not None:
+        return (
+            *_shared_products(config, index, feed.shared, norm),
+            *expert_products(config, index),
+        )
     beside = feed.beside
     dense = (
         ()
@@ -194,10 +226,12 @@ def expert_products(config: ModelConfig, index: int) -> tuple[Product, Product, 
             columns=hidden,
             layer=index,
             norm=norm,
+            bias=f"{name}.router_bias" if feed.router_bias else None,
             exact=True,
         ),
         Product(
             weight=f"{name}.experts_gate_up",
+            bias=f"{name}.experts_gate_up_bias" if feed.bias else None,
             place="mlp/experts" if own else "mlp",
             rows=2 * feed.width,
             columns=hidden,
@@ -207,6 +241,7 @@ def expert_products(config: ModelConfig, index: int) -> tuple[Product, Product, 
         ),
         Product(
             weight=f"{name}.experts_down",
+            bias=f"{name}.experts_down_bias" if feed.bias else None,
             place="mlp",
             rows=hidden,
             columns=feed.width,
@@ -218,25 +253,47 @@ def expert_products(config: ModelConfig, index: int) -> tuple[Product, Product, 
     )
 
 
+def _shared_products(
+    config: ModelConfig, index: int, feed: Dense, norm: str | None
+) -> tuple[Product, ...]:
+    gate = Product(
+        weight=f"layers.{index}.shared_gate",
+        place="mlp/shared/gate",
+        rows=1,
+        columns=config.hidden_size,
+        layer=index,
+        norm=norm,
+        exact=True,
+    )
+    return (*_dense_products(config, index, feed, norm, None, shared=True), gate)
+
+
 def _dense_products(
-    config: ModelConfig, index: int, feed: Dense, norm: str | None, after: str | None
+    config: ModelConfig,
+    index: int,
+    feed: Dense,
+    norm: str | None,
+    after: str | None,
+    *,
+    shared: bool = False,
 ) -> tuple[Product, Product]:
-    hidden, name = config.hidden_size, f"layers.{index}"
+    hidden, layer = config.hidden_size, f"layers.{index}."
+    name, place = (f"{layer}shared_", "mlp/shared") if shared else (layer, "mlp")
     up = "gate_up" if feed.gated else "up"
     return (
         Product(
-            weight=f"{name}.{up}",
-            bias=f"{name}.{up}_bias" if feed.bias else None,
-            place=f"mlp/{up}",
+            weight=f"{name}{up}",
+            bias=f"{name}{up}_bias" if feed.bias else None,
+            place=f"{place}/{up}",
             rows=2 * feed.width if feed.gated else feed.width,
             columns=hidden,
             layer=index,
             norm=norm,
         ),
         Product(
-            weight=f"{name}.down",
-            bias=f"{name}.down_bias" if feed.bias else None,
-            place="mlp/down",
+            weight=f"{name}down",
+            bias=f"{name}down_bias" if feed.bias else None,
+            place=f"{place}/down",
             rows=hidden,
             columns=feed.width,
             layer=index,

@@ -6,21 +6,27 @@ but that of a delta net's heads are stored as w - 1. A head that guesses the tok
 """
 
 from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq_models.config import DeltaNet, ModelConfig
+from kvq_models.config import DeltaNet, Feed, ModelConfig
 from kvq_models.decoder import DECODER_KEYS, FIM_QWEN, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family
-from kvq_models.keys import Default, MustEqual, Required
+from kvq_models.keys import Default, Key, MustEqual, Required
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
 # Where images stand; of text all three parts of a position are one number.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _TURNING = 0.25
+NO_FEEDS: Mapping[int, Feed] = MappingProxyType({})
 
 
-def _build(values: Mapping[str, Any]) -> ModelConfig:
+def hybrid_config(
+    model_type: str, values: Mapping[str, Any], feeds: Mapping[int, Feed] = NO_FEEDS
+) -> ModelConfig:
+    """Delta nets beside gated attention, as `HYBRID_KEYS` describe them; `feeds` by layer."""
     net = DeltaNet(
         taps=values["linear_conv_kernel_dim"],
         key_heads=values["linear_num_key_heads"],
@@ -29,7 +35,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         value_dim=values["linear_value_head_dim"],
     )
     return decoder_config(
-        "qwen3_5_text",
+        model_type,
         {
             **values,
             "rope_parameters": _rope(values["rope_parameters"]),
@@ -37,12 +43,15 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         },
         partial_rotation=True,
         mixer={"qk_norm": "heads", "output_gate": True},
-        mixers={layer: net for layer, kind in enumerate(_types(values)) if kind == _LINEAR},
+        mixers={
+            layer: net for layer, kind in enumerate(_types(model_type, values)) if kind == _LINEAR
+        },
+        feeds=feeds,
         norm_offset=1.0,
     )
 
 
-def _types(values: Mapping[str, Any]) -> list[str]:
+def _types(model_type: str, values: Mapping[str, Any]) -> list[str]:
     """The kind of every layer, from either of two spellings."""
     count, interval = values["num_hidden_layers"], values["full_attention_interval"]
     if interval < 1:
@@ -55,7 +64,7 @@ def _types(values: Mapping[str, Any]) -> list[str]:
     wrong = next((kind for kind in types if kind not in (_FULL, _LINEAR)), None)
     if wrong is not None:
         raise UnsupportedModelError(
-            f"layer type {wrong!r} is not supported for qwen3_5_text; supported: {_FULL}, {_LINEAR}"
+            f"layer type {wrong!r} is not supported for {model_type}; supported: {_FULL}, {_LINEAR}"
         )
     return types
 
@@ -67,38 +76,40 @@ def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {name: value for name, value in parameters.items() if name not in _OF_IMAGES}
 
 
+HYBRID_KEYS: Mapping[str, Key] = {
+    **DECODER_KEYS,
+    "num_key_value_heads": Required(),
+    "head_dim": Default(int, 256),
+    "attention_bias": Default(bool, False),
+    "partial_rotary_factor": Default(float, _TURNING),
+    "layer_types": Default(list),
+    "full_attention_interval": Default(int, 4),
+    "linear_conv_kernel_dim": Default(int, 4),
+    "linear_key_head_dim": Default(int, 128),
+    "linear_value_head_dim": Default(int, 128),
+    "linear_num_key_heads": Default(int, 16),
+    "linear_num_value_heads": Default(int, 32),
+    "attn_output_gate": MustEqual(True),
+    # Of the head that guesses further, and of how others compute.
+    "mtp_num_hidden_layers": Default(int),
+    "mtp_use_dedicated_embeddings": MustEqual(False),
+    "mamba_ssm_dtype": MustEqual("float32", None),
+}
+HYBRID_WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    **LAYER_WEIGHTS,
+    "in_proj": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
+    "gates": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+    "conv": ("linear_attn.conv1d.weight",),
+    "decay": ("linear_attn.A_log",),
+    "dt_bias": ("linear_attn.dt_bias",),
+    "head_scale": ("linear_attn.norm.weight",),
+    "out_proj": ("linear_attn.out_proj.weight",),
+}
 FAMILY = Family(
     model_type="qwen3_5_text",
-    keys={
-        **DECODER_KEYS,
-        "num_key_value_heads": Required(),
-        "head_dim": Default(int, 256),
-        "attention_bias": Default(bool, False),
-        "partial_rotary_factor": Default(float, _TURNING),
-        "layer_types": Default(list),
-        "full_attention_interval": Default(int, 4),
-        "linear_conv_kernel_dim": Default(int, 4),
-        "linear_key_head_dim": Default(int, 128),
-        "linear_value_head_dim": Default(int, 128),
-        "linear_num_key_heads": Default(int, 16),
-        "linear_num_value_heads": Default(int, 32),
-        "attn_output_gate": MustEqual(True),
-        # Of the head that guesses further, and of how others compute.
-        "mtp_num_hidden_layers": Default(int),
-        "mtp_use_dedicated_embeddings": MustEqual(False),
-        "mamba_ssm_dtype": MustEqual("float32", None),
-    },
-    build=_build,
-    layer_weights={
-        **LAYER_WEIGHTS,
-        "in_proj": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
-        "gates": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
-        "conv": ("linear_attn.conv1d.weight",),
-        "decay": ("linear_attn.A_log",),
-        "dt_bias": ("linear_attn.dt_bias",),
-        "head_scale": ("linear_attn.norm.weight",),
-        "out_proj": ("linear_attn.out_proj.weight",),
-    },
+    keys=HYBRID_KEYS,
+    build=partial(hybrid_config, "qwen3_5_text"),
+    layer_weights=HYBRID_WEIGHTS,
     fim_tokens=(FIM_QWEN,),
     turn_ends=("<|im_end|>",),
 )

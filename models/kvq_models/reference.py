@@ -16,7 +16,7 @@ from kvq.config import AttentionParams
 from kvq.reference import normalize, rotate, split_heads
 from kvq.reference_conv import products, seen_rows, short_conv
 from kvq.reference_delta import DeltaWeights, Recurrence, sigmoid
-from kvq.reference_experts import added, by_expert, routed
+from kvq.reference_experts import added, by_expert, clamped_swiglu, routed
 from kvq_models.config import DeltaNet, Dense, Experts, ModelConfig, Norms, ShortConv
 
 Weights = Callable[[str], np.ndarray]
@@ -30,6 +30,7 @@ class Attend(Protocol):
 
     qkv: float32 [T, (H + 2 Hk) * D], unrotated, query heads then key heads then value heads;
     positions: int64 [T]; inv_freq: float32 [rotary_dim / 2]; q_norm, k_norm: float32 [D] or None.
+    `sink_logits`: float32 [H] or None, see `kvq.reference.attention_weights`.
     A layer that reads another's keys and values has `shared`: qkv holds its queries alone, float32
     [T, H * D], and nothing is added to what is seen. Returns float32 [T, H * D].
     """
@@ -44,6 +45,7 @@ class Attend(Protocol):
         k_norm: np.ndarray | None,
         *,
         shared: bool = False,
+        sink_logits: np.ndarray | None = None,
     ) -> np.ndarray: ...
 
     def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -204,6 +206,10 @@ def _attention(
     attended = _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
     if gate is not None:
         attended = attended * sigmoid(gate)
+    if mixer.head_gate:
+        entering = _half(config, weight, layer, hidden, "attn_norm", without="after")
+        gates = sigmoid(entering @ weight(name + "head_gate").T)
+        attended = attended * np.repeat(gates, mixer.head_dim, axis=1)
     output = attended @ weight(name + "o").T
     if mixer.output_bias:
         output = output + weight(name + "o_bias")
@@ -312,6 +318,7 @@ def _attend_with(
         weight(name + "q_norm") if normed else None,
         weight(name + "k_norm") if normed and not shared else None,
         **({"shared": True} if shared else {}),
+        **({"sink_logits": weight(name + "sink_logits")} if mixer.sinks else {}),
     )
 
 
@@ -336,7 +343,9 @@ def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -
     if isinstance(feed, Dense):
         output = _dense(own, feed, x)
     elif feed.beside is None:
+        shared = None if feed.shared is None else _shared(own, feed.shared, x)
         output = experts(own, feed, x, x)
+        output = output if shared is None else output + shared
     else:
         name = f"layers.{layer}."
         output = _normed(config, weight, name + "post_dense_norm", _dense(own, feed.beside, x))
@@ -346,6 +355,12 @@ def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -
         found = experts(own, feed, routing, entering)
         output = output + _normed(config, weight, name + "post_moe_norm", found)
     return _half(config, weight, layer, output, "post_mlp_norm", without="before")
+
+
+def _shared(weight: Weights, feed: Dense, x: np.ndarray) -> np.ndarray:
+    """What the MLP that experts share makes of x, times what gates it."""
+    output = _dense(lambda name: weight(f"shared_{name}"), feed, x)
+    return output * sigmoid(x @ weight("shared_gate").T)
 
 
 def _dense(weight: Weights, feed: Dense, x: np.ndarray) -> np.ndarray:
@@ -363,11 +378,30 @@ def experts(weight: Weights, feed: Experts, routing: np.ndarray, x: np.ndarray) 
 
     The router reads `routing`, float32 [T, K].
     """
-    chosen, shares = routed(routing @ weight("router").T, feed.chosen, normalised=feed.normalised)
+    logits = routing @ weight("router").T
+    chosen, shares = routed(
+        logits + weight("router_bias") if feed.router_bias else logits,
+        feed.chosen,
+        normalised=feed.normalised,
+        scoring=feed.scoring,
+        choice_bias=weight("choice_bias") if feed.choice_bias else None,
+    )
     order, counts = by_expert(chosen, feed.count)
-    inner = grouped(weight("experts_gate_up"), x[order // feed.chosen], counts)
-    inner = ACTIVATIONS[feed.activation](inner[:, : feed.width]) * inner[:, feed.width :]
-    return added(grouped(weight("experts_down"), inner, counts), order, shares)
+
+    def product(name: str, rows: np.ndarray) -> np.ndarray:
+        out = grouped(weight(name), rows, counts)
+        if not feed.bias:
+            return out
+        return out + np.repeat(weight(f"{name}_bias").reshape(feed.count, -1), counts, axis=0)
+
+    inner = product("experts_gate_up", x[order // feed.chosen])
+    gate, up = inner[:, : feed.width], inner[:, feed.width :]
+    inner = (
+        clamped_swiglu(gate, up)
+        if feed.activation == "clamped_swiglu"
+        else ACTIVATIONS[feed.activation](gate) * up
+    )
+    return added(product("experts_down", inner), order, shares)
 
 
 class ExpertStack(Protocol):
@@ -458,6 +492,7 @@ class PlainAttention:
         k_norm: np.ndarray | None,
         *,
         shared: bool = False,
+        sink_logits: np.ndarray | None = None,
     ) -> np.ndarray:
         place = (params.cache, params.layer)
         if shared:
@@ -475,7 +510,8 @@ class PlainAttention:
             query = normalize(query, q_norm, params.norm_eps)
         query = rotate(query, positions, inv_freq, params.rope_factor)
         keys, values, seen = self._keys[place], self._values[place], self._positions[place]
-        weights = _weights(params, query, keys, positions[:, None] - seen[None, :])
+        distance = positions[:, None] - seen[None, :]
+        weights = _weights(params, query, keys, distance, sink_logits)
         self.saw(params.layer, weights)
         return _mixed(weights, values)
 
@@ -495,11 +531,15 @@ class PlainAttention:
 
 
 def _weights(
-    params: AttentionParams, query: np.ndarray, keys: np.ndarray, distance: np.ndarray
+    params: AttentionParams,
+    query: np.ndarray,
+    keys: np.ndarray,
+    distance: np.ndarray,
+    sink_logits: np.ndarray | None,
 ) -> np.ndarray:
     """Weights [Hk, H / Hk, T, S] of query [T, H, D] over keys [S, Hk, D].
 
-    distance: int64 [T, S] = query position - key position.
+    distance: int64 [T, S] = query position - key position; sink_logits [H] or None.
     """
     tokens, heads, dim = query.shape
     group = heads // params.num_kv_heads
@@ -510,8 +550,14 @@ def _weights(
     if params.window_tokens > 0:
         visible &= distance < params.window_tokens
     scores = np.where(visible, scores, np.float32(-np.inf))
-    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return scores / scores.sum(axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True)
+    if sink_logits is None:
+        scores = np.exp(scores - top)
+        return scores / scores.sum(axis=-1, keepdims=True)
+    sinks = sink_logits.astype(np.float32).reshape(params.num_kv_heads, group, 1, 1)
+    top = np.maximum(top, sinks)
+    scores = np.exp(scores - top)
+    return scores / (scores.sum(axis=-1, keepdims=True) + np.exp(sinks - top))
 
 
 def _mixed(weights: np.ndarray, values: np.ndarray) -> np.ndarray:

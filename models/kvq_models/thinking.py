@@ -19,13 +19,16 @@ class ThinkingForm:
     """One form: a thought stands between `opening` and `closing`.
 
     `known_by` stands in the templates of models that write it. `tokens` are the parts of the marks
-    that a vocabulary may have as control tokens.
+    that a vocabulary may have as control tokens. Before an answer without a thought stands `plain`.
+    With `breaks` lines end behind the opening and around the closing mark.
     """
 
     known_by: str
     opening: str
     closing: str
     tokens: tuple[str, ...]
+    plain: str = ""
+    breaks: bool = True
 
 
 FORMS = (
@@ -35,6 +38,15 @@ FORMS = (
         opening="<|channel>thought",
         closing="<channel|>",
         tokens=("<|channel>", "<channel|>"),
+    ),
+    # gpt-oss
+    ThinkingForm(
+        known_by="<|channel|>analysis",
+        opening="<|channel|>analysis<|message|>",
+        closing="<|end|><|start|>assistant<|channel|>final<|message|>",
+        tokens=("<|channel|>", "<|message|>", "<|end|>", "<|start|>"),
+        plain="<|channel|>final<|message|>",
+        breaks=False,
     ),
     # Qwen 3 and 3.5, SmolLM 3, LFM 2.5, DeepSeek R1
     ThinkingForm(
@@ -100,10 +112,13 @@ class ThinkingReader:
         return [Thought(held)] if self.thinking else [held]
 
     def _opening(self, pieces: list[Piece]) -> bool:
-        text, mark = self._held.lstrip(), self._form.opening
-        if text.startswith(mark):
-            self._held, self._read = text[len(mark) :], self._inside
-        elif mark.startswith(text):
+        text = self._held.lstrip()
+        marks = {self._form.opening: self._inside}
+        marks |= {self._form.plain: self._answer} if self._form.plain else {}
+        found = next((mark for mark in marks if text.startswith(mark)), None)
+        if found is not None:
+            self._held, self._read = text[len(found) :], marks[found]
+        elif any(mark.startswith(text) for mark in marks):
             return False
         else:
             self._read = self._inside if self._begun else self._answer
@@ -220,11 +235,12 @@ class Thinking:
     def ids(self, thought: str, answer: str, *, begun: bool) -> list[int]:
         """Tokens of a reply as the model writes it, after a prompt that has `begun` the thought."""
         encode = self.tokenizer.encode
+        form, line = self.form, "\n" * self.form.breaks
         if not thought and not begun:
-            return encode(answer)
-        ids = [] if begun else encode(f"{self.form.opening}\n", special=True)
+            return [*encode(form.plain, special=True), *encode(answer)]
+        ids = [] if begun else encode(f"{form.opening}{line}", special=True)
         ids += encode(thought)
-        closing = encode(f"\n{self.form.closing}\n\n", special=True)
+        closing = encode(f"{line}{form.closing}{2 * line}", special=True)
         return [*ids, *closing, *encode(answer)] if answer else ids
 
     def text(self, ids: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import BundleError
+from kvq.reference_experts import SCORINGS
 from kvq.reference_linear import ACTIVATIONS, BlockFormat
 from kvq_models.config import Attention, DeltaNet, Experts, ModelConfig
 from kvq_models.products import Product, expert_products, products
@@ -98,6 +99,9 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
         nodes[f"{path}/attn/{kind}"] = (kind, attention_attributes(config, layer))
         if mixer.output_gate:
             nodes[f"{path}/attn/gate/Mul"] = ("Mul", {})
+        if mixer.head_gate:
+            nodes[f"{path}/attn/head_gate/Gemm"] = ("Gemm", {"transB": 1})
+            nodes[f"{path}/attn/head_gate/Mul"] = ("Mul", {})
         if mixer.growth:
             nodes[f"{path}/attn/growth/Mul"] = ("Mul", {})
         if mixer.value_norm and own.owns_keys:
@@ -149,19 +153,25 @@ def experts_attributes(
     assert down.gate is not None
     experts = config.layers[down.layer].feed
     assert isinstance(experts, Experts)
-    return {
-        "columns": gate_up.columns,
-        "width": down.columns,
-        "count": experts.count,
-        "chosen": experts.chosen,
-        "normalised": int(experts.normalised),
-        "activation": ACTIVATIONS.index(down.gate),
-        "layer": down.layer,
-    } | {
-        f"{product.name.removeprefix('experts_')}_{name}": int(value)
-        for product in (gate_up, down)
-        for name, value in asdict(format_of(product.weight)).items()
-    }
+    # Graphs of earlier versions say nothing of it.
+    scoring = SCORINGS.index(experts.scoring)
+    return (
+        ({"scoring": scoring} if scoring else {})
+        | {
+            "columns": gate_up.columns,
+            "width": down.columns,
+            "count": experts.count,
+            "chosen": experts.chosen,
+            "normalised": int(experts.normalised),
+            "activation": ACTIVATIONS.index(down.gate),
+            "layer": down.layer,
+        }
+        | {
+            f"{product.name.removeprefix('experts_')}_{name}": int(value)
+            for product in (gate_up, down)
+            for name, value in asdict(format_of(product.weight)).items()
+        }
+    )
 
 
 def _experts_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
@@ -173,6 +183,8 @@ def _experts_nodes(config: ModelConfig, format_of: Formats) -> dict[str, Node]:
             nodes[f"{node_path(feed[0])}/Gemm"] = ("Gemm", {"transB": 1})
             facts = experts_attributes(config, feed, format_of)
             nodes[f"{node_path(feed[-1])}/Experts"] = ("Experts", facts)
+            if own.feed.shared is not None:
+                nodes[f"/model/layers.{layer}/mlp/shared/gate/Mul"] = ("Mul", {})
     return nodes
 
 

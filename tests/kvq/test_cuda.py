@@ -95,7 +95,7 @@ Sequence = structure(
     "i tokens view_count most_columns tail_rows tail_stride turns row_turns tiles hi_view;"
     "l pool_bytes constant_bytes granule_bytes;"
     "p pool entries views turn_of_view deltas tile_rows tile_turns forms tail_keys tail_values "
-    "tail_masks qkv positions inv_freq q_norm k_norm queries partials out",
+    "tail_masks qkv positions inv_freq q_norm k_norm sink_logits queries partials out",
 )
 Closing = structure(
     "Closing",
@@ -182,6 +182,7 @@ class Case(NamedTuple):
     norms: bool = False
     hi_view: bool = False
     moved_rows: int = 0  # how far the first rows of the tail have moved
+    sinks: tuple[float, ...] = ()
 
 
 class Held(NamedTuple):
@@ -313,6 +314,7 @@ def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
     kept = {**pages.parts, **turns, "tail_keys": tail[0].copy(), "tail_values": tail[1].copy()}
     kept |= {"tail_masks": masks, "qkv": qkv, "positions": positions, "out": out}
     kept |= dict(zip(("q_norm", "k_norm", "queries", "partials"), (*norms, *scratch), strict=True))
+    kept |= {"sink_logits": np.array(case.sinks, np.float32)} if case.sinks else {}
     sequence = filled(
         Sequence, tokens=case.tokens, tail_rows=rows, tail_stride=rows + 3, tiles=len(visits),
         turns=len(turns["deltas"]), row_turns=len(row_deltas), **kept,
@@ -342,8 +344,11 @@ def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
         logits = q[:, head].astype(np.float64) @ keys.T * dim**-0.5
         if case.softcap:
             logits = case.softcap * np.tanh(logits / case.softcap)
-        weights = np.where(seen, np.exp(logits - logits.max(axis=1, keepdims=True)), 0)
-        want[:, head] = weights / weights.sum(axis=1, keepdims=True) @ values
+        top = logits.max(axis=1, keepdims=True)
+        weights = np.where(seen, np.exp(logits - top), 0)
+        total = weights.sum(axis=1, keepdims=True)
+        total += np.exp(case.sinks[head] - top) if case.sinks else 0
+        want[:, head] = weights / total @ values
     return out, want, float(max(np.abs(v).max() for v in pages.values) if case.widths else 3.0)
 
 
@@ -360,6 +365,8 @@ CASES = {
     "a tree of tokens": Case(64, [(4, 2)] * 3, tokens=5, heads=6, tail=70),
     "a window": Case(64, [(8, 8)] * 4, tokens=2, window=150),
     "a softcap and norms": Case(64, [(4, 4)] * 2, softcap=20.0, norms=True),
+    "sinks": Case(64, [(8, 8), (4, 4)] * 2, tokens=3, sinks=(-50, 0, 3, 40)),
+    "sinks in a chunk": Case(64, [(8, 8)] * 3, tokens=40, splits=1, sinks=(-50, 0, 3, 40)),
     "no pages": Case(64, [], splits=1, tail=100),
     "more splits than work": Case(64, [(4, 4)], splits=8),
     "the hi view": Case(64, [(8, 6), (4, 2), (6, 8)], hi_view=True),

@@ -6,7 +6,7 @@ import pytest
 from kvq import native
 from kvq.errors import BackendError
 from kvq.native_linear import experts, weight_bytes_read
-from kvq.reference_experts import added, by_expert, routed
+from kvq.reference_experts import added, by_expert, clamped_swiglu, routed
 from kvq.reference_experts import experts as expected_experts
 from kvq.reference_linear import BlockFormat, Bytes, Float, Grid, PanelFormat
 from matrices import activations, matrix
@@ -77,6 +77,70 @@ def test_native_is_the_definition(
         assert np.quantile(np.abs(found - expected), 0.9) <= PRODUCT.top * size
 
 
+def test_a_bias_of_choice_is_no_part_of_a_share() -> None:
+    given = np.log(np.array([[1, 3, 1 / 3]], np.float32))  # sigmoids 0.5, 0.75, 0.25
+    bias = np.array([0.1, -0.4, 0.3], np.float32)
+    options = {"scoring": "sigmoid", "choice_bias": bias}
+    chosen, shares = routed(given, 2, normalised=False, **options)
+    np.testing.assert_array_equal(chosen, [[0, 2]])
+    np.testing.assert_allclose(shares, [[0.5, 0.25]], rtol=1e-6)
+    _, shares = routed(given, 2, normalised=True, **options)
+    np.testing.assert_allclose(shares, [[2 / 3, 1 / 3]], rtol=1e-5)
+    chosen, _ = routed(given, 2, normalised=True, scoring="sigmoid")
+    np.testing.assert_array_equal(chosen, [[1, 0]])
+
+
+def test_a_clamped_gate_ends_at_its_limits() -> None:
+    gate = np.array([0, 1, 7, 90, -90, 1, 1], np.float32)
+    up = np.array([5, 0.5, 1, 1, 1, 9, -9], np.float32)
+    steep = 1 / (1 + np.exp(-1.702 * np.array([1.0, 7.0])))
+    expected = [0, 1.5 * steep[0], 14 * steep[1], 14 * steep[1], 0, 8 * steep[0], -6 * steep[0]]
+    np.testing.assert_allclose(clamped_swiglu(gate, up), expected, rtol=1e-5, atol=1e-6)
+    assert np.isnan(clamped_swiglu(np.array([np.nan, 1]), np.array([1, np.nan]))).all()
+
+
+@needs_native
+@pytest.mark.parametrize("isa", KERNELS)
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_biases_clamps_and_sigmoids_are_the_definitions(isa: str, tokens: int) -> None:
+    native.select_isa(isa)
+    gate_up, down = stacks(8, Grid.SYMMETRIC)
+    random = np.random.default_rng(tokens)
+    x, routes = SMALL * activations(tokens, COLUMNS), logits(tokens)
+    options = {
+        "chosen": 2,
+        "normalised": True,
+        "activation": "clamped_swiglu",
+        "scoring": "sigmoid",
+        "gate_up_bias": 4 * random.standard_normal((COUNT, 2 * WIDTH)).astype(np.float32),
+        "down_bias": 40 * random.standard_normal((COUNT, COLUMNS)).astype(np.float32),
+        "choice_bias": random.standard_normal(COUNT).astype(np.float32),
+    }
+    found = experts(gate_up, down, x, routes, **options)
+    expected = expected_experts(gate_up, down, x, routes, **options)
+    size = np.abs(expected).max()
+    assert np.abs(found - expected).max() <= 2e-2 * size
+    assert np.quantile(np.abs(found - expected), 0.9) <= PRODUCT.top * size
+    for name in ("gate_up_bias", "down_bias", "choice_bias", "activation", "scoring"):
+        left_out = {key: value for key, value in options.items() if key != name}
+        left_out |= {"choice_bias": None} if name == "scoring" else {}
+        without = expected_experts(gate_up, down, x, routes, **left_out)
+        assert np.abs(found - without).max() > 0.1 * size, name
+
+
+@needs_native
+def test_a_clamp_hides_nothing_that_is_not_a_number() -> None:
+    gate_up, down = stacks(8, Grid.SYMMETRIC)
+    x, routes = activations(3, COLUMNS), logits(3)
+    bias = np.zeros((COUNT, 2 * WIDTH), np.float32)
+    chosen, _ = routed(routes, 1, normalised=True)
+    bias[chosen[1, 0], 3] = np.nan
+    options = {"chosen": 1, "normalised": True, "activation": "clamped_swiglu"}
+    found = experts(gate_up, down, x, routes, gate_up_bias=bias, **options)
+    lost = chosen[:, 0] == chosen[1, 0]
+    np.testing.assert_array_equal(np.isnan(found).any(axis=1), lost)
+
+
 @needs_native
 def test_a_token_is_answered_alike_whoever_is_beside_it() -> None:
     gate_up, down = stacks()
@@ -130,5 +194,6 @@ def test_experts_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(BackendError):
             experts(first, second, x, routes, chosen=chosen, normalised=True)
-    with pytest.raises(BackendError):
-        experts(gate_up, down, x, routes, chosen=2, normalised=True, activation="")
+    for wrong in ({"activation": ""}, {"choice_bias": np.zeros(COUNT, np.float32)}):
+        with pytest.raises(BackendError):
+            experts(gate_up, down, x, routes, chosen=2, normalised=True, **wrong)

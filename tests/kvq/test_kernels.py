@@ -18,7 +18,7 @@ from caches import budget_for_tokens, open_cache
 from kvq import native
 from kvq.config import HEAD_DIMS, CacheShape, KvPlan, PageForm
 from kvq.errors import BackendError, CacheError
-from kvq.reference import encode, planes, two_bit_plane
+from kvq.reference import attention_weights, encode, planes, two_bit_plane
 from pairs import (
     UNROTATED,
     Float,
@@ -455,6 +455,45 @@ def test_rotation_and_norms_are_the_references(kernels: str, pairs: int, norms: 
         assert (got[1] == want[1]).all()
         assert got[2].tolist() == list(range(79))
     pair.close()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_heads_sink_shares_in_its_softmax(kernels: str, window: int) -> None:
+    """Over floating-point rows, pages in several parts, a long chunk and a step."""
+    native.select_isa(kernels)
+    shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
+    plan, tokens = KvPlan(k_bits=8, v_bits=8), 1400
+    options = {"threads": 2, "chunk_tokens": 1300}
+    budget = budget_for_tokens(shape, plan, tokens, **options)
+    pair = Pair.open(shape, plan, budget, tokens, **options)
+    rng = np.random.default_rng(window)
+    params = attention(shape, window_tokens=window)
+    sinks = np.array([-40, 0, 6, 2, 30, 5], np.float32)
+    for start, count in ((0, 1), (1, 1300), (1301, 3), (1304, 1)):
+        rows = pack_heads(*random_heads(rng, shape, count))
+        positions = np.arange(start, start + count)
+        outputs = []
+        for cache in pair:
+            cache.begin(count)
+            given = (params, rows, positions, frequencies(32))
+            outputs.append(cache.attend(*given, sink_logits=sinks))
+            cache.commit(count)
+        assert_close(*outputs, RANDOM[8, 8])
+        heads = outputs[0].reshape(count, 6, 64)
+        assert np.abs(heads[:, 4]).max() < 1e-6, "all of it goes to the sink"
+        assert np.abs(heads[:, 0]).max() > 0.05
+    pair.close()
+
+
+def test_a_sink_takes_its_share_of_what_keys_weigh() -> None:
+    params = attention(CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16))
+    logits = np.log(np.array([[1, 2, 5], [3, 4, 9]], np.float32))
+    seen = np.array([[True, True, False], [True, True, True]])
+    weights = attention_weights(params, logits, seen, sink_logit=float(np.log(4)))
+    np.testing.assert_allclose(weights, [[1 / 7, 2 / 7, 0], [0.15, 0.2, 0.45]], rtol=1e-6)
+    nothing = attention_weights(params, logits, np.zeros_like(seen), sink_logit=1.0)
+    np.testing.assert_array_equal(nothing, 0)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -24,9 +24,10 @@ WIDTH = (6 + 2 * 2) * 64
 CONTEXT = 2400
 
 
-def model(params: AttentionParams, norms: tuple[bool, bool] = (False, False)) -> bytes:
-    """One `kvq::Attention` node; absent norms in front of a present one are empty names."""
-    names = ["q_norm" if norms[0] else "", "k_norm" if norms[1] else ""]
+def model(params: AttentionParams, given: tuple[bool, ...] = (False, False, False)) -> bytes:
+    """One `kvq::Attention` node; absent inputs in front of a present one are empty names."""
+    optional = ("q_norm", "k_norm", "sink_logits")
+    names = [name if there else "" for name, there in zip(optional, given, strict=True)]
     inputs = [
         helper.make_tensor_value_info("qkv", TensorProto.FLOAT, ["T", "W"]),
         helper.make_tensor_value_info("positions", TensorProto.INT64, ["P"]),
@@ -113,21 +114,23 @@ def test_a_session_computes_what_attend_computes(caches: list[Cache], threads: i
     assert through_graph.state() == direct.state()
 
 
-@pytest.mark.parametrize("norms", [(True, False), (False, True), (True, True)])
-def test_norms_are_optional_inputs(caches: list[Cache], norms: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize(
+    "there", [(True, False, False), (False, True, True), (True, True, False), (False, False, True)]
+)
+def test_norms_and_sinks_are_optional_inputs(caches: list[Cache], there: tuple[bool, ...]) -> None:
     params = attention(SHAPE, 0, norm_eps=1e-5)
-    run = session(model(params, norms))
+    run = session(model(params, there))
     rng = np.random.default_rng(5)
     weights = rng.uniform(0.5, 2, (2, 64)).astype(np.float32)
-    given = {"q_norm": weights[0]} if norms[0] else {}
-    given |= {"k_norm": weights[1]} if norms[1] else {}
+    given = {"q_norm": weights[0]} if there[0] else {}
+    given |= {"k_norm": weights[1]} if there[1] else {}
+    given |= {"sink_logits": np.arange(6, dtype=np.float32)} if there[2] else {}
     rows, positions = pack_heads(*random_heads(rng, SHAPE, 30)), np.arange(30)
     through_graph, direct = caches
     for cache in caches:
         cache.begin(30)
     (got,) = run.run(None, feed(through_graph, rows, positions, **given))
-    q_norm, k_norm = given.get("q_norm"), given.get("k_norm")
-    want = direct.attend(params, rows, positions, frequencies(32), q_norm, k_norm)
+    want = direct.attend(params, rows, positions, frequencies(32), **given)
     assert (got == want).all()
     plain = direct.attend(params, rows, positions, frequencies(32))
     assert np.abs(got - plain).max() > 0.01
@@ -178,13 +181,15 @@ def test_begin_must_have_been_called(caches: list[Cache]) -> None:
         ("inv_freq", np.ones(33, np.float32)),
         ("q_norm", np.ones(63, np.float32)),
         ("k_norm", np.ones(128, np.float32)),
+        ("sink_logits", np.ones(2, np.float32)),
     ],
 )
 def test_wrong_shapes_are_refused(caches: list[Cache], changed: str, value: np.ndarray) -> None:
-    run = session(model(FIRST, (True, True)))
-    norms = {"q_norm": np.ones(64, np.float32), "k_norm": np.ones(64, np.float32)}
+    run = session(model(FIRST, (True, True, True)))
+    given = {name: np.ones(64, np.float32) for name in ("q_norm", "k_norm")}
+    given["sink_logits"] = np.ones(6, np.float32)
     caches[0].begin(2)
-    good = feed(caches[0], rows_of(2), np.arange(2), **norms)
+    good = feed(caches[0], rows_of(2), np.arange(2), **given)
     expect_error("input shapes do not match the attributes", run, good | {changed: value})
     assert run.run(None, good)[0].shape == (2, 6 * 64)
 

@@ -101,6 +101,7 @@ def raw_attend(cache: Cache, layer: int, tokens: int) -> int:
         native.pointer(np.zeros(1, np.float32)),
         None,
         None,
+        None,
         native.pointer(out),
     )
 

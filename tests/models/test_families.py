@@ -103,6 +103,11 @@ BOUNDS = {
     "qwen3-moe": Bounds(shipped=0.03),
     "gemma4-experts": Bounds(shipped=0.05),
     "mixtral": Bounds(shipped=0.07, four_bit=1.3),
+    "gpt-oss": Bounds(shipped=0.1, four_bit=1.6),
+    "qwen3-5-moe": Bounds(shipped=0.1, four_bit=2.2),
+    "qwen3-next": Bounds(shipped=0.1, four_bit=2.2),
+    "lfm3": Bounds(shipped=0.02, four_bit=1.6),
+    "lfm2-moe": Bounds(shipped=0.05, four_bit=1.6),
 }
 CASES = {name: Case(row=name, bounds=BOUNDS.get(name, Bounds())) for name in tiny.CASES}
 # The row's tied head on scaled embeddings always repeats the last token; this one does not.
@@ -152,22 +157,25 @@ class Peer:
     def load(self, bundle: Bundle) -> None:
         """Replaces every weight by what the bundle restores, by the names it has in a file."""
         family, config, _ = read_checkpoint(self.checkpoint)
-        tensors = tiny.by_expert(tiny.read_safetensors(self.checkpoint / "model.safetensors"))
+        read = tiny.read_safetensors(self.checkpoint / "model.safetensors")
+        tensors = {name: tensor.copy() for name, tensor in read.items()}
+        known = tiny.parts_of(family, config, tensors)
         for name, source in family.weights(config).items():
             restored = bundle.read_weight(name) / np.float32(source.scale) - np.float32(
                 source.offset
             )
-            rows = [len(tensors[part]) for part in source.parts]
+            rows = [len(known[part]) for part in source.parts]
             assert sum(rows) == len(restored)
             parts = np.split(restored, np.cumsum(rows)[:-1])
             if source.factors is not None:
                 factors = tensors[source.factors].astype(np.float32)
                 parts = [part / factor for part, factor in zip(parts, factors, strict=True)]
-            tensors |= zip(source.parts, parts, strict=True)
+            for part, values in zip(source.parts, parts, strict=True):
+                known[part][...] = values
         folder = bundle.path.with_name(f"{bundle.path.name}-restored")
         folder.mkdir()
         shutil.copy(self.checkpoint / "config.json", folder)
-        tiny.write_safetensors(folder / "model.safetensors", tiny.stacked_experts(tensors))
+        tiny.write_safetensors(folder / "model.safetensors", tensors)
         self._read(folder)
 
     @torch.no_grad()

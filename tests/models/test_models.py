@@ -74,7 +74,8 @@ def test_chunks_and_steps_equal_one_pass(checkpoint: Path) -> None:
 
 def test_weights_name_every_tensor_of_the_checkpoint(checkpoint: Path) -> None:
     family, config, _ = read_checkpoint(checkpoint)
-    tensors = tiny.by_expert(tiny.read_safetensors(checkpoint / "model.safetensors"))
+    read = tiny.read_safetensors(checkpoint / "model.safetensors")
+    tensors = tiny.parts_of(family, config, read)
     sources = family.weights(config).values()
     used = [part for source in sources for part in source.parts]
     used += [source.factors for source in sources if source.factors is not None]
@@ -225,7 +226,8 @@ def test_inverse_frequencies_equal_transformers_within_one_bit(case: str, tmp_pa
     _, config, _ = read_checkpoint(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     names = {"full_attention_inv_freq": 0, "sliding_attention_inv_freq": 1, "inv_freq": 0}
-    buffers = dict(model.model.rotary_emb.named_buffers())
+    parts = dict(model.model.named_children())
+    buffers = dict((parts.get("rotary_emb") or parts["pos_emb"]).named_buffers())
     compared = 0
     for name, index in names.items():
         if name in buffers:
@@ -483,7 +485,9 @@ ODD = [
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_odd_values_are_refused_or_give_finite_numbers(model_type: str) -> None:
-    keys = llama_json(model_type=model_type)
+    # Of lfm3 the third layer is the first that attends.
+    layers = {"num_hidden_layers": 3} if model_type == "lfm3" else {}
+    keys = llama_json(model_type=model_type, **layers)
     family = family_for(keys)
     needed = {"sliding_window": 8, "attn_logit_softcapping": 9.0, "final_logit_softcapping": None}
     needed |= {"full_attention_interval": 2}

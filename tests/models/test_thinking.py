@@ -22,7 +22,7 @@ from kvq_models.thinking import (
 from kvq_models.tokenizer import Tokenizer
 from tiny import byte_level_tokenizer
 
-GEMMA, QWEN = FORMS
+GEMMA, HARMONY, QWEN = FORMS
 
 
 def pieces_of(form: ThinkingForm, text: str, cuts: list[int], *, begun: bool) -> list[Piece]:
@@ -62,6 +62,16 @@ def read(
         (QWEN, False, "<thin", (0, "<thin")),
         (QWEN, False, "", (0, "")),
         (GEMMA, False, "<|channel>final\nFour", (0, "<|channel>final\nFour")),
+        (
+            HARMONY,
+            False,
+            "<|channel|>analysis<|message|>One, two.\n\nThree."
+            "<|end|><|start|>assistant<|channel|>final<|message|>Four.\n",
+            (1, "Four.\n"),
+        ),
+        (HARMONY, False, "<|channel|>final<|message|>  Four", (0, "  Four")),
+        (HARMONY, False, "<|channel|>comm", (0, "<|channel|>comm")),
+        (HARMONY, False, "<|channel|>final", (0, "<|channel|>final")),
         # Cut off within the thought, and within the mark after it.
         (QWEN, True, "One, two.\n\nThree.", (1, "")),
         (QWEN, True, "One, two.\n\nThree.\n</think>\n \n", (1, "")),

@@ -157,7 +157,7 @@ class Fuzz:
             at[self.chance.randrange(count)] = self.chance.choice((*NUMBERS, 2**62, -(2**63)))
         out = np.empty((count, max(1, c.heads * c.head_dim)), np.float32)
         freq, norm = np.ones(256, np.float32), np.ones(256, np.float32)
-        norms = [native.pointer(norm) if self.chance.random() < 0.3 else None for _ in range(2)]
+        norms = [native.pointer(norm) if self.chance.random() < 0.3 else None for _ in range(3)]
         status = self.call.kvq_cache_attend(
             cache.handle, ctypes.byref(facts), tokens, native.pointer(qkv),
             native.pointer(at), native.pointer(freq), *norms, native.pointer(out),

@@ -155,14 +155,14 @@ private:
                               record_->optional<uint8_t>(2), 0, 0, &cache_);
     }
 
-    // attention, qkv, positions, inv_freq, limits -> out
+    // attention, qkv, positions, inv_freq, limits -> out; sink_logits or nothing
     int attend() {
         const Record& r = *record_;
         const kvq_attention attention = r.value<kvq_attention>(0);
         std::vector<float> out(r.count<float>(5));
         const int status = kvq_cache_attend(
             cache_, &attention, static_cast<int32_t>(r.count<int64_t>(2)), r.array<float>(1),
-            r.array<int64_t>(2), r.array<float>(3), nullptr, nullptr, out.data());
+            r.array<int64_t>(2), r.array<float>(3), nullptr, nullptr, r.optional<float>(6), out.data());
         close(out, 4, 5);
         return status;
     }

@@ -114,10 +114,12 @@ class RecordedCache(ReferenceCache):
         inv_freq: Float,
         q_norm: Float | None = None,
         k_norm: Float | None = None,
+        sink_logits: Float | None = None,
     ) -> Float:
-        out = super().attend(params, qkv, positions, inv_freq, q_norm, k_norm)
+        out = super().attend(params, qkv, positions, inv_freq, q_norm, k_norm, sink_logits)
         call = abi.as_attention(params, len(inv_freq))
-        self._cases.add("attend", call, qkv, positions, inv_freq, self.limits, out)
+        given = (call, qkv, positions, inv_freq, self.limits, out, sink_logits)
+        self._cases.add("attend", *given)
         return out
 
     def commit(self, rows: int | Sequence[int]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvq_models.config import Layer, ModelConfig, Norms
-from kvq_models.family import layer_shapes
+from kvq_models.family import Family, layer_shapes
 from kvq_models.reference import Weights
 from kvq_models.registry import family_for, read_checkpoint
 
@@ -61,6 +61,8 @@ COMMON: Mapping[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
+# Families whose norms have weights around 0.
+_AROUND_ZERO = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _LONGROPE = {
     "rope_type": "longrope",
@@ -214,6 +216,24 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "sliding_window": 24,
+            "intermediate_size": 96,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "lfm2": (
         "lfm2",
         {
@@ -240,6 +260,60 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-5-moe": (
+        "qwen3_5_moe_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [_LINEAR, _FULL, _LINEAR],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 96,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [_LINEAR, _LINEAR, _FULL],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "mlp_only_layers": [1],
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 96,
+        },
+    ),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 96,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm3": (
+        "lfm3",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", _SLIDING, "conv", _FULL, _SLIDING],
+            "sliding_window": 24,
+            "conv_L_cache": 5,
             "tie_word_embeddings": True,
         },
     ),
@@ -341,12 +415,16 @@ def make_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             draw = torch.randn(parameter.shape, generator=generator)
-            offset = float(model_type in ("gemma3_text", "qwen3_5_text"))
+            offset = float(model_type in _AROUND_ZERO)
             mean, deviation = weight_statistics(
                 name, tuple(parameter.shape), 0.0 if "linear_attn.norm" in name else offset
             )
             parameter.copy_(mean + deviation * draw)
+            if model_type == "gpt_oss" and name.endswith("gate_up_proj"):
+                parameter.mul_(3)  # so that its limits are reached
         for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
@@ -362,7 +440,9 @@ def weight_statistics(
         return 1.0 - norm_offset, 0.1
     if name.endswith("A_log"):  # states that last, some for ten tokens, some for a hundred
         return -3.0, 1.0
-    if name.endswith(".bias"):
+    if name.endswith("sinks"):
+        return 1.0, 1.0
+    if name.endswith((".bias", "proj_bias", "expert_bias")):
         return 0.0, 0.2
     if name.endswith(("router.scale", "per_expert_scale")):
         return 1.0, 0.3
@@ -390,7 +470,7 @@ def checkpoint_weights(folder: Path) -> Weights:
     tensors: dict[str, np.ndarray] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= read_safetensors(path)
-    tensors = by_expert(tensors)
+    tensors = parts_of(family, config, tensors)
     canonical: dict[str, np.ndarray] = {}
     for name, source in family.weights(config).items():
         factors = np.ones(len(source.parts)) if source.factors is None else tensors[source.factors]
@@ -401,38 +481,34 @@ def checkpoint_weights(folder: Path) -> Weights:
     return canonical.__getitem__
 
 
-_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
-_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)")
+_STACKED = re.compile(r"(.*\.experts)\.((?:gate_up|down)_proj(?:_bias)?)")
 
 
-def by_expert(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors, those that hold the matrices of all experts as one of each."""
+def parts_of(
+    family: Family, config: ModelConfig, tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The tensors, of those that hold several weights each by the name a family has for it.
+
+    All of them lie in the tensors' memory.
+    """
     found: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
-        stacked = _STACKED.fullmatch(name) if tensor.ndim == 3 else None
-        rows = (
-            {name: tensor}
-            if stacked is None
-            else {f"{stacked[1]}.{expert}.{stacked[2]}": one for expert, one in enumerate(tensor)}
-        )
-        found |= rows
-    return found
-
-
-def stacked_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inverse of `by_expert`."""
-    found: dict[str, np.ndarray] = {}
-    stacks: dict[str, dict[int, np.ndarray]] = {}
-    for name, tensor in tensors.items():
-        one = _ONE_EXPERT.fullmatch(name)
-        if one is None:
-            found[name] = tensor
-        else:
-            stacks.setdefault(f"{one[1]}.{one[3]}", {})[int(one[2])] = tensor
-    return found | {
-        name: np.stack([rows[expert] for expert in range(len(rows))])
-        for name, rows in stacks.items()
+        stacked = _STACKED.fullmatch(name)
+        rows = {name: tensor} if stacked is None else dict(enumerate(tensor))
+        found |= {
+            name if stacked is None else f"{stacked[1]}.{one}.{stacked[2]}": part
+            for one, part in rows.items()
+        }
+    views = family.views(config)
+    parts = {
+        name: (found[view.tensor].T if view.across else found[view.tensor])[
+            view.rows.start : view.rows.stop : view.rows.step
+        ]
+        for name, view in views.items()
+        if view.tensor in found
     }
+    fused = {view.tensor for view in views.values()}
+    return {name: tensor for name, tensor in found.items() if name not in fused} | parts
 
 
 def make_llama_checkpoint(
@@ -532,6 +608,7 @@ _DTYPES: Mapping[str, tuple[Any, str]] = {
     "float32": (np.float32, "F32"),
     "float16": (np.float16, "F16"),
     "bfloat16": (ml_dtypes.bfloat16, "BF16"),
+    "uint8": (np.uint8, "U8"),
 }
 
 

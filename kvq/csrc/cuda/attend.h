@@ -394,12 +394,19 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     }
 }
 
-// A row's softmax over all splits, from its partial results: the largest logit, 1 / sum of weights.
+// The logit of a head's sink, in octaves; kNothing: it has none.
+KVQ_DEVICE float sink_of(const kvq_cuda_sequence& s, int head) {
+    return s.sink_logits ? s.sink_logits[head] * kLog2E : kNothing;
+}
+
+// A row's softmax over all splits and its head's sink, from its partial results: the largest logit,
+// 1 / sum of weights.
 struct Softmax {
-    float top = kNothing, inverse = 0;
-    KVQ_DEVICE_MEMBER Softmax(const float* parts, int splits, int stride) {
-        float sum = 0;
+    float top, inverse = 0;
+    KVQ_DEVICE_MEMBER Softmax(const float* parts, int splits, int stride, float sink = kNothing)
+        : top(sink) {
         for (int p = 0; p < splits; p++) top = fmaxf(top, parts[p * stride]);
+        float sum = sink > kNothing ? share(sink) : 0.0f;
         for (int p = 0; p < splits; p++) sum += parts[p * stride + 1] * share(parts[p * stride]);
         if (sum > 0) inverse = 1.0f / sum;
     }
@@ -413,11 +420,11 @@ KVQ_KERNEL merge(kvq_cuda_attention a, kvq_cuda_sequence s) {
     const int row = block_index().x, kv_head = block_index().y, i = thread_index();
     if (i >= a.head_dim) return;
     const float* parts = s.partials + (int64_t{kv_head} * rows + row) * a.splits * stride;
-    const Softmax softmax(parts, a.splits, stride);
+    const int head = kv_head * group + row % group;
+    const Softmax softmax(parts, a.splits, stride, sink_of(s, head));
     float total = 0;
     for (int p = 0; p < a.splits; p++)
         total += parts[p * stride + 2 + i] * softmax.share(parts[p * stride]);
-    const int head = kv_head * group + row % group;
     s.out[(int64_t{row / group} * a.heads + head) * a.head_dim + i] = total * softmax.inverse;
 }
 

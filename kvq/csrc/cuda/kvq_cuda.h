@@ -84,6 +84,7 @@ typedef struct {
     const int64_t* positions;          /* [tokens] */
     const float* inv_freq;             /* [rotary_pairs] */
     const float *q_norm, *k_norm;      /* [head_dim], or null */
+    const float* sink_logits;          /* [heads], or null */
     float* queries;  /* scratch [1 + turns, heads * tokens, head_dim]: first as floats are met, then
                         every turn's */
     float* partials; /* scratch [heads * tokens, splits, head_dim + 2] */

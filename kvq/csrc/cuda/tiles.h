@@ -278,7 +278,9 @@ KVQ_DEVICE void store_rows(const kvq_cuda_attention& a, const kvq_cuda_sequence&
         const int head = tile.kv_head * group + state.row[r] % group;
         float* out =
             a.splits > 1 ? part + 2 : s.out + (int64_t{state.token[r]} * a.heads + head) * Dim;
-        const float inverse = state.sum[r] > 0 ? 1.0f / state.sum[r] : 0.0f;
+        const float seen[2] = {state.maximum[r], state.sum[r]};
+        const Softmax softmax(seen, 1, 2, sink_of(s, head));
+        const float inverse = softmax.share(seen[0]) * softmax.inverse;
         KVQ_UNROLL for (int n = 0; n < Dim / 8; n++) KVQ_UNROLL for (int i = 0; i < 2; i++)
             out[8 * n + 2 * t + i] = state.out[n][2 * r + i] * (a.splits > 1 ? 1.0f : inverse);
         if (a.splits > 1 && t == 0) part[0] = state.maximum[r], part[1] = state.sum[r];

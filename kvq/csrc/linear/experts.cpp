@@ -12,6 +12,9 @@
 namespace kvq {
 namespace {
 
+// What shares of sigmoids are divided by beside their sum: kvq/reference_experts.py.
+constexpr float kLeastSum = 1e-6f;
+
 struct Choice {
     int32_t token;
     float share;
@@ -55,18 +58,27 @@ private:
         float* weights = scratch_.weights.data();
         std::iota(order, order + call_.count, 0);
         // A token that is not finite goes somewhere, and its shares say that it is not.
-        const auto key = [=](int32_t i) { return std::isnan(logits[i]) ? INFINITY : logits[i]; };
+        const bool sigmoid = call_.scoring == KVQ_SIGMOID;
+        for (int i = 0; sigmoid && i < call_.count; i++)
+            weights[i] = 1.0f / (1.0f + std::exp(-logits[i]));
+        const float* bias = call_.choice_bias;
+        const auto key = [=](int32_t i) {
+            const float score = sigmoid ? weights[i] + (bias ? bias[i] : 0.0f) : logits[i];
+            return std::isnan(score) ? INFINITY : score;
+        };
         std::partial_sort(order, order + call_.chosen, order + call_.count,
                           [&](int32_t a, int32_t b) {
                               return key(a) > key(b) || (key(a) == key(b) && a < b);
                           });
         const float top = logits[order[0]];
-        for (int i = 0; i < call_.count; i++) weights[i] = std::exp(logits[i] - top);
+        for (int i = 0; !sigmoid && i < call_.count; i++) weights[i] = std::exp(logits[i] - top);
         float sum = 0;
         if (call_.normalised)
             for (int i = 0; i < call_.chosen; i++) sum += weights[order[i]];
         else
-            for (int i = 0; i < call_.count; i++) sum += weights[i];
+            for (int i = 0; !sigmoid && i < call_.count; i++) sum += weights[i];
+        // Sigmoids need not add up to anything.
+        if (sigmoid) sum = call_.normalised ? sum + kLeastSum : 1.0f;
         for (int i = 0; i < call_.chosen; i++)
             scratch_.choices[order[i]].push_back({token, weights[order[i]] / sum});
     }
@@ -81,9 +93,11 @@ private:
         float* found = grown(scratch_.found, count * columns);
         for (size_t i = 0; i < count; i++)
             std::copy_n(call_.x + choices[i].token * columns, columns, x + i * columns);
-        int status = multiply(call_.gate_up, call_.gate_up_panels, expert, KVQ_PLAIN, x, inner, count);
+        int status = multiply(call_.gate_up, call_.gate_up_panels, call_.gate_up_bias, expert,
+                              KVQ_PLAIN, x, inner, count);
         if (!status)
-            status = multiply(call_.down, call_.down_panels, expert, call_.activation, inner, found, count);
+            status = multiply(call_.down, call_.down_panels, call_.down_bias, expert,
+                              call_.activation, inner, found, count);
         if (status) return status;
         for (size_t i = 0; i < count; i++) {
             float* out = call_.out + choices[i].token * columns;
@@ -92,12 +106,13 @@ private:
         return KVQ_OK;
     }
 
-    int multiply(const kvq_matrix& matrix, const uint8_t* panels, int expert, int activation,
-                 const float* x, float* out, size_t tokens) {
+    int multiply(const kvq_matrix& matrix, const uint8_t* panels, const float* bias, int expert,
+                 int activation, const float* x, float* out, size_t tokens) {
         const PanelLayout layout(matrix);
         kvq_linear part{};
         part.matrix = matrix;
         part.panels = panels + size_t(expert) * layout.panels * layout.panel_bytes;
+        part.bias = bias ? bias + size_t(expert) * matrix.rows : nullptr;
         part.x = x, part.out = out, part.tokens = static_cast<int32_t>(tokens);
         part.activation = activation, part.view = call_.view;
         return run_linear(part, pool_);
@@ -119,7 +134,9 @@ int run_experts(const kvq_experts& call, const Dispatch& pool) {
     const kvq_matrix &up = call.gate_up, &down = call.down;
     if (!is_stackable(up) || !is_stackable(down) || up.rows != 2 * down.columns ||
         up.columns != down.rows || call.tokens < 0 || call.chosen < 1 || call.chosen > call.count ||
-        (call.activation != KVQ_SILU && call.activation != KVQ_GELU_TANH) ||
+        call.activation < KVQ_SILU || call.activation > KVQ_CLAMPED_SWIGLU ||
+        (call.scoring != KVQ_SOFTMAX && call.scoring != KVQ_SIGMOID) ||
+        (call.choice_bias && call.scoring != KVQ_SIGMOID) ||
         (call.view != KVQ_FULL && call.view != KVQ_HI))
         return KVQ_BAD_ARGUMENT;
     static thread_local Scratch scratch;

@@ -333,7 +333,7 @@ Prefetching& prefetching() {
 int run_linear(const kvq_linear& call, const Dispatch& pool) {
     const bool added = call.bias || call.residual || call.first_row;
     if (!is_matrix(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
-        call.activation > KVQ_GELU_TANH || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
+        call.activation > KVQ_CLAMPED_SWIGLU || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
         (call.activation && call.norm) || call.first_row < 0 || call.first_row > call.matrix.rows ||
         call.exact_rows < 0 || (call.exact_rows && added))
         return KVQ_BAD_ARGUMENT;

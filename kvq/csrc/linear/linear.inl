@@ -43,7 +43,7 @@ inline Floats exponential(Floats x) {
     return p * power_of_two(n);
 }
 
-// Both activations are x times the logistic function of something.
+// Activations of the gate alone are x times the logistic function of something.
 template <int Activation>
 inline Floats activated(Floats x) {
     if constexpr (Activation == KVQ_SILU) {
@@ -95,15 +95,31 @@ void norm_row(const float* x, const float* weight, int columns, float epsilon, f
 }
 
 template <int Activation>
+inline Floats gated(Floats gate, Floats up) {
+    if constexpr (Activation == KVQ_CLAMPED_SWIGLU) {
+        constexpr float kLimit = 7.0f, kLeast = -3.402823466e38f;
+        // Limits would hide what is not a number.
+        const Floats nothing = set1(0.0f) * gate * up;
+        const Floats g = clamp(gate, kLeast, kLimit) + nothing, u = clamp(up, -kLimit, kLimit);
+        return g / (set1(1.0f) + exponential(set1(-1.702f) * g)) * (u + set1(1.0f));
+    } else {
+        return activated<Activation>(gate) * up;
+    }
+}
+
+template <int Activation>
 void gate_row(const float* gate, const float* up, int columns, float* out) {
     for (int i = 0; i < columns; i += kLanes)
         store_to(out, i, columns,
-                 activated<Activation>(load_to(gate, i, columns)) * load_to(up, i, columns));
+                 gated<Activation>(load_to(gate, i, columns), load_to(up, i, columns)));
 }
 
 void gate_row(const float* gate, const float* up, int columns, int activation, float* out) {
-    if (activation == KVQ_SILU) return gate_row<KVQ_SILU>(gate, up, columns, out);
-    gate_row<KVQ_GELU_TANH>(gate, up, columns, out);
+    switch (activation) {
+        case KVQ_SILU: return gate_row<KVQ_SILU>(gate, up, columns, out);
+        case KVQ_GELU_TANH: return gate_row<KVQ_GELU_TANH>(gate, up, columns, out);
+        default: return gate_row<KVQ_CLAMPED_SWIGLU>(gate, up, columns, out);
+    }
 }
 
 // How far ahead to fetch: as was asked for, or far enough to hide a miss behind sixteen rows of

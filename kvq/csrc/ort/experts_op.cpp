@@ -4,7 +4,8 @@
 // logits float [T, count], the panels of all experts' gate_up and down, uint8 [panels, panel_bytes],
 // then optionally residual float [T, columns], and as of Linear weights_view int64 [1] and
 // layer_modes int64 [layers]: a layer that is skipped, or makes keys and values alone, gives the
-// residual or zeros.
+// residual or zeros. Then, optionally too, gate_up_bias float [count, 2 * width], down_bias float
+// [count, columns] and choice_bias float [count]. The attribute `scoring` may be left out: 0.
 #include <cstring>
 #include <memory>
 
@@ -40,6 +41,10 @@ OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, vo
                                       {"down_block", &call.down.block},
                                       {"down_grid", &call.down.grid}}))
         return status;
+    int64_t scoring = KVQ_SOFTMAX;
+    if (OrtStatus* status = g_api->KernelInfoGetAttribute_int64(info, "scoring", &scoring))
+        g_api->ReleaseStatus(status);
+    call.scoring = scoring == KVQ_SIGMOID ? KVQ_SIGMOID : KVQ_SOFTMAX;
     if (width > INT32_MAX / 2) return failed(kName, "no matrix has these attributes");
     call.gate_up.rows = 2 * width, call.gate_up.columns = columns;
     call.down.rows = columns, call.down.columns = width;
@@ -58,22 +63,27 @@ bool holds(const Input& panels, const kvq_matrix& matrix, int64_t count) {
 OrtStatus* compute(void* state, OrtKernelContext* context) {
     const Kernel& kernel = *static_cast<Kernel*>(state);
     kvq_experts call = kernel.call;
-    Input x, logits, gate_up, down, residual, view, modes;
+    Input x, logits, gate_up, down, residual, view, modes, gate_up_bias, down_bias, choice_bias;
     size_t index = 0;
-    for (Input* input : {&x, &logits, &gate_up, &down, &residual, &view, &modes})
+    for (Input* input : {&x, &logits, &gate_up, &down, &residual, &view, &modes, &gate_up_bias,
+                         &down_bias, &choice_bias})
         if (OrtStatus* status = read(context, index++, *input)) return status;
     const int64_t columns = call.gate_up.columns, tokens = x.count / columns;
     if (x.count != tokens * columns || logits.count != tokens * call.count ||
         !holds(gate_up, call.gate_up, call.count) || !holds(down, call.down, call.count) ||
         (residual.data && residual.count != x.count) ||
-        (modes.data && modes.count <= kernel.layer))
+        (modes.data && modes.count <= kernel.layer) ||
+        (gate_up_bias.data && gate_up_bias.count != int64_t{call.count} * call.gate_up.rows) ||
+        (down_bias.data && down_bias.count != call.count * columns) ||
+        (choice_bias.data && choice_bias.count != call.count))
         return failed(kName, "input shapes do not match the attributes");
     const int64_t asked_view = view.integer(KVQ_FULL);
     if (asked_view < KVQ_FULL || asked_view > KVQ_HI)
         return failed(kName, "weights_view is out of range");
     call.x = x.as<float>(), call.logits = logits.as<float>();
     call.gate_up_panels = gate_up.as<uint8_t>(), call.down_panels = down.as<uint8_t>();
-    call.residual = residual.as<float>();
+    call.residual = residual.as<float>(), call.gate_up_bias = gate_up_bias.as<float>();
+    call.down_bias = down_bias.as<float>(), call.choice_bias = choice_bias.as<float>();
     call.tokens = static_cast<int32_t>(tokens), call.view = static_cast<int32_t>(asked_view);
     if (OrtStatus* status = output(context, tokens, columns, &call.out)) return status;
     if (modes.data && modes.as<int64_t>()[kernel.layer]) {
@@ -93,9 +103,9 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
 Op experts_op() {
     Op o = op_of<Kernel>(nullptr);
     o.GetName = [](const OrtCustomOp*) { return kName; };
-    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{7}; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{10}; };
     o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-        return i == 2 || i == 3 ? kUint8 : i >= 5 ? kInt64 : kFloat;
+        return i == 2 || i == 3 ? kUint8 : i == 5 || i == 6 ? kInt64 : kFloat;
     };
     o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
         return i >= 4 ? kOptional : kRequired;

@@ -3,7 +3,7 @@
 // Attention's inputs: qkv float [T, (heads + 2 kv_heads) * head_dim], positions int64 [T], cache int64 [S] and
 // sequence_rows int64 [S], the caches of S sequences by handle and how many of the T rows each has,
 // one sequence after the other, inv_freq float [pairs], and optionally q_norm and k_norm, float
-// [head_dim]. Output: float [T, heads * head_dim]. Lengths and tables stay behind kvq.h.
+// [head_dim], and sink_logits, float [heads]. Output: float [T, heads * head_dim]. Lengths and tables stay behind kvq.h.
 // SharedAttention is of a layer that reads what layer `layer` has stored of the pass. Inputs: q float [R,
 // heads * head_dim], rows int64 [R] of the T they are of, sequence by sequence, cache, sequence_rows,
 // inv_freq and optionally q_norm. Output: float [R, heads * head_dim].
@@ -63,7 +63,7 @@ OrtStatus* create(const OrtCustomOp* op, const void*, const OrtKernelInfo* info,
     return nullptr;
 }
 
-enum InputIndex { kQkv, kPositions, kCache, kSequenceRows, kInvFreq, kQNorm, kKNorm, kInputs };
+enum InputIndex { kQkv, kPositions, kCache, kSequenceRows, kInvFreq, kQNorm, kKNorm, kSinkLogits, kInputs };
 
 OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     kvq_attention a = static_cast<AttentionKernel*>(kernel)->attributes;
@@ -76,7 +76,8 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     if (given[kQkv].count != tokens * width || sequences < 1 ||
         given[kSequenceRows].count != sequences || 2 * given[kInvFreq].count > dim ||
         (given[kQNorm].data && given[kQNorm].count != dim) ||
-        (given[kKNorm].data && given[kKNorm].count != dim))
+        (given[kKNorm].data && given[kKNorm].count != dim) ||
+        (given[kSinkLogits].data && given[kSinkLogits].count != a.heads))
         return failed("input shapes do not match the attributes");
     float* out = nullptr;
     if (OrtStatus* status = output(context, tokens, a.heads * dim, &out)) return status;
@@ -90,7 +91,7 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
         inputs.push_back({static_cast<int>(rows[s]), given[kQkv].as<float>() + first * width,
                           given[kPositions].as<int64_t>() + first, given[kInvFreq].as<float>(),
                           given[kQNorm].as<float>(), given[kKNorm].as<float>(),
-                          out + first * a.heads * dim});
+                          given[kSinkLogits].as<float>(), out + first * a.heads * dim});
     }
     if (inputs.size() != static_cast<size_t>(sequences) || first != tokens)
         return failed("sequence_rows do not add up to the rows given, one or more each");
@@ -133,8 +134,8 @@ OrtStatus* compute_shared(void* kernel, OrtKernelContext* context) {
             rows[asked] -= first;
         inputs.push_back({static_cast<int>(asked - begin), given[kQ].as<float>() + begin * width,
                           nullptr, given[kSharedFreq].as<float>(),
-                          given[kSharedNorm].as<float>(), nullptr, out + begin * width,
-                          rows.data() + begin});
+                          given[kSharedNorm].as<float>(), nullptr, nullptr,
+                          out + begin * width, rows.data() + begin});
         first = end;
     }
     if (asked != queries) return failed("rows do not follow the sequences");

@@ -87,9 +87,9 @@ class OnnxBackend(PagedBackend):
         if device != gpu.PROCESSOR:
             if not bundle.config.uniform:
                 raise BackendError(
-                    f"layers of a {bundle.config.model_type} model differ in their heads, read "
-                    f"others' keys or convolve, which {device!r} has no kernels for; use "
-                    f"{argument('device', 'cpu')}"
+                    f"layers of a {bundle.config.model_type} model differ in their heads or "
+                    f"windows, read others' keys or convolve, which {device!r} has no kernels for; "
+                    f"use {argument('device', 'cpu')}"
                 )
             if not self._has_modes:
                 raise BackendError(

@@ -33,10 +33,11 @@ class CacheAttention:
         k_norm: NDArray[np.float32] | None,
         *,
         shared: bool = False,
+        sink_logits: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         """See `kvq_models.reference.Attend`."""
-        attend = self.cache.attend
-        return attend(params, qkv, positions, inv_freq, q_norm, k_norm, shared=shared)
+        given = (params, qkv, positions, inv_freq, q_norm, k_norm)
+        return self.cache.attend(*given, shared=shared, sink_logits=sink_logits)
 
     def convolve(
         self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]

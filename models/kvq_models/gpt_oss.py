@@ -1,0 +1,108 @@
+"""The gpt_oss family: experts behind clamped gates, sinks of attention, alternating windows.
+
+Biases are everywhere. Experts lie across: a column of the checkpoint's tensors is a row here, even
+ones those of gates, odd ones those of what these let through.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvq.errors import CheckpointError
+from kvq_models.config import Experts, ModelConfig
+from kvq_models.decoder import DECODER_KEYS, LAYER_WEIGHTS, decoder_config
+from kvq_models.family import Family, View
+from kvq_models.keys import Default, MustEqual, Required
+from kvq_models.mixtures import EXPERT_KEYS, EXPERT_WEIGHTS, mixture
+from kvq_models.windows import typed_layers
+
+_TYPE = "gpt_oss"
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_EXPERT = "mlp.experts.{expert}"
+
+
+def _build(values: Mapping[str, Any]) -> ModelConfig:
+    count = values["num_hidden_layers"]
+    types = values["layer_types"] or [
+        "full_attention" if layer % 2 else "sliding_attention" for layer in range(count)
+    ]
+    if values["experts_per_token"] not in (None, values["num_experts_per_tok"]):
+        raise CheckpointError(
+            f"config.json has experts_per_token = {values['experts_per_token']} and "
+            f"num_experts_per_tok = {values['num_experts_per_tok']}, which are the same number"
+        )
+    rope = None if values["rope_parameters"] or values["rope_scaling"] else _ROPE
+    experts = mixture(
+        values,
+        width=values["intermediate_size"],
+        count=128,
+        normalised=True,
+        activation="clamped_swiglu",
+        router_bias=True,
+        bias=True,
+    )
+    return decoder_config(
+        _TYPE,
+        {**values, "rope_parameters": rope or values["rope_parameters"]},
+        mixer={"sinks": True},
+        own=typed_layers(_TYPE, types, values["sliding_window"]),
+        feeds=dict.fromkeys(range(count), experts),
+        windows_apart=True,
+    )
+
+
+def _views(config: ModelConfig) -> Mapping[str, View]:
+    views: dict[str, View] = {}
+    for index, layer in enumerate(config.layers):
+        assert isinstance(layer.feed, Experts)
+        width = layer.feed.width
+        halves = {"gate": range(0, 2 * width, 2), "up": range(1, 2 * width, 2)}
+        for expert in range(layer.feed.count):
+            own = f"model.layers.{index}.{_EXPERT.format(expert=expert)}"
+            for half, rows in halves.items():
+                views[f"{own}.{half}_proj.weight"] = View(f"{own}.gate_up_proj", rows, across=True)
+                views[f"{own}.{half}_proj.bias"] = View(f"{own}.gate_up_proj_bias", rows)
+            down = View(f"{own}.down_proj", range(config.hidden_size), across=True)
+            views[f"{own}.down_proj.weight"] = down
+    return views
+
+
+FAMILY = Family(
+    model_type=_TYPE,
+    keys={
+        **DECODER_KEYS,
+        **EXPERT_KEYS,
+        "num_experts_per_tok": Default(int, 4),
+        "experts_per_token": Default(int),
+        "norm_topk_prob": MustEqual(True),
+        "num_key_value_heads": Required(),
+        "head_dim": Default(int, 64),
+        "rms_norm_eps": Default(float, 1e-5),
+        "rope_theta": Default(float, 150_000.0),
+        "attention_bias": Default(bool, True),
+        "sliding_window": Default(int, 128),
+        "layer_types": Default(list),
+        "swiglu_alpha": MustEqual(1.702),
+        "swiglu_limit": MustEqual(7.0, 7),
+        # What rope_scaling says again.
+        "initial_context_length": Default(int),
+    },
+    build=_build,
+    layer_weights={
+        **LAYER_WEIGHTS,
+        **EXPERT_WEIGHTS,
+        "sink_logits": ("self_attn.sinks",),
+        "router": ("mlp.router.weight",),
+        "router_bias": ("mlp.router.bias",),
+        "experts_gate_up_bias": (f"{_EXPERT}.gate_proj.bias", f"{_EXPERT}.up_proj.bias"),
+        "experts_down_bias": (f"{_EXPERT}.down_proj_bias",),
+    },
+    turn_ends=("<|return|>", "<|call|>"),
+    views=_views,
+)

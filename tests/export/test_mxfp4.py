@@ -1,0 +1,149 @@
+"""Experts that gpt-oss has in MXFP4: decoded as transformers does, and kept as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from kvq.errors import CheckpointError, UnsupportedModelError
+from kvq.reference_linear import BlockFormat, Grid
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_export.source import open_source
+from kvq_models.registry import read_checkpoint
+from tiny import checkpoint_weights, make_checkpoint, read_safetensors, write_safetensors
+
+STACKS = ("gate_up_proj", "down_proj")
+Tensors = dict[str, np.ndarray]
+
+
+def pack(folder: Path, change: Callable[[Tensors], None] = lambda tensors: None) -> Tensors:
+    """Gives a checkpoint random experts in MXFP4; returns what transformers decodes of them."""
+    file, random = folder / "model.safetensors", np.random.default_rng(1)
+    tensors, decoded = read_safetensors(file), Tensors()
+    for name in [name for name in tensors if name.endswith(STACKS)]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = random.integers(0, 256, (experts, rows, columns // 32, 16)).astype(np.uint8)
+        scales = random.integers(120, 126, (experts, rows, columns // 32)).astype(np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        whole = convert_moe_packed_tensors(
+            torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
+        )
+        decoded[name] = whole.numpy()
+    change(tensors)
+    write_safetensors(file, tensors)
+    path = folder / "config.json"
+    said = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    return decoded
+
+
+def plain(folder: Path, decoded: Tensors) -> None:
+    """Gives a checkpoint these experts as floats."""
+    file = folder / "model.safetensors"
+    write_safetensors(file, read_safetensors(file) | decoded)
+
+
+def test_a_bundle_keeps_every_weight_of_experts(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt-oss", tmp_path / "packed")
+    decoded = pack(folder)
+    floats = make_checkpoint("gpt-oss", tmp_path / "floats")
+    plain(floats, decoded)
+    expected = checkpoint_weights(floats)
+    bundle = export_model(folder, tmp_path / "bundle", ExportOptions(quality=False))
+    assert bundle.manifest.weights is not None
+    stacks = {
+        name: form for name, form in bundle.manifest.weights.formats.items() if "experts" in name
+    }
+    exact = BlockFormat(bits=5, block=32, grid=Grid.SYMMETRIC)
+    assert stacks == dict.fromkeys(stacks, exact)
+    assert len(stacks) == 2 * bundle.config.num_layers
+    for name in stacks:
+        np.testing.assert_array_equal(bundle.read_weight(name), expected(name))
+        assert len(np.unique(np.abs(expected(name)))) > 8
+    types = bundle.manifest.source["types"]
+    assert types["mxfp4"]["exact"] == types["mxfp4"]["tensors"] == 3 * 8 * bundle.config.num_layers
+
+
+def test_rows_are_read_alike_in_any_chunks(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt-oss", tmp_path / "packed")
+    floats = make_checkpoint("gpt-oss", tmp_path / "floats")
+    plain(floats, pack(folder))
+    for path in (folder, floats):
+        source = open_source(path)
+        family, config, _ = source.config()
+        checkpoint, sources = source.checkpoint(config), family.weights(config)
+        expected = checkpoint_weights(floats)
+        for name in ("layers.1.experts_gate_up", "layers.0.experts_down"):
+            for most, rows in ((1 << 20, None), (700, None), (900, range(100, 290))):
+                chunks = list(checkpoint.chunks(sources[name], most, rows))
+                wanted = expected(name) if rows is None else expected(name)[rows.start : rows.stop]
+                np.testing.assert_array_equal(np.concatenate(chunks), wanted)
+            some = np.array([3, 97, 98, 200])
+            found = checkpoint.read_rows(sources[name], some)
+            np.testing.assert_array_equal(found, expected(name)[some])
+
+
+def test_other_widths_are_rounded_from_what_is_there(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt-oss", tmp_path / "packed")
+    floats = make_checkpoint("gpt-oss", tmp_path / "floats")
+    plain(floats, pack(folder))
+    expected = checkpoint_weights(floats)
+    options = ExportOptions(weights=WeightFormat(bits=4), quality=False, calibrate=False)
+    bundle = export_model(folder, tmp_path / "bundle", options)
+    found, wanted = (read("layers.0.experts_down") for read in (bundle.read_weight, expected))
+    assert 0.001 < np.abs(found - wanted).mean() / np.abs(wanted).mean() < 0.2
+
+
+def without_scales(tensors: Tensors) -> None:
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+
+
+def narrow_scales(tensors: Tensors) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj_scales"
+    tensors[name] = tensors[name][..., :-1]
+
+
+def no_numbers(tensors: Tensors) -> None:
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][3, 5, 1] = 255
+
+
+def fewer_rows(tensors: Tensors) -> None:
+    for end in ("blocks", "scales"):
+        name = f"model.layers.0.mlp.experts.gate_up_proj_{end}"
+        tensors[name] = tensors[name][:, :-2]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without_scales, "down_proj_scales' is missing, without which blocks of MXFP4"),
+        (narrow_scales, "make no matrix of MXFP4"),
+        (no_numbers, "NaN or infinite weights"),
+        (fewer_rows, r"wrong shape.*asks for 192 rows"),
+    ],
+)
+def test_what_is_damaged_is_refused(
+    change: Callable[[Tensors], None], says: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint("gpt-oss", tmp_path / "packed")
+    pack(folder, lambda tensors: (make_writable(tensors), change(tensors))[1])
+    with pytest.raises(CheckpointError, match=says):
+        export_model(folder, tmp_path / "bundle", ExportOptions(quality=False, calibrate=False))
+    assert not (tmp_path / "bundle").exists()
+
+
+def make_writable(tensors: Tensors) -> None:
+    tensors |= {name: tensor.copy() for name, tensor in tensors.items()}
+
+
+def test_another_gate_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt-oss", tmp_path, swiglu_limit=5.0)
+    with pytest.raises(UnsupportedModelError, match=r"swiglu_limit = 5\.0 is not supported"):
+        read_checkpoint(folder)

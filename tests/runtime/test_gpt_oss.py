@@ -1,0 +1,139 @@
+"""Sessions of gpt-oss: sinks, windows that have a cache of their own, experts behind clamps."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emulated import emulated_library
+from kvq import native
+from kvq.errors import BackendError, UnsupportedModelError, UsageError
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_runtime.config import Sampling
+from kvq_runtime.engine import Engine
+from kvq_runtime.session import Session
+from kvq_specdraft import drafter_named
+from logits import divergence, prompt
+from shelf import Shelf
+from tiny import make_checkpoint
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+CONTEXT, STEPS = 600, 24
+GREEDY = Sampling(temperature=0)
+TEXT = prompt(300)
+
+
+@pytest.fixture(scope="module")
+def source(shelf: Shelf) -> Path:
+    return shelf.once("source", "gpt-oss", lambda path: make_checkpoint("gpt-oss", path))
+
+
+@pytest.fixture(scope="module")
+def engine(source: Path, shelf: Shelf) -> Iterator[Engine]:
+    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
+    with Engine.open(shelf.exported(source, options), threads=1) as opened:
+        yield opened
+
+
+def opened(engine: Engine, **options: Any) -> Session[Any]:
+    wanted = {"context_tokens": CONTEXT, "kv": "fp", "draft": lambda: None, "chunk_tokens": 64}
+    return engine.session(**wanted | options)
+
+
+def goes_on(session: Session[Any], tokens: int = STEPS) -> list[int]:
+    return [step.token for step in session.generate(tokens, sampling=GREEDY, stop_ids=[])]
+
+
+def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
+    """Bit for bit: products do not mix rows, and nothing else does."""
+    assert engine.backend.rows_agree
+    ids, parents = [7, 8, 9, 10, 11, 12], [-1, 0, 0, 2, 1, 3]
+    with opened(engine) as tree, opened(engine) as steps:
+        for session in (tree, steps):
+            session.prefill(TEXT)
+        with tree.sequence.forward(ids, parents) as branch:
+            found = branch.logits.copy()
+        for path in ([0, 1, 4], [0, 2, 3, 5]):
+            for row in path:
+                with steps.sequence.forward([ids[row]]) as branch:
+                    np.testing.assert_array_equal(branch.logits[0], found[row])
+                    branch.commit([0])
+            steps.rollback(len(path))
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "quantspec"])
+@pytest.mark.parametrize("kv", ["fp", "8:8"])
+def test_drafters_change_nothing(engine: Engine, drafter: str, kv: str) -> None:
+    found = []
+    for draft in (None, drafter_named(drafter)):
+        with opened(engine, kv=kv, draft=lambda own=draft: own) as session:
+            session.prefill(TEXT)
+            found.append(goes_on(session, 40))
+            session.rollback(30)
+            session.prefill(TEXT[:20])
+            found[-1] += goes_on(session)
+    assert found[0] == found[1]
+
+
+def test_what_is_saved_goes_on(engine: Engine, tmp_path: Path) -> None:
+    with opened(engine, kv="4:4") as session, opened(engine, kv="4:4") as other:
+        session.prefill(TEXT)
+        session.save(tmp_path / "saved")
+        expected = goes_on(session)
+        other.load(tmp_path / "saved")
+        assert goes_on(other) == expected
+
+
+def test_an_edit_is_near_what_is_computed_anew(engine: Engine) -> None:
+    new = [*TEXT[:80], 5, 6, 7, *TEXT[90:]]
+    with opened(engine, edits=True) as session, opened(engine) as fresh:
+        session.prefill(TEXT)
+        session.align(new, edits=True)
+        for one, text in ((session, []), (fresh, new)):
+            one.prefill(text)
+        found, expected = goes_on(session), goes_on(fresh)
+        assert list(session.tokens) == [*new, *found]
+        assert list(fresh.tokens) == [*new, *expected]
+
+
+def test_a_window_holds_no_more_than_it_sees(engine: Engine) -> None:
+    """Of 24 tokens, beside a chunk and a draft; the other layer keeps the text."""
+    sizes = []
+    for context in (2_000, 4_000):
+        with opened(engine, kv="8:8", context_tokens=context, kv_budget=f"{context}tok") as session:
+            session.prefill(prompt(1_500))
+            assert len(goes_on(session)) == STEPS
+            window, whole = session.sequence.cache.parts
+            assert (window.arena.spec.windows, whole.arena.spec.windows) == ((24,), (0,))
+            assert len(window.columns()[0]) < 8 < 22 <= len(whole.columns()[0])
+            sizes.append([part.arena.num_bytes for part in (window, whole)])
+    grown = np.divide(sizes[1], sizes[0])
+    assert grown[0] < 1.05 < 1.7 < grown[1]
+
+
+@pytest.mark.parametrize("name", ["reference", "float"])
+def test_other_backends_answer_alike(engine: Engine, name: str) -> None:
+    ids = TEXT[:150]
+    path = engine.backend.bundle.path
+    with opened(engine) as session:
+        found = np.concatenate(list(session.logits(ids)))
+    with Engine.open(path, threads=1, backend=name) as other, opened(other) as session:
+        expected = np.concatenate(list(session.logits(ids)))
+    nats = [divergence(expected[i : i + 1], found[i : i + 1]) for i in range(len(ids))]
+    assert np.median(nats) < 0.01
+    assert divergence(np.roll(expected, 1, axis=0), found) > 1
+
+
+def test_what_it_cannot_do_is_refused_by_name(
+    engine: Engine, source: Path, tmp_path: Path, shelf: Shelf
+) -> None:
+    emulated_library(shelf)
+    with pytest.raises(BackendError, match="a gpt_oss model differ in their heads or windows"):
+        Engine.open(engine.backend.bundle.path, threads=1, device="emulated")
+    with pytest.raises(UsageError, match="predict is of models whose layers are alike"):
+        export_model(source, tmp_path / "predicting", ExportOptions(predict="1"))
+    with pytest.raises(UnsupportedModelError, match="gpt_oss"):
+        export_model(source, tmp_path / "gguf", ExportOptions(format="gguf"))
