@@ -167,7 +167,7 @@ bool views_file(uintptr_t begin, uintptr_t end) {
         char dash = 0;
         fields >> std::hex >> first >> dash >> last >> permissions >> offset >> device >> inode;
         if (last <= begin) continue;
-        if (first > begin || inode == "0" || permissions.rfind("r-", 0) != 0) return false;
+        if (first > begin || inode == "0" || permissions[0] != 'r') return false;
         begin = last;
     }
     return begin >= end;

@@ -17,7 +17,7 @@ bool processor_is_amd();
 uint8_t* allocate(int64_t bytes, bool huge);
 void release(uint8_t* memory);
 
-// Views of files: what is mapped for reading, and leaves memory without being lost.
+// Views of files, which leave memory and come back as the file has them: nobody writes to them.
 bool forgets();  // whether the system does what follows
 uintptr_t page_bytes();
 // Whether all bytes of these whole pages are such a view, of no matter which files.
