@@ -8,7 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, cast, overload
 
-from kvq.config import DEFAULT_DRAFT_TOKENS, Budget, parse_budget, parse_kv, parse_offload, parse_weights
+from kvq.config import (
+    DEFAULT_DRAFT_TOKENS,
+    Budget,
+    parse_budget,
+    parse_kv,
+    parse_offload,
+    parse_weights,
+)
 from kvq.errors import BackendError, UsageError
 from kvq.residency import Resident
 from kvq_models.tokenizer import Tokenizer

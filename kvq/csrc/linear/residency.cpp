@@ -12,7 +12,7 @@ namespace {
 // bytes: with an expert come neighbours that nobody asked for.
 constexpr uintptr_t kBlock = uintptr_t{1} << 21;
 // Weight of the newest pass in how often an expert is chosen.
-constexpr float kNewest = 1.0f / 64;
+constexpr float kNewest = 1.0f / 16;
 
 uintptr_t page_of(uintptr_t address) {
     static const uintptr_t page = platform::page_bytes();
