@@ -86,9 +86,9 @@ def experts_in_memory(bundle: Bundle) -> int:
         begin, end = (int(bound, 16) for bound in bounds.split("-"))
         shift = begin - int(offset, 16)
         for first, last in places:
-            first, last = max(begin, first + shift), min(end, last + shift)
-            if first < last:
-                found += bytes_in_memory(first, last)
+            inside = max(begin, first + shift), min(end, last + shift)
+            if inside[0] < inside[1]:
+                found += bytes_in_memory(*inside)
     return found
 
 
