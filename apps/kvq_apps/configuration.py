@@ -52,6 +52,7 @@ class Rule(Enum):
 PROJECT_RULES: Mapping[str, Rule] = {
     "model.name": Rule.ASK, "model.backend": Rule.SET, "model.device": Rule.SET,
     "model.threads": Rule.NARROW, "model.offline": Rule.NARROW,
+    "model.weights-budget": Rule.NARROW,
     "kv.kbits": Rule.SET, "kv.vbits": Rule.SET, "kv.bits": Rule.SET, "kv.budget": Rule.NARROW,
     "kv.offload": Rule.NARROW, "kv.policy": Rule.SET, "kv.read": Rule.SET,
     # Both can name another model: auxiliary:path=, model:path=.

@@ -13,7 +13,10 @@ def open_engine(
     threads: int | None = None,
     backend: str = "auto",
     device: str = gpu.PROCESSOR,
+    weights_budget: str | int | None = None,
 ) -> Engine:
     """As `Engine.open`, with notes, progress and questions at the terminal."""
     files = model_files(None if name is None else str(name), backend)
-    return Engine(files, threads=threads, backend=backend, device=device)
+    return Engine(
+        files, threads=threads, backend=backend, device=device, weights_budget=weights_budget
+    )

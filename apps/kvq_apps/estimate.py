@@ -5,7 +5,7 @@ The backends' own sizing is asked, so a session opened with the same settings ge
 
 from typing import Any
 
-from kvq.config import FLOAT_WIDTH, Budget, KvPlan, parse_budget
+from kvq.config import FLOAT_WIDTH, Budget, KvPlan, parse_budget, parse_weights
 from kvq.formats import format_bytes
 from kvq_apps import output
 from kvq_runtime import backends, device, tuning
@@ -22,12 +22,14 @@ def estimate(
     *,
     kv_budget: str | None = None,
     threads: int | None = None,
+    weights_budget: str | None = None,
     **request: Any,
 ) -> dict[str, Any]:
     """The object of `kvq inspect --estimate --json`; takes what `Engine.session` does.
 
-    Without a budget the session gives up none of its tokens, by default the model's context.
-    Raises what `Engine.session` would.
+    Without a budget the session gives up none of its tokens, by default the model's context. Of
+    weights whose experts have a budget no more of them counts. Raises what `Engine.open` and
+    `Engine.session` would.
     """
     budget = Budget() if kv_budget is None else parse_budget(kv_budget)
     threads = tuning.default_threads() if threads is None else threads
@@ -35,6 +37,10 @@ def estimate(
     held = backends.estimate(files, asked, threads=threads)
     warn_beyond_training(held.context_tokens, files.context_length)
     weight_bytes = files.weights_json()["bytes"]
+    if weights_budget is not None:
+        budget_bytes = parse_weights(weights_budget)
+        stored = backends.bounded_experts(files, budget_bytes).stored
+        weight_bytes -= max(0, stored - budget_bytes)
     free_bytes = device.probe().memory_free_bytes
     at = {
         output.kv_text(k_bits, v_bits): held.bytes_per_token(KvPlan(k_bits=k_bits, v_bits=v_bits))

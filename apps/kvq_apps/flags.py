@@ -57,6 +57,9 @@ FLAGS: dict[str, Flag] = {
     "threads": Flag("threads to compute with; auto: as many as pay on this machine, measured once, "
         "in seconds, and kept", "what was measured, else the cores", setting="model.threads",
         metavar="N|auto", suggests=("auto",)),
+    "weights-budget": Flag("bytes of the weights of experts that may be in memory, such as 4GiB: "
+        "those that are chosen most; the others are read from the disk when they are needed",
+        "what the system has room for", setting="model.weights-budget", metavar="SIZE"),
     "yes": Flag("pull a model of the catalogue that is not here yet without asking", switch=True,
         synonyms=("-y",)),
     "offline": Flag("ask no network, not even for a hub id", setting="model.offline", switch=True),
@@ -295,7 +298,9 @@ SERVE_FLAGS = (
     "host", "port", "socket", "api-key", "origin", "alias", "strict-model", "grace",
 )  # fmt: skip
 CHAT_FLAGS = ("continue", "cid", "no-log", "list", "search", "export", "import")
-ENGINE_FLAGS = ("model", "backend", "device", "threads", "offline", "yes")
+ENGINE_FLAGS = (
+    "model", "backend", "device", "threads", "weights-budget", "offline", "yes",
+)  # fmt: skip
 OUTPUT_FLAGS = ("json", "debug")
 
 

@@ -85,7 +85,10 @@ def max_tokens(predict: int | None, default: int | None) -> int | None:
 
 def engine_options(arguments: Namespace) -> dict[str, Any]:
     """Keyword arguments of `Engine.open`, all but the model."""
-    return given(arguments, threads="threads", backend="backend", device="device")
+    return given(
+        arguments, threads="threads", backend="backend", device="device",
+        weights_budget="weights-budget",
+    )  # fmt: skip
 
 
 def session_options(arguments: Namespace) -> dict[str, Any]:
@@ -238,6 +241,10 @@ def check(name: str, value: Any) -> None:
 
             parse = parse_budget if name == "kv-budget" else parse_offload
             parse(value)
+        case "weights-budget":
+            from kvq.config import parse_weights
+
+            parse_weights(value)
         case "port" | "api-key" | "sessions" | "sessions-disk" | "queue" | "chunk-tokens" | "grace":
             from kvq_apps.serve.config import ServeConfig
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from time import monotonic
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from kvq.errors import KvqError
 from kvq.formats import format_bytes
 from kvq.json_values import is_object
 from kvq.settings import terminal_is_plain
+
+if TYPE_CHECKING:
+    from kvq_runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +155,29 @@ def verdict_rows(report: Mapping[str, Any], source: str | None = None) -> list[t
             )
         )
     return rows
+
+
+def experts_json(engine: "Engine") -> dict[str, Any] | None:
+    """What of a model's experts is in memory, and how often that was enough; None: not bounded."""
+    found = engine.resident()
+    if found is None:
+        return None
+    return {
+        "budget_bytes": found.budget_bytes,
+        "held_bytes": found.held_bytes,
+        "hit_share": found.hit_share,
+    }
+
+
+def experts_text(found: Mapping[str, Any] | None) -> str:
+    """The same, to stand behind other numbers."""
+    if found is None:
+        return ""
+    return (
+        f"; experts: {format_bytes(found['held_bytes'])} of "
+        f"{format_bytes(found['budget_bytes'])} in memory, {found['hit_share']:.0%} of those "
+        "chosen were there"
+    )
 
 
 def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -13,19 +13,28 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
-from kvq_export.gguf_model import GEMMA3_27B_LAYERS
+from kvq_export.gguf_model import GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import Family, FimNames
 from kvq_models.registry import family_for
 from kvq_runtime.gguf_format import Value
 
 ARCHITECTURES: Mapping[str, str] = {
+    "gemma": "gemma",
+    "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "granite": "granite",
     "llama": "llama",
+    "olmo2": "olmo2",
+    "phi2": "phi",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "smollm3": "smollm3",
+    "starcoder2": "starcoder2",
 }
+# Those whose norms have a mean; config.json calls their epsilon by a name of the family's own.
+_LAYER_NORMS: Mapping[str, str] = {"phi2": "layer_norm_eps", "starcoder2": "norm_epsilon"}
 # What llama.cpp takes for the ends of an answer by their texts alone.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>")
 _CONTROL = 3
@@ -202,13 +211,20 @@ def _common(
         "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.whole("context_length"),
-        "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
+        **_norm_eps(metadata),
         "tie_word_embeddings": "output.weight" not in tensors.shapes,
         "rope_theta": metadata.real("rope.freq_base", 10_000.0),
         "rope_scaling": _scaling(metadata, tensors),
         "bos_token_id": metadata.token("bos", tokens),
         "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
     }
+
+
+def _norm_eps(metadata: Metadata) -> dict[str, float]:
+    name = _LAYER_NORMS.get(metadata.architecture)
+    if name is not None:
+        return {name: metadata.real("attention.layer_norm_epsilon")}
+    return {"rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon")}
 
 
 def _head_dim(metadata: Metadata) -> int:
@@ -320,13 +336,79 @@ def _qwen3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     }
 
 
-def _phi3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+def _rotated_share(metadata: Metadata) -> float:
+    """Of the channels of a head those that rotate, so that as many come of it."""
     head_dim = _head_dim(metadata)
     rotated = metadata.whole("rope.dimension_count", head_dim)
     share = rotated / max(head_dim, 1)
-    if int(head_dim * share) < rotated:
-        share = math.nextafter(share, 2)
-    return {"partial_rotary_factor": share, "sliding_window": _window(metadata)}
+    return math.nextafter(share, 2) if int(head_dim * share) < rotated else share
+
+
+def _phi3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    return {
+        "partial_rotary_factor": _rotated_share(metadata),
+        "sliding_window": _window(metadata),
+    }
+
+
+def _phi(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    return {"partial_rotary_factor": _rotated_share(metadata), "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _starcoder2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    _whole_rotation(metadata)
+    return {
+        "use_bias": "blk.0.attn_output.bias" in tensors.shapes,
+        "sliding_window": _window(metadata),
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+def _smollm3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    # llama.cpp has no key for it.
+    return _llama(metadata, tensors) | {"no_rope_layer_interval": 4}
+
+
+def _granite(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    """Multipliers that a file does not name, or names 0, are none."""
+    return _llama(metadata, tensors) | {
+        "embedding_multiplier": metadata.real("embedding_scale", 0.0) or 1.0,
+        "attention_multiplier": metadata.real("attention.scale", 0.0)
+        or max(_head_dim(metadata), 1) ** -0.5,
+        "residual_multiplier": metadata.real("residual_scale", 0.0) or 1.0,
+        "logits_scaling": metadata.real("logit_scale", 0.0) or 1.0,
+    }
+
+
+def _olmo2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    _whole_rotation(metadata)
+    if _window(metadata) is not None:
+        raise UnsupportedModelError(
+            f"{metadata.path} has windows of {_window(metadata)} tokens, as OLMo 3 has; export the "
+            "original checkpoint"
+        )
+    return {}
+
+
+def _gemma(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    _whole_rotation(metadata)
+    return {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    layers, heads = metadata.whole("block_count"), metadata.whole("attention.head_count")
+    large = layers == GEMMA2_27B_LAYERS
+    scaled_by = (
+        metadata.whole("embedding_length") // max(heads, 1) if large else _head_dim(metadata)
+    )
+    # Every second layer has a window, whatever a list of ours says.
+    metadata.flags("attention.sliding_window_pattern")
+    return _gemma(metadata, tensors) | {
+        "sliding_window": metadata.whole("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": float(scaled_by),
+        "attn_logit_softcapping": metadata.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0),
+    }
 
 
 def _gemma3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
@@ -360,12 +442,19 @@ def _gemma3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
 
 
 _OWN = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "granite": _granite,
     "llama": _llama,
     "mistral": _mistral,
+    "olmo2": _olmo2,
+    "phi": _phi,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "smollm3": _smollm3,
+    "starcoder2": _starcoder2,
 }
 
 

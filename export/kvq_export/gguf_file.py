@@ -163,7 +163,12 @@ def _add_model(gguf: ModuleType, writer: Any, model: GgufModel) -> None:
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.norm == "layer":
+        writer.add_layer_norm_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    for key, value in model.multipliers.items():
+        writer.add_float32(f"{model.architecture}.{key}", value)
     if model.window_tokens:
         writer.add_sliding_window(model.window_tokens)
     if model.windowed:

@@ -22,6 +22,8 @@ NEUTRAL_BASE = 10_000.0
 YARN_FAST, YARN_SLOW = 32.0, 1.0
 # llama.cpp takes a gemma3 of this depth for the 27B model, whose scale is by hidden size.
 GEMMA3_27B_LAYERS = 62
+# Likewise of a gemma2.
+GEMMA2_27B_LAYERS = 46
 
 Scaling = Literal["none", "linear", "yarn", "longrope"]
 
@@ -75,7 +77,8 @@ class GgufModel:
     """One model under one architecture of llama.cpp.
 
     `windowed` says per layer whether it sees `window_tokens` only; an architecture without windows
-    has none, and `context_length` then ends where a window would begin to matter.
+    has none, and `context_length` then ends where a window would begin to matter. `multipliers` are
+    keys of the architecture's own, such as `embedding_scale`.
     """
 
     architecture: str
@@ -85,23 +88,28 @@ class GgufModel:
     context_length: int
     window_tokens: int = 0
     windowed: tuple[bool, ...] = ()
+    multipliers: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Architecture:
     """What llama.cpp computes under a name, of the traits `_traits` finds.
 
+    It computes those of `_USUAL` too, but for what it `lacks`.
     `interleaved`: it rotates neighbouring channels, checkpoints rotate halves. `rope_tensors`: it
     reads tensors of rotary factors. `fused`: it wants one tensor for q, k and v, and one for gate
-    and up. `windows`: layers may have one.
+    and up. `windows`: layers may have one. `keyed_scales`: its embedding and its attention are
+    multiplied by what keys say.
     """
 
     name: str
     computes: frozenset[str]
+    lacks: frozenset[str] = frozenset()
     interleaved: bool = False
     rope_tensors: bool = False
     fused: bool = False
     windows: bool = False
+    keyed_scales: bool = False
 
 
 _QK_NORM = "norms on queries and keys"
@@ -117,6 +125,25 @@ _PARTIAL = "heads that rotate in part"
 _LONG_ROPE = "a second rotary table for long contexts"
 _SCALED = "scaled embeddings"
 _TWO_ROPES = "two kinds of rotary layers"
+_ROW_NORM = "norms of all heads together"
+_ONLY_AFTER = "no norm before a layer"
+_LAYER_NORM = "norms with a mean and biases"
+_RMS_NORM = "norms without a mean"
+_UNGATED = "an MLP without a gate"
+_GATED = "an MLP with a gate"
+_PARALLEL = "layers whose halves are parallel"
+_HEAD_BIAS = "a bias on its logits"
+_ATTENTION_SCALE = "its scale of attention"
+_STILL = "layers that do not rotate"
+_OTHER_STILL = "layers that do not rotate other than every fourth"
+_WINDOWS_OTHERWISE = "windows in other layers than every second, from the first on"
+_UNTIED = "an output head of its own"
+_TIED = "an output head that is its embedding"
+_UNCAPPED = "attention and logits without soft caps"
+# What an architecture need not name to compute it, because most do.
+_USUAL = frozenset(
+    {_RMS_NORM, _GATED, _TIED, _UNTIED, _UNCAPPED, _WINDOWS_OTHERWISE, _OTHER_STILL}
+)
 
 _ARCHITECTURES = {
     row.name: row
@@ -142,6 +169,56 @@ _ARCHITECTURES = {
             ),
             windows=True,
         ),
+        _Architecture(
+            name="gemma",
+            computes=frozenset({_GELU, _WIDTH, _SCALED, _ATTENTION_SCALE}),
+            lacks=frozenset({_UNTIED}),
+        ),
+        _Architecture(
+            name="gemma2",
+            computes=frozenset(
+                {_SANDWICH, _GELU, _FINAL_CAP, _ATTENTION_CAP, _WIDTH, _SCALED, _ATTENTION_SCALE}
+            ),
+            lacks=frozenset({_UNTIED, _UNCAPPED, _WINDOWS_OTHERWISE}),
+            windows=True,
+        ),
+        _Architecture(
+            name="smollm3",
+            computes=frozenset({_QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS, _WIDTH, _STILL}),
+            lacks=frozenset({_OTHER_STILL}),
+            interleaved=True,
+        ),
+        _Architecture(
+            name="granite",
+            computes=frozenset(
+                {_QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS, _WIDTH, _SCALED, _ATTENTION_SCALE}
+            ),
+            interleaved=True,
+            rope_tensors=True,
+            keyed_scales=True,
+        ),
+        _Architecture(
+            name="olmo2",
+            computes=frozenset({_ROW_NORM, _ONLY_AFTER}),
+            lacks=frozenset({_TIED}),
+        ),
+        _Architecture(
+            name="starcoder2",
+            computes=frozenset(
+                {_LAYER_NORM, _UNGATED, _GELU, _QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS}
+            ),
+            lacks=frozenset({_RMS_NORM, _GATED}),
+        ),
+        _Architecture(
+            name="phi2",
+            computes=frozenset(
+                {
+                    *(_LAYER_NORM, _UNGATED, _GELU, _QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS),
+                    *(_PARTIAL, _PARALLEL, _HEAD_BIAS),
+                }
+            ),
+            lacks=frozenset({_RMS_NORM, _GATED}),
+        ),
     )
 }
 # The first that computes the model is taken: the family's own name, then the plainest one.
@@ -152,6 +229,13 @@ CANDIDATES: Mapping[str, tuple[str, ...]] = {
     "qwen3": ("qwen3",),
     "phi3": ("phi3", "llama"),
     "gemma3_text": ("gemma3",),
+    "gemma": ("gemma",),
+    "gemma2": ("gemma2",),
+    "smollm3": ("smollm3", "llama"),
+    "granite": ("granite",),
+    "olmo2": ("olmo2",),
+    "starcoder2": ("starcoder2",),
+    "phi": ("phi2",),
 }
 
 
@@ -169,7 +253,8 @@ def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> Ggu
     for name in CANDIDATES[config.model_type]:
         architecture = _ARCHITECTURES[name]
         missing = [trait for trait, has in _traits(config).items() if has]
-        missing = [trait for trait in missing if trait not in architecture.computes]
+        computed = (architecture.computes | _USUAL) - architecture.lacks
+        missing = [trait for trait in missing if trait not in computed]
         rope = _rope(config, architecture, settings)
         if not missing and rope is not None:
             return _describe(config, architecture, rope)
@@ -190,13 +275,17 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
     """What some architecture there does not compute, and whether any layer has it."""
     mixers = [layer.attention for layer in config.layers]
     feeds = [layer.feed for layer in config.layers]
+    turning = [rope for rope in config.ropes if any(rope.inv_freq)]
+    still = [not any(config.ropes[mixer.rope].inv_freq) for mixer in mixers]
     return {
         _QK_NORM: any(mixer.qk_norm == "heads" for mixer in mixers),
-        "norms of all heads together": any(mixer.qk_norm == "rows" for mixer in mixers),
+        _ROW_NORM: any(mixer.qk_norm == "rows" for mixer in mixers),
         _SANDWICH: any(layer.norms == "both" for layer in config.layers),
-        "no norm before a layer": any(layer.norms == "after" for layer in config.layers),
-        "norms with a mean and biases": config.norm != "rms",
-        "an MLP without a gate": any(not feed.gated for feed in feeds),
+        _ONLY_AFTER: any(layer.norms == "after" for layer in config.layers),
+        _LAYER_NORM: config.norm != "rms",
+        _RMS_NORM: config.norm == "rms",
+        _UNGATED: any(not feed.gated for feed in feeds),
+        _GATED: any(feed.gated for feed in feeds),
         _GELU: any(feed.activation != "silu" for feed in feeds),
         _FINAL_CAP: config.final_softcap > 0,
         _ATTENTION_CAP: any(mixer.softcap > 0 for mixer in mixers),
@@ -204,14 +293,20 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
         _OUTPUT_BIAS: any(mixer.output_bias for mixer in mixers),
         _MLP_BIAS: any(isinstance(feed, Dense) and feed.bias for feed in feeds),
         _WIDTH: config.num_heads * config.head_dim != config.hidden_size,
-        _PARTIAL: any(2 * len(rope.inv_freq) != config.head_dim for rope in config.ropes),
+        _PARTIAL: any(2 * len(rope.inv_freq) != config.head_dim for rope in turning),
         _LONG_ROPE: config.has_long_rope,
         _SCALED: config.embedding_scale != 1,
         "queries that grow with their position": any(mixer.growth for mixer in mixers),
-        "layers whose halves are parallel": any(layer.parallel for layer in config.layers),
-        "a bias on its logits": config.head_bias,
-        _TWO_ROPES: len(config.ropes) > 1,
-        "its scale of attention": any(
+        _PARALLEL: any(layer.parallel for layer in config.layers),
+        _HEAD_BIAS: config.head_bias,
+        _TWO_ROPES: len(turning) > 1,
+        _STILL: any(still),
+        _OTHER_STILL: still != [(layer + 1) % 4 == 0 for layer in range(len(still))],
+        _WINDOWS_OTHERWISE: any(bool(w) != (i % 2 == 0) for i, w in enumerate(config.windows)),
+        _TIED: config.tied_head,
+        _UNTIED: not config.tied_head,
+        _UNCAPPED: not config.final_softcap or any(not mixer.softcap for mixer in mixers),
+        _ATTENTION_SCALE: any(
             mixer.qk_norm == "none"
             and not math.isclose(mixer.scale, mixer.head_dim**-0.5, rel_tol=1e-6)
             for mixer in mixers
@@ -232,7 +327,18 @@ def _describe(config: ModelConfig, architecture: _Architecture, rope: GgufRope) 
         tensors=tuple(_tensors(config, architecture)),
         context_length=context_length,
         window_tokens=max(windows),
+        multipliers=_multipliers(config, architecture),
         windowed=windowed if architecture.windows and any(windowed) else (),
+    )
+
+
+def _multipliers(config: ModelConfig, architecture: _Architecture) -> dict[str, float]:
+    """Keys of scales and caps; those of residuals and logits are in the weights already."""
+    scales = {"embedding_scale": config.embedding_scale, "residual_scale": 1.0, "logit_scale": 1.0}
+    keyed = scales | {"attention.scale": config.layers[0].attention.scale}
+    cap = config.layers[0].attention.softcap
+    return (keyed if architecture.keyed_scales else {}) | (
+        {"attn_logit_softcapping": cap} if cap else {}
     )
 
 
@@ -253,19 +359,24 @@ def _tensors(config: ModelConfig, architecture: _Architecture) -> Iterator[GgufT
         shape=(hidden,),
         factor=1 / gain if config.tied_head else 1.0,
     )
+    if config.norm == "layer":
+        yield GgufTensor(name="output_norm.bias", source="final_norm_bias", shape=(hidden,))
+    if config.head_bias:
+        yield GgufTensor(name="output.bias", source="head_bias", shape=(config.vocab_size,))
     for layer in range(config.num_layers):
-        shapes = layer_shapes(config, layer)
+        shapes, gain = layer_shapes(config, layer), _query_gain(config, layer, architecture)
         for source, parts in _parts(config, layer, architecture).items():
             row = 0
             for name, rows, interleave in parts:
-                is_query_norm = source == "q_norm"
+                # A norm of the queries carries it, else what makes them does.
+                carries = source == "q_norm" or (name == "attn_q" and "q_norm" not in shapes)
                 yield GgufTensor(
                     name=f"blk.{layer}.{name}.{'bias' if source.endswith('bias') else 'weight'}",
                     source=f"layers.{layer}.{source}",
                     shape=(rows, *shapes[source][1:]),
                     start=row,
                     interleave=interleave,
-                    factor=_query_gain(config, layer, architecture) if is_query_norm else 1.0,
+                    factor=gain if carries else 1.0,
                 )
                 row += rows
             assert row == shapes[source][0]
@@ -287,14 +398,18 @@ def _parts(
         gate_up = (("ffn_gate", inner, 0), ("ffn_up", inner, 0))
     names = {
         "attn_norm": (("attn_norm", hidden, 0),),
+        "attn_norm_bias": (("attn_norm", hidden, 0),),
         "qkv": qkv,
         "qkv_bias": qkv,
-        "q_norm": (("attn_q_norm", head, 0),),
-        "k_norm": (("attn_k_norm", head, 0),),
+        "q_norm": (("attn_q_norm", query if mixer.qk_norm == "rows" else head, 0),),
+        "k_norm": (("attn_k_norm", key if mixer.qk_norm == "rows" else head, 0),),
         "o": (("attn_output", hidden, 0),),
         "o_bias": (("attn_output", hidden, 0),),
         "post_attn_norm": (("post_attention_norm", hidden, 0),),
         "mlp_norm": (("ffn_norm", hidden, 0),),
+        "mlp_norm_bias": (("ffn_norm", hidden, 0),),
+        "up": (("ffn_up", inner, 0),),
+        "up_bias": (("ffn_up", inner, 0),),
         "gate_up": gate_up,
         "gate_up_bias": gate_up,
         "down": (("ffn_down", hidden, 0),),
@@ -306,16 +421,19 @@ def _parts(
 
 def _embedding_gain(config: ModelConfig, architecture: _Architecture) -> float:
     """The model's embedding scale over llama.cpp's, which is not rounded to the trained type."""
-    if _SCALED not in architecture.computes:
+    if _SCALED not in architecture.computes or architecture.keyed_scales:
         return 1.0
     gain = config.embedding_scale / math.sqrt(config.hidden_size)
     return 1.0 if math.isclose(gain, 1.0, rel_tol=1e-6) else gain
 
 
 def _query_gain(config: ModelConfig, layer: int, architecture: _Architecture) -> float:
-    """The model's attention scale over llama.cpp's; the norm of a query can carry it."""
+    """The model's attention scale over llama.cpp's."""
+    if architecture.keyed_scales:
+        return 1.0
     theirs = config.head_dim**-0.5
-    if architecture.name == "gemma3" and config.num_layers == GEMMA3_27B_LAYERS:
+    large = {"gemma3": GEMMA3_27B_LAYERS, "gemma2": GEMMA2_27B_LAYERS}.get(architecture.name)
+    if config.num_layers == large:
         theirs = (config.hidden_size // config.num_heads) ** -0.5
     gain = config.layers[layer].attention.scale / theirs
     return 1.0 if math.isclose(gain, 1.0, rel_tol=1e-6) else gain
@@ -369,6 +487,8 @@ def _rope(
 def _with_window_base(config: ModelConfig, rope: GgufRope) -> GgufRope | None:
     """Adds the base of windowed layers, where these have a plain table of their own."""
     for local in config.ropes[1:]:
+        if not any(local.inv_freq):
+            continue
         plain = _plain(local)
         if plain is None or (plain[1], local.factor, rope.base_windowed) != (1, 1, None):
             return None

@@ -284,6 +284,8 @@ const char* kvq_status_text(int status) {
             return device_failed();
         case KVQ_CLOSED:
             return "no open cache has this handle: it was closed";
+        case KVQ_NOT_MAPPED:
+            return "the weights of experts are no views of a file here, so none can leave memory";
         default:
             return "a status this version does not know";
     }

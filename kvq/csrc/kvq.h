@@ -27,7 +27,8 @@ enum kvq_status {
     KVQ_NO_MEMORY = 5,
     KVQ_TOO_SMALL = 6,  /* the budget cannot hold the fixed part and one page */
     KVQ_CLOSED = 7,     /* no open cache has this handle */
-    KVQ_DEVICE_FAILED = 8 /* a device failed; what it held is lost */
+    KVQ_DEVICE_FAILED = 8, /* a device failed; what it held is lost */
+    KVQ_NOT_MAPPED = 9    /* weights are no view of a file, or this system forgets no such view */
 };
 
 typedef struct {
@@ -285,7 +286,8 @@ KVQ_EXPORT int kvq_embed_run(const kvq_embed *call);
    half) * up half of gate_up . x + gate_up_bias) + down_bias). Experts and shares come of `logits`: those with the
    largest softmax, or sigmoid and `choice_bias` together; shares are these without that, divided by their sum where
    `normalised`. A matrix is that of one expert, of whole panels,
-   and its panels those of all, one expert's behind the other's. kvq/reference_experts.py defines it. */
+   and its panels those of all, one expert's behind the other's. kvq/reference_experts.py defines it.
+   `residency`: which experts stay in memory, by a handle; 0: the system decides. */
 typedef struct {
     kvq_matrix gate_up, down; /* [2 * width, columns] and [columns, width] */
     const uint8_t *gate_up_panels, *down_panels;
@@ -296,8 +298,22 @@ typedef struct {
     const float *choice_bias; /* [count], or NULL; of KVQ_SIGMOID alone */
     float *out;               /* [tokens, columns] */
     int32_t tokens, count, chosen, normalised, activation, view, scoring;
+    int64_t residency;
 } kvq_experts;
 KVQ_EXPORT int kvq_experts_run(const kvq_experts *call);
+
+/* Bounds the memory that the experts of one model take: their panels must be views of a file, mapped for
+   reading. Of those in memory the ones chosen least often leave it before another is read. One expert
+   alone may take more than the budget, and what the system brings along with it is there while it is read. */
+typedef struct {
+    int64_t budget_bytes;
+    int64_t held_bytes; /* in memory, whole pages */
+    int64_t chosen;     /* experts that passes have chosen, once for each layer of each pass */
+    int64_t fetched;    /* of these, experts that were not in memory */
+} kvq_residency_stats;
+KVQ_EXPORT int kvq_residency_open(int64_t budget_bytes, int64_t *handle);
+KVQ_EXPORT int kvq_residency_close(int64_t handle);
+KVQ_EXPORT int kvq_residency_stats_of(int64_t handle, kvq_residency_stats *stats);
 
 /* How products ask memory for the weights that come next; no result depends on it. past_caches: 1 one
    row's past the larger caches, 0 not, -1 as the processor's maker has it. ahead_bytes: how far ahead,

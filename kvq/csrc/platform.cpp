@@ -8,8 +8,11 @@
 #else
 #include <dlfcn.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdlib>
+#include <fstream>
+#include <sstream>
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -143,6 +146,54 @@ void* open_library(const char* path, std::string& why) {
 void* find_symbol(void* library, const char* name) {
     return dlsym(library, name);
 }
+#endif
+
+#ifdef __linux__
+bool forgets() {
+    return true;
+}
+
+uintptr_t page_bytes() {
+    return static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+}
+
+bool views_file(uintptr_t begin, uintptr_t end) {
+    std::ifstream maps("/proc/self/maps");
+    // In the order of addresses: begin-end permissions offset device inode path.
+    for (std::string line; begin < end && std::getline(maps, line);) {
+        std::istringstream fields(line);
+        uintptr_t first = 0, last = 0;
+        std::string permissions, offset, device, inode;
+        char dash = 0;
+        fields >> std::hex >> first >> dash >> last >> permissions >> offset >> device >> inode;
+        if (last <= begin) continue;
+        if (first > begin || inode == "0" || permissions[0] != 'r') return false;
+        begin = last;
+    }
+    return begin >= end;
+}
+
+void forget(uintptr_t begin, uintptr_t end) {
+    // A refusal costs memory alone.
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+}
+
+void read_ahead(uintptr_t begin, uintptr_t end) {
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_WILLNEED);
+}
+#else
+// Elsewhere nothing says that a page has left memory: what bounds it is refused.
+bool forgets() {
+    return false;
+}
+uintptr_t page_bytes() {
+    return 4096;
+}
+bool views_file(uintptr_t, uintptr_t) {
+    return false;
+}
+void forget(uintptr_t, uintptr_t) {}
+void read_ahead(uintptr_t, uintptr_t) {}
 #endif
 
 }  // namespace kvq::platform

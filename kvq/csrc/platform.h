@@ -1,5 +1,5 @@
 // What differs between operating systems, and between processors in how they tell what they run:
-// an arena's memory, libraries loaded at run time, instruction sets.
+// an arena's memory, views of files, libraries loaded at run time, instruction sets.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -16,6 +16,16 @@ bool processor_is_amd();
 // is none.
 uint8_t* allocate(int64_t bytes, bool huge);
 void release(uint8_t* memory);
+
+// Views of files, which leave memory and come back as the file has them: nobody writes to them.
+bool forgets();  // whether the system does what follows
+uintptr_t page_bytes();
+// Whether all bytes of these whole pages are such a view, of no matter which files.
+bool views_file(uintptr_t begin, uintptr_t end);
+// Pages of a view leave this process's memory, to be read from the file when they are next wanted.
+void forget(uintptr_t begin, uintptr_t end);
+// The system may begin to read these pages; where they appear in memory is not changed by it.
+void read_ahead(uintptr_t begin, uintptr_t end);
 
 // A shared library, for as long as the process lives; null: `why` says why not.
 void* open_library(const char* path, std::string& why);

@@ -143,6 +143,17 @@ class Attention(Structure):
     )
 
 
+class ResidencyStats(Structure):
+    """`kvq_residency_stats`: what of a model's experts is in memory."""
+
+    _fields_ = (
+        ("budget_bytes", c_int64),
+        ("held_bytes", c_int64),
+        ("chosen", c_int64),
+        ("fetched", c_int64),
+    )
+
+
 _FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
 _BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(Stats)
 POINTERS = {
@@ -201,6 +212,9 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
     "kvq_pack": (c_int32, (c_int32, c_int32, _FLOATS, c_int32, c_int32, _BYTES, _BYTES)),
     "kvq_tune": (c_int32, (c_int32, c_int64)),
+    "kvq_residency_open": (c_int32, (c_int64, POINTER(c_int64))),
+    "kvq_residency_close": (c_int32, (c_int64,)),
+    "kvq_residency_stats_of": (c_int32, (c_int64, POINTER(ResidencyStats))),
     "kvq_status_text": (c_char_p, (c_int32,)),
     "kvq_abi": (c_int32, ()),
     "kvq_isa": (c_char_p, ()),

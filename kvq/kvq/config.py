@@ -256,6 +256,11 @@ def parse_offload(text: str | int) -> int:
     return parse_bytes(argument("kv_offload"), text)
 
 
+def parse_weights(text: str | int) -> int:
+    """Bytes of experts in memory, as `"4GiB"` or a number. Raises `UsageError` for all else."""
+    return parse_bytes(argument("weights_budget"), text)
+
+
 def parse_bytes(flag: str, text: str | int) -> int:
     """What `flag` was given, as `"8GiB"` or a number. Raises `UsageError` for all else."""
     try:

@@ -15,7 +15,12 @@ from kvq.errors import BackendError
 from kvq.reference_experts import SCORINGS, Scoring
 from kvq.reference_linear import ACTIVATIONS, Bytes, Float, PanelFormat, View
 
-_STATUS = {2: "shapes, ids or options do not fit the matrix", 5: "no memory for its scratch"}
+_STATUS = {
+    2: "shapes, ids or options do not fit the matrix",
+    5: "no memory for its scratch",
+    7: "what bounds the memory of its experts is closed",
+    9: "its experts are no views of a file, so none can leave memory",
+}
 VIEWS: tuple[View, ...] = ("full", "hi")
 
 
@@ -44,6 +49,7 @@ class _Experts(ctypes.Structure):
         *((name, c_int32) for name in ("tokens", "count", "chosen", "normalised", "activation")),
         ("view", c_int32),
         ("scoring", c_int32),
+        ("residency", c_int64),
     )
 
 
@@ -106,10 +112,12 @@ def experts(
     choice_bias: Float | None = None,
     residual: Float | None = None,
     view: View = "full",
+    residency: int = 0,
 ) -> Float:
     """`residual` + the experts of each token, float32 [T, K], on the calling thread.
 
-    As `reference_experts.experts`, with any activation. Raises `BackendError`.
+    As `reference_experts.experts`, with any activation. `residency`: the handle of what bounds
+    their memory (`kvq.residency`), for panels that are mapped from a file. Raises `BackendError`.
     """
     x, logits = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(logits, np.float32)
     out = np.empty((len(x), down[0].rows), np.float32)
@@ -118,7 +126,7 @@ def experts(
         _pointer(x), _pointer(logits), _pointer(residual), _pointer(gate_up_bias),
         _pointer(down_bias), _pointer(choice_bias), _pointer(out), len(x), logits.shape[1],
         chosen, normalised, ACTIVATIONS.index(activation), VIEWS.index(view),
-        SCORINGS.index(scoring),
+        SCORINGS.index(scoring), residency,
     )  # fmt: skip
     _check(native.library().kvq_experts_run(ctypes.byref(call)))
     return out

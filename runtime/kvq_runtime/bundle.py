@@ -27,6 +27,7 @@ from kvq.reference_linear import (
     restore,
     unpack,
 )
+from kvq.residency import ExpertBytes, most_in_memory
 from kvq_models.config import Experts, ModelConfig
 from kvq_models.products import products
 from kvq_models.tokenizer import ControlTokens, Tokenizer
@@ -150,7 +151,8 @@ class Bundle:
         And but the experts that its token does not choose.
         """
         stored = self._graph_weights
-        read_bytes = stored.num_bytes - self._unchosen_bytes
+        experts = self.experts
+        read_bytes = stored.num_bytes - (experts.stored - experts.chosen if experts else 0)
         if self.config.per_layer is not None:
             table = self.form("per_layer_embed")
             read_bytes -= (table.panels - 1) * table.panel_bytes
@@ -163,16 +165,23 @@ class Bundle:
         return read_bytes - (form.rows - 1) * row_bytes
 
     @property
-    def _unchosen_bytes(self) -> int:
-        """Of the matrices of experts, without those of the experts of one token."""
-        left_out = 0
+    def experts(self) -> ExpertBytes | None:
+        """See `ModelFiles`."""
+        if self.manifest.weights is None:
+            return None
+        parts: dict[int, list[int]] = {}  # of one expert, by layer
+        stored = chosen = 0
         for product in products(self.config):
             feed = None if product.layer is None else self.config.layers[product.layer].feed
             if product.count > 1 and isinstance(feed, Experts):
                 form = self.form(product.weight)
                 one = form.panels // product.count * form.panel_bytes
-                left_out += (feed.count - feed.chosen) * one
-        return left_out
+                parts.setdefault(product.layer or 0, []).append(one)
+                stored += feed.count * one
+                chosen += feed.chosen * one
+        if not parts:
+            return None
+        return ExpertBytes(stored, chosen, max(map(most_in_memory, parts.values())))
 
     def gguf(self) -> GgufFile:
         """The GGUF file, known by the bundle's name, plan and tokenizer. Raises `ModelError`."""

@@ -8,8 +8,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, cast, overload
 
-from kvq.config import DEFAULT_DRAFT_TOKENS, Budget, parse_budget, parse_kv, parse_offload
+from kvq.config import (
+    DEFAULT_DRAFT_TOKENS,
+    Budget,
+    parse_budget,
+    parse_kv,
+    parse_offload,
+    parse_weights,
+)
 from kvq.errors import BackendError, UsageError
+from kvq.residency import Resident
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends, gpu
 from kvq_runtime.alternatives import Writer
@@ -43,12 +51,19 @@ class Engine:
         threads: int | None = None,
         backend: str = "auto",
         device: str = gpu.PROCESSOR,
+        weights_budget: str | int | None = None,
     ) -> None:
         self.threads = default_threads() if threads is None else threads
         if self.threads < 1:
             raise UsageError(about="threads", value=self.threads, possible="give 1 or more")
         self.files = files
-        self.backend = backends.open_backend(backend, files, threads=self.threads, device=device)
+        self.backend = backends.open_backend(
+            backend,
+            files,
+            threads=self.threads,
+            device=device,
+            weights_budget=None if weights_budget is None else parse_weights(weights_budget),
+        )
         self._tokenizer = self.backend.tokenizer()
         self.vocabulary = Vocabulary.of(self._tokenizer, self.model.stop_ids)
         self._longest_context = self.model.context_length
@@ -62,14 +77,23 @@ class Engine:
         threads: int | None = None,
         backend: str = "auto",
         device: str = gpu.PROCESSOR,
+        weights_budget: str | int | None = None,
     ) -> Self:
         """Opens and checks the bundle or GGUF file at `path`.
 
         `threads` None: as `tuning.default_threads` has it. `backend` auto: the fastest that
         runs here. `device` cuda: a GPU; auto: a GPU where it can be used, and a line in the log
-        where not. Raises `BundleError`, `ModelError`, `BackendError` or `UsageError`.
+        where not. `weights_budget`: bytes of a model's experts that may be in memory, 4GiB, those
+        that are chosen most; `resident` tells. Raises `BundleError`, `ModelError`,
+        `BackendError` or `UsageError`.
         """
-        return cls(open_files(path), threads=threads, backend=backend, device=device)
+        return cls(
+            open_files(path),
+            threads=threads,
+            backend=backend,
+            device=device,
+            weights_budget=weights_budget,
+        )
 
     @property
     def model(self) -> ModelFacts:
@@ -238,6 +262,10 @@ class Engine:
             edits=edits,
         )
         return self._session(request, self.drafter if draft is None else draft, predict)
+
+    def resident(self) -> Resident | None:
+        """What of the model's experts is in memory; None where `weights_budget` was not given."""
+        return self.backend.resident()
 
     def drafter(self) -> Drafter | None:
         """The drafter of a session that asks for none in particular; here it gets none."""

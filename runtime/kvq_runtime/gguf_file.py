@@ -46,6 +46,7 @@ class GgufFile:
     has_onnx = False
     has_checkpoint = False
     has_gguf = True
+    experts = None  # of a graph's weights: a file of llama.cpp has none of those
 
     @classmethod
     def open(cls, path: Path | str) -> "GgufFile":

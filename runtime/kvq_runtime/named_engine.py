@@ -29,6 +29,7 @@ class Engine(engine.Engine):
         threads: int | None = None,
         backend: str = "auto",
         device: str = gpu.PROCESSOR,
+        weights_budget: str | int | None = None,
     ) -> Self:
         """Opens the model called `path`: a bundle folder, GGUF file, checkpoint folder or hub id.
 
@@ -41,7 +42,9 @@ class Engine(engine.Engine):
         Raises `ModelError`, `BundleError`, `BackendError` or `UsageError`.
         """
         files = _found(MODELS)(None if path is None else str(path), backend)
-        return cls(files, threads=threads, backend=backend, device=device)
+        return cls(
+            files, threads=threads, backend=backend, device=device, weights_budget=weights_budget
+        )
 
     def drafter(self) -> Drafter | None:
         """`auto`, where an answer with drafts is that without, bit for bit; elsewhere none."""

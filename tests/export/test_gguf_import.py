@@ -48,12 +48,16 @@ TEXTS = (
     "",
 )
 # What a file says otherwise, to the same effect: scales are in the weights, ends of turns are ends.
-LOST = {"model_type", "layers", "context_length", "embedding_scale", "ropes", "eos_token_ids"}
+LOST = {
+    *("model_type", "layers", "context_length", "embedding_scale", "logits_scale", "ropes"),
+    "eos_token_ids",
+}
 LOST_OF_MIXERS = {"window_tokens": 0, "rope": 0, "scale": 1.0}
 # Cases whose files have the same windows and contexts, in the family's own name.
 WHOLE = ("llama", "llama-bias", "llama-linear", "llama-llama3", "qwen3", "gemma3", "phi3-longrope")
-# Of these llama.cpp's keys and types say the very weights: embeddings of gemma3 are scaled.
-EXACT = tuple(name for name in tiny.CASES if name != "gemma3")
+# Of all others llama.cpp's keys and types say the very weights: of these some are multiplied.
+SCALED = ("gemma", "gemma2", "gemma3", "granite")
+EXACT = tuple(name for name in tiny.CASES if name not in SCALED)
 # No row of `gguf_model` writes these families yet.
 WRITTEN = tuple(name for name, (family, _) in tiny.CASES.items() if family in CANDIDATES)
 
@@ -74,6 +78,10 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     # Shapes that llama.cpp computes under the family's own name.
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     "phi3": {"hidden_size": 128, "head_dim": 32, "sliding_window": None},
+    "starcoder2": {"hidden_size": 256},
+    "olmo2": {"head_dim": 32, "tie_word_embeddings": False},
+    "smollm3": {"no_rope_layer_interval": 4},
+    "granite": {"tie_word_embeddings": False},
 }
 
 

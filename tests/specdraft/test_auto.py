@@ -101,6 +101,23 @@ def test_the_length_is_the_one_that_pays() -> None:
     assert np.mean(np.array(settled) > 3) < 0.1
 
 
+def test_where_rows_touch_more_experts_less_is_drafted() -> None:
+    """Costs are measured, so what more experts cost is known: no other rule is needed for them."""
+    text = noise(2000, 1000)
+    answer = [token if place % 3 else 5000 + place for place, token in enumerate(text)]
+
+    def experts(rows: int) -> float:
+        """A tenth of a pass is shared; n rows read 1 - (1 - 1/16)^n of the experts."""
+        return 0.1 + 0.9 * (1 - (1 - 1 / 16) ** rows) * 16
+
+    def dense(rows: int) -> float:
+        return 1 + 0.02 * (rows - 1)
+
+    few, many = (decode(Auto(), text, answer, costs)[1] for costs in (experts, dense))
+    assert np.mean(many) > 1.5
+    assert np.mean(few) < 0.2 * np.mean(many)
+
+
 def test_the_time_of_other_sequences_is_paid_for_too() -> None:
     """A guess that is right every other time saves passes, and may cost the others as much."""
     text = noise(600, 1000)

@@ -47,7 +47,13 @@ class KvqEngine:
     _mode = WHOLE
 
     def __init__(
-        self, bundle: Bundle, *, threads: int, settings: Sequence[Setting], device: str
+        self,
+        bundle: Bundle,
+        *,
+        threads: int,
+        settings: Sequence[Setting],
+        device: str,
+        weights_budget: int | None,
     ) -> None:
         self.settings = tuple(settings)
         self._bundle = bundle
@@ -55,7 +61,9 @@ class KvqEngine:
         self._device = device
         self._onnx = missing("onnx") is None
         name = "onnx" if self._onnx else "reference"
-        self._backend = open_backend(name, bundle, threads=threads, device=device)
+        self._backend = open_backend(
+            name, bundle, threads=threads, device=device, weights_budget=weights_budget
+        )
         self._attention: AttentionGraph | None = None
         # A graph of attention alone is one of layers that are alike.
         self._alike = self._onnx and bundle.config.uniform

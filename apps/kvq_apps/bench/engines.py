@@ -262,13 +262,15 @@ def open_engine(
     threads: int,
     settings: Sequence[Setting],
     device: str = gpu.PROCESSOR,
+    weights_budget: int | None = None,
 ) -> BenchEngine:
     """BenchEngine `name` with the weights of `files`, on `device` as `gpu.chosen` gives it.
 
-    `settings` are those asked of ours; a peer is asked for none, and has all it can. Raises
-    `BackendError` for a model the engine cannot compute.
+    `settings` and `weights_budget` are those asked of ours; a peer is asked for none, and has all
+    it can. Raises `BackendError` for a model the engine cannot compute.
     """
-    return _load(name)(files, threads=threads, settings=settings, device=device)
+    own = {"weights_budget": weights_budget} if name in OWN.values() else {}
+    return _load(name)(files, threads=threads, settings=settings, device=device, **own)
 
 
 def _load(name: str) -> Any:

@@ -63,7 +63,8 @@ class SpeedJob:
 
     Ours runs with each of `kv` as it is, with steps that read of it each of `kv_read`, and under
     the pressure of `kv_budget` with each of `kv_policy`; a timed decode is then the mean of
-    `PAGE_TOKENS` steps, of which one closes a page.
+    `PAGE_TOKENS` steps, of which one closes a page. Of a model's experts ours has
+    `weights_budget` bytes in memory at most.
     """
 
     contexts: tuple[int, ...]
@@ -79,6 +80,7 @@ class SpeedJob:
     prefill_tokens: int = 256
     prefill_limit_s: float = 60.0
     device: str = gpu.PROCESSOR
+    weights_budget: int | None = None
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
@@ -207,7 +209,12 @@ def measure(
         engines = list[BenchEngine]()
         for shown, name, weights, settings in named:
             engine = open_engine(
-                name, weights, threads=threads, settings=settings, device=job.device
+                name,
+                weights,
+                threads=threads,
+                settings=settings,
+                device=job.device,
+                weights_budget=job.weights_budget,
             )
             engines.append(stack.enter_context(closing(engine)))
             engine.name = shown

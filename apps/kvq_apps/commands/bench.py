@@ -33,7 +33,7 @@ def _add_model(parser: ArgumentParser) -> None:
     """What is measured, and on what."""
     parser.add_argument("bundle", nargs="?", metavar="MODEL", help="see --model")
     flags.add_flags(
-        parser, "model", "device", "offline", "context",
+        parser, "model", "device", "weights-budget", "offline", "context",
         device="suites speed and drafts: device to run on, ours and peers: %(choices)s "
         "(default: cpu)",
         context=f"depths in tokens (default: {','.join(map(str, DEFAULT_CONTEXTS))})",
@@ -98,7 +98,7 @@ def run(arguments: Namespace) -> int:
     laboratory.part("bench").check(arguments)
     suite = arguments.suite or "speed"
     if suite == "serve":
-        refuse(arguments, "batch", "device")
+        refuse(arguments, "batch", "device", "weights-budget")
     own = {"speed": _run_speed, "serve": _run_serve, "fleet": _run_fleet}
     return (own.get(suite) or laboratory.runs("bench", suite, f"--suite {suite}"))(arguments)
 
@@ -331,6 +331,7 @@ def _job(
         peers=peers,
         linear=arguments.linear,
         device=device,
+        weights_budget=_weights_budget(arguments),
         **options.given(
             arguments,
             rows="rows",
@@ -340,6 +341,13 @@ def _job(
             prefill_limit_s="prefill-limit",
         ),
     )
+
+
+def _weights_budget(arguments: Namespace) -> int | None:
+    from kvq.config import parse_weights
+
+    asked = arguments.weights_budget
+    return None if asked is None else parse_weights(asked)
 
 
 def _reads(arguments: Namespace) -> tuple[str, ...]:

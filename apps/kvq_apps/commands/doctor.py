@@ -178,7 +178,9 @@ def _model(arguments: Namespace) -> dict[str, Any]:
     except KvqError as error:
         return {"name": name, "state": f"cannot be used: {told(error)}"}
     shown = ("kv", "context", "weight_bytes", "total_bytes", "fits")
-    return {"name": name, "state": "ok", "path": str(path)} | {key: sizes[key] for key in shown}
+    experts = {} if files.experts is None else {"experts": files.experts.to_json()}
+    told_sizes = {key: sizes[key] for key in shown} | experts
+    return {"name": name, "state": "ok", "path": str(path)} | told_sizes
 
 
 def _servers() -> list[str] | str:

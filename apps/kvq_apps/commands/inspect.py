@@ -32,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, "model", "offline", "estimate", "remove", "names")
     sized = parser.add_argument_group("estimating")
     flags.add_flags(
-        sized, "threads", "ctx-size", *(flag for flag in flags.KV_FLAGS if flag != "kv-offload"),
+        sized, "threads", "weights-budget", "ctx-size", *(flag for flag in flags.KV_FLAGS if flag != "kv-offload"),
         kv_budget="bytes of the cache (default: what the context needs)",
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def _inspected(name: str, arguments: Namespace) -> tuple[dict[str, Any], Rows]:
     found = estimate.estimate(
         files,
         **options.session_options(arguments),
-        **options.given(arguments, threads="threads"),
+        **options.given(arguments, threads="threads", weights_budget="weights-budget"),
     )
     return report | {"estimate": found}, rows(report) + estimate.rows(found)
 
@@ -135,6 +135,7 @@ def _bundle(bundle: "Bundle") -> dict[str, Any]:
     from kvq.sizing import DELTA_STATES, conv_bytes, delta_row_bytes, delta_state_bytes
 
     config, manifest = bundle.config, bundle.manifest.to_json()
+    experts = bundle.experts
     token_bytes = at_context = 0.0
     for one in config.cache_classes:
         own = bytes_per_token(one.shape, bundle.manifest.kv)
@@ -151,6 +152,7 @@ def _bundle(bundle: "Bundle") -> dict[str, Any]:
         "delta_bytes": delta_row_bytes(config.delta_shape, DEFAULT_DRAFT_TOKENS)
         + delta_state_bytes(config.delta_shape, DELTA_STATES),
         "fp16_bytes_per_token": config.float_bytes_per_token,
+        "experts": None if experts is None else experts.to_json(),
     }
 
 
@@ -164,6 +166,7 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
         ("shape", _shape(config)),
         ("context", f"{report['context_length']} tokens"),
         *output.weight_rows(report),
+        *_experts(report["experts"]),
         (
             "KV plan",
             f"{output.kv_text(kv['k_bits'], kv['v_bits'])}, {kv['sink_tokens']} sink tokens",
@@ -187,6 +190,20 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
             (name, f"{format_bytes(file['bytes'])}, sha256 {file['sha256'][:16]} ok")
             for name, file in report["files"].items()
         ),
+    ]
+
+
+def _experts(found: dict[str, int] | None) -> Rows:
+    """How much of the weights `--weights-budget` may leave on the disk."""
+    if found is None:
+        return []
+    return [
+        (
+            "experts",
+            f"{format_bytes(found['bytes'])} of the weights, of which a token reads "
+            f"{format_bytes(found['token_bytes'])}; --weights-budget from "
+            f"{format_bytes(found['least_budget'])}",
+        )
     ]
 
 

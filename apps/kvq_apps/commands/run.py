@@ -375,6 +375,7 @@ def _report(engine: "Engine", session: "Session[Any]", answer: _Answer) -> dict[
         "kv_offloaded_bytes": stats.kv_offloaded_bytes,
         "kv_streamed_bytes": stats.kv_streamed_bytes,
         "predicted_tokens": stats.predicted_tokens,
+        "experts": output.experts_json(engine),
     }
 
 
@@ -397,7 +398,8 @@ def _print_usage(report: dict[str, Any]) -> None:
         f"{format_bytes(report['kv_budget'])}, which holds "
         f"{output.holding_text(report['budget_tokens'], report['context'], report['kv'])}; "
         f"{report['bytes_per_token']:.0f} bytes per token, "
-        f"{_bits(report)}, {report['evicted_share']:.0%} evicted{read}{drafts}{_energy(report)}"
+        f"{_bits(report)}, {report['evicted_share']:.0%} evicted{read}{drafts}{output.experts_text(report['experts'])}"
+        f"{_energy(report)}"
     )
 
 

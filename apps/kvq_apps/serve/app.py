@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from kvq import __version__
 from kvq.errors import KvqError, UsageError
 from kvq.json_values import is_array
+from kvq.residency import Resident
 from kvq_apps.serve import requests
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
@@ -493,6 +494,7 @@ def _metrics(pool: SessionPool[ServedModel], answered: Counter[tuple[str, int]])
     }
     if pool.served is not None:
         rows |= _session_metrics(pool.served.slots, pool.served.slot_bytes)
+        rows |= _expert_metrics(pool.served.backend.resident())
     metrics = [
         Metric(
             name=f"kvq_{name}",
@@ -530,6 +532,18 @@ def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:
         "pass_seconds_total": ("Seconds of passes over written tokens.", counts.pass_s),
         "choose_seconds_total": ("Seconds spent on choosing tokens.", counts.choose_s),
         "decode_seconds_total": ("Seconds of answers after their first token.", counts.decode_s),
+    }
+
+
+def _expert_metrics(resident: Resident | None) -> dict[str, tuple[str, float]]:
+    """Those of a model whose experts have a budget."""
+    if resident is None:
+        return {}
+    return {
+        "expert_budget_bytes": ("Bytes of experts that may be in memory.", resident.budget_bytes),
+        "expert_bytes": ("Bytes of experts that are in memory.", resident.held_bytes),
+        "experts_chosen_total": ("Experts that passes chose, by layer.", resident.chosen),
+        "experts_fetched_total": ("Of these, not in memory.", resident.fetched),
     }
 
 

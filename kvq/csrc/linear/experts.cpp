@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "residency.h"
 
 namespace kvq {
 namespace {
@@ -24,16 +25,18 @@ struct Choice {
 struct Scratch {
     std::vector<int32_t> order;
     std::vector<float> weights, x, inner, found;
+    std::vector<int> chosen;
     std::vector<std::vector<Choice>> choices;  // by expert, in the order of tokens
 };
 
 class Mixture {
 public:
-    Mixture(const kvq_experts& call, const Dispatch& pool, Scratch& scratch)
-        : call_(call), pool_(pool), scratch_(scratch) {}
+    Mixture(const kvq_experts& call, const Dispatch& pool, Scratch& scratch, Residency* residency)
+        : call_(call), pool_(pool), scratch_(scratch), residency_(residency) {}
 
     int run() {
         route();
+        if (residency_ && !choose()) return KVQ_NOT_MAPPED;
         const size_t columns = call_.gate_up.columns, bytes = sizeof(float) * columns;
         std::memset(call_.out, 0, bytes * call_.tokens);
         for (int expert = 0; expert < call_.count; expert++)
@@ -83,10 +86,23 @@ private:
             scratch_.choices[order[i]].push_back({token, weights[order[i]] / sum});
     }
 
+    // Tells which experts will be read; false: none of them could leave memory again.
+    bool choose() {
+        layer_ = residency_->layer(call_);
+        if (!layer_) return false;
+        std::vector<int>& chosen = scratch_.chosen;
+        chosen.clear();
+        for (int expert = 0; expert < call_.count; expert++)
+            if (!scratch_.choices[expert].empty()) chosen.push_back(expert);
+        residency_->choose(*layer_, chosen);
+        return true;
+    }
+
     // Adds to `out` what one expert makes of the tokens that chose it.
     int feed(int expert) {
         const std::vector<Choice>& choices = scratch_.choices[expert];
         if (choices.empty()) return KVQ_OK;
+        if (residency_) residency_->enter(*layer_, expert);
         const size_t columns = call_.gate_up.columns, count = choices.size();
         float* x = grown(scratch_.x, count * columns);
         float* inner = grown(scratch_.inner, count * call_.gate_up.rows);
@@ -98,6 +114,7 @@ private:
         if (!status)
             status = multiply(call_.down, call_.down_panels, call_.down_bias, expert,
                               call_.activation, inner, found, count);
+        if (residency_) residency_->leave(*layer_, expert);
         if (status) return status;
         for (size_t i = 0; i < count; i++) {
             float* out = call_.out + choices[i].token * columns;
@@ -126,6 +143,8 @@ private:
     const kvq_experts& call_;
     const Dispatch& pool_;
     Scratch& scratch_;
+    Residency* residency_;  // null: the system decides what stays in memory
+    Residency::Layer* layer_ = nullptr;
 };
 
 }  // namespace
@@ -139,9 +158,11 @@ int run_experts(const kvq_experts& call, const Dispatch& pool) {
         (call.choice_bias && call.scoring != KVQ_SIGMOID) ||
         (call.view != KVQ_FULL && call.view != KVQ_HI))
         return KVQ_BAD_ARGUMENT;
+    const std::shared_ptr<Residency> residency = find_residency(call.residency);
+    if (call.residency && !residency) return KVQ_CLOSED;
     static thread_local Scratch scratch;
     try {
-        return Mixture(call, pool, scratch).run();
+        return Mixture(call, pool, scratch, residency.get()).run();
     } catch (const std::bad_alloc&) {
         return KVQ_NO_MEMORY;
     }

@@ -76,6 +76,10 @@ constexpr int kHostMemory = -2;  // of an input, whatever its provider's device
       OrtStatus* (*)(OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**))            \
     X(ReleaseStatus, 93, void (*)(OrtStatus*))                                                 \
     X(ReleaseTensorTypeAndShapeInfo, 99, void (*)(OrtTensorTypeAndShapeInfo*))                  \
+    X(HasSessionConfigEntry, 237,                                                               \
+      OrtStatus* (*)(const OrtSessionOptions*, const char*, int*))                              \
+    X(GetSessionConfigEntry, 238,                                                               \
+      OrtStatus* (*)(const OrtSessionOptions*, const char*, char*, size_t*))                    \
     X(KernelContext_ParallelFor, 274,                                                           \
       OrtStatus* (*)(const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*))
 

@@ -22,7 +22,7 @@ struct Kernel {
     int32_t layer = 0;
 };
 
-OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, void** kernel) {
+OrtStatus* create(const OrtCustomOp* op, const void*, const OrtKernelInfo* info, void** kernel) {
     auto made = std::make_unique<Kernel>();
     kvq_experts& call = made->call;
     int32_t width = 0, columns = 0;
@@ -51,6 +51,7 @@ OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, vo
     if (!is_stackable(call.gate_up) || !is_stackable(call.down) || call.chosen < 1 ||
         call.chosen > call.count)
         return failed(kName, "no experts have these attributes");
+    call.residency = static_cast<const Op*>(op)->residency;
     *kernel = made.release();
     return nullptr;
 }

@@ -85,7 +85,8 @@ inline void run_parallel(void* context, void (*work)(void*, size_t), size_t unit
 
 // An op and where its kernels compute.
 struct Op : OrtCustomOp {
-    Device* device;  // null: on the processor
+    Device* device;     // null: on the processor
+    int64_t residency;  // of the experts, see kvq.h; 0: none
 };
 inline Device* device_of(const OrtCustomOp* op) {
     return static_cast<const Op*>(op)->device;

@@ -8,10 +8,12 @@
 // heads * head_dim], rows int64 [R] of the T they are of, sequence by sequence, cache, sequence_rows,
 // inv_freq and optionally q_norm. Output: float [R, heads * head_dim].
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cache_ops.h"
@@ -178,16 +180,33 @@ Op attention_op(Device* device) {
     return o;
 }
 
-// Adds the device's domain, which is made once and lives as long as the process, like the library.
+// The handle of what bounds the memory of experts, where the options name one.
+OrtStatus* residency_of(const OrtSessionOptions* options, int64_t& handle) {
+    constexpr char kEntry[] = "kvq.residency";
+    int there = 0;
+    if (OrtStatus* status = g_api->HasSessionConfigEntry(options, kEntry, &there)) return status;
+    char text[32] = {};
+    size_t size = sizeof text;
+    if (there)
+        if (OrtStatus* status = g_api->GetSessionConfigEntry(options, kEntry, text, &size))
+            return status;
+    handle = std::strtoll(text, nullptr, 10);
+    return nullptr;
+}
+
+// Adds the device's domain, which is made once and lives as long as the process, like the library;
+// one more for each residency.
 OrtStatus* add_domain(OrtSessionOptions* options, Device* device) {
+    int64_t residency = 0;
+    if (OrtStatus* status = residency_of(options, residency)) return status;
     struct Domain {
         std::vector<Op> ops;
         OrtCustomOpDomain* domain = nullptr;
     };
     static std::mutex mutex;
-    static auto* domains = new std::map<Device*, Domain>;
+    static auto* domains = new std::map<std::pair<Device*, int64_t>, Domain>;
     std::lock_guard<std::mutex> lock(mutex);
-    Domain& made = (*domains)[device];
+    Domain& made = (*domains)[{device, residency}];
     if (!made.domain) {
         OrtCustomOpDomain* domain = nullptr;
         if (OrtStatus* status = g_api->CreateCustomOpDomain("kvq", &domain)) return status;
@@ -195,6 +214,7 @@ OrtStatus* add_domain(OrtSessionOptions* options, Device* device) {
         made.ops.push_back(attention_op(device));
         made.ops.push_back(shared_attention_op(device));
         if (!device) made.ops.insert(made.ops.end(), {short_conv_op(), delta_net_op()});
+        for (Op& op : made.ops) op.residency = residency;
         for (const Op& op : made.ops)
             if (OrtStatus* status = g_api->CustomOpDomain_Add(domain, &op)) return status;
         made.domain = domain;

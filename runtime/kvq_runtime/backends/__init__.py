@@ -5,7 +5,7 @@ To add a backend: one file with a class that has `Backend`'s members, and of its
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from kvq.cache import Holdings
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError, argument
+from kvq.formats import format_bytes
+from kvq.residency import ExpertBytes, Resident
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import gpu
 from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
@@ -34,7 +36,7 @@ BACKENDS = {
     "float": "kvq_runtime.backends.reference:FloatBackend",
 }
 
-# The one that knows devices beside the processor.
+# The one that knows devices beside the processor, and bounds the memory of experts.
 DEVICE_BACKEND = "onnx"
 
 # `auto` takes the first of these that reads the model's files and can run here.
@@ -77,6 +79,11 @@ class ModelFiles(Protocol):
     @property
     def has_gguf(self) -> bool:
         """Whether there is a GGUF file."""
+        ...
+
+    @property
+    def experts(self) -> ExpertBytes | None:
+        """What experts take of the graph's weights; None for a model without any."""
         ...
 
     def weights_json(self) -> dict[str, Any]:
@@ -338,6 +345,10 @@ class Backend(Protocol[C]):
         """
         ...
 
+    def resident(self) -> Resident | None:
+        """What of its experts is in memory; None where nothing bounds that."""
+        ...
+
     def close(self) -> None:
         """Gives the weights' memory back; the backend cannot be used afterwards."""
         ...
@@ -363,15 +374,22 @@ def forward_chain(
 
 
 def open_backend(
-    name: str, files: ModelFiles, *, threads: int, device: str = gpu.PROCESSOR
+    name: str,
+    files: ModelFiles,
+    *,
+    threads: int,
+    device: str = gpu.PROCESSOR,
+    weights_budget: int | None = None,
 ) -> Backend[Any]:
     """The backend called `name` (or the best one for `auto`) with the weights of `files` loaded.
 
-    `device` as in `gpu.chosen`. Raises `UsageError` for an unknown name and `BackendError` for one
+    `device` as in `gpu.chosen`; `weights_budget`: bytes of experts that may be in memory, None:
+    as the system likes. Raises `UsageError` for an unknown name and `BackendError` for one
     that cannot run here or does not read these files.
     """
+    bound: dict[str, Any] = {} if weights_budget is None else {"weights_budget": weights_budget}
     if (found := gpu.chosen(device)) != gpu.PROCESSOR:
-        return _open_on(found, name, files, threads=threads, asked=device)
+        return _open_on(found, name, files, threads=threads, asked=device, bound=bound)
     if name == "auto":
         name, reason = choose(files)
         if reason is not None:
@@ -383,10 +401,23 @@ def open_backend(
     elif not _load(name).reads(files):
         possible = ", ".join(other for other in PREFERENCE if _load(other).reads(files))
         raise BackendError(f"the {name} backend does not read {files.path}; {possible} can")
-    return _load(name)(files, threads=threads)
+    if bound and name != DEVICE_BACKEND:
+        raise BackendError(
+            f"{argument('weights_budget')} is for bundles on the {DEVICE_BACKEND} backend, whose "
+            f"weights are mapped; {files.path} runs on {name} here, so leave it out"
+        )
+    return _load(name)(files, threads=threads, **bound)
 
 
-def _open_on(found: str, name: str, files: ModelFiles, *, threads: int, asked: str) -> Backend[Any]:
+def _open_on(
+    found: str,
+    name: str,
+    files: ModelFiles,
+    *,
+    threads: int,
+    asked: str,
+    bound: Mapping[str, Any],
+) -> Backend[Any]:
     """The one backend that runs on a device; on the processor where nobody insists on another."""
     try:
         if name not in ("auto", DEVICE_BACKEND) or not _load(DEVICE_BACKEND).reads(files):
@@ -394,12 +425,12 @@ def _open_on(found: str, name: str, files: ModelFiles, *, threads: int, asked: s
                 f"{files.path} runs on {found} by the {DEVICE_BACKEND} backend alone, which reads "
                 f"bundles; {argument('device', 'cpu')} runs it on the processor"
             )
-        return _load(DEVICE_BACKEND)(files, threads=threads, device=found)
+        return _load(DEVICE_BACKEND)(files, threads=threads, device=found, **bound)
     except BackendError as error:
         if asked != "auto":
             raise
         logger.warning("running on the processor: %s", error)
-    return open_backend(name, files, threads=threads)
+    return open_backend(name, files, threads=threads, **bound)
 
 
 def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
@@ -410,6 +441,26 @@ def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Est
     """
     name = next(name for name in PREFERENCE if _load(name).reads(files))
     return _load(name).estimate(files, request, threads=threads)
+
+
+def bounded_experts(files: ModelFiles, budget_bytes: int) -> ExpertBytes:
+    """The experts of `files`, of which so many bytes may be in memory.
+
+    Raises `BackendError` where that bounds nothing, and where it cannot hold one of them.
+    """
+    experts = files.experts
+    if experts is None:
+        raise BackendError(
+            f"{argument('weights_budget')} bounds what experts take in memory, and {files.path} "
+            "has none that are mapped: every token reads all its weights, so leave it out"
+        )
+    if budget_bytes < experts.largest:
+        raise BackendError(
+            f"{argument('weights_budget')} {format_bytes(budget_bytes)} cannot hold one expert of "
+            f"{files.path}; {format_bytes(experts.largest)} can, {format_bytes(experts.chosen)} "
+            f"all experts of a token, {format_bytes(experts.stored)} every expert"
+        )
+    return experts
 
 
 def missing(name: str) -> str | None:

@@ -133,6 +133,9 @@ class LlamaCppBackend:
             )
         return [rows.cache.forward(rows) for rows in one_pass.rows]
 
+    def resident(self) -> None:
+        """See `Backend.resident`."""
+
     def close(self) -> None:
         """See `Backend.close`."""
         for cache in list(self._caches):

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from kvq import devices, native, native_linear
 from kvq.errors import BackendError, BundleError, CacheError, argument
+from kvq.residency import Residency, Resident
 from kvq_runtime import gpu, huge_pages, tuning
-from kvq_runtime.backends import WHOLE, Mode, Pass, Rows
+from kvq_runtime.backends import WHOLE, Mode, Pass, Rows, bounded_experts
 from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.graph_check import cache_inputs
@@ -62,7 +63,14 @@ class OnnxBackend(PagedBackend):
     name = "onnx"
     cache_kind = "native"
 
-    def __init__(self, bundle: Bundle, *, threads: int, device: str = gpu.PROCESSOR) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        threads: int,
+        device: str = gpu.PROCESSOR,
+        weights_budget: int | None = None,
+    ) -> None:
         reason = self.missing()
         if reason is not None:
             raise BackendError(f"the onnx backend cannot run: {reason}")
@@ -70,8 +78,12 @@ class OnnxBackend(PagedBackend):
         self.device = device
         self.logit_bytes_copied = 0  # from the device to the host
         tuning.apply()
+        self._residency: Residency | None = None
+        if weights_budget is not None:
+            bounded_experts(bundle, weights_budget)
+            self._residency = Residency(weights_budget)
         before = huge_pages.regions()
-        self._session: _InferenceSession | None = _open(bundle, threads, device)
+        self._session: _InferenceSession | None = _open(bundle, threads, device, self._residency)
         self.paging = huge_pages.advise_since(before)
         self._has_long_rope = "rope_long" in {node.name for node in self._session.get_inputs()}
         self._caches = cache_inputs(len(bundle.config.cache_classes))
@@ -188,9 +200,15 @@ class OnnxBackend(PagedBackend):
             | (self._maps if mode.fitted else {})
         )
 
+    def resident(self) -> Resident | None:
+        """See `Backend.resident`."""
+        return None if self._residency is None else self._residency.stats()
+
     def close(self) -> None:
         """See `Backend.close`."""
         self._session = None
+        if self._residency is not None:
+            self._residency.close()
 
 
 def _own_rows(own: Rows[PagedCache]) -> dict[str, NDArray[Any]]:
@@ -278,9 +296,13 @@ def _providers(device: str) -> list[Any]:
     return [(gpu.PROVIDER, {"device_id": "0", "user_compute_stream": stream}), _CPU]
 
 
-def _open(bundle: Bundle, threads: int, device: str) -> _InferenceSession:
+def _open(
+    bundle: Bundle, threads: int, device: str, residency: Residency | None
+) -> _InferenceSession:
     package = onnx_runtime()
     options = session_options(threads)
+    if residency is not None:
+        options.add_session_config_entry("kvq.residency", str(residency.handle))
     path = bundle.model_path
     try:
         options.register_custom_ops_library(library_path(device))

@@ -17,6 +17,7 @@ from kvq.classes import ClassedCache, ClassedSpec, open_cache, spec_of
 from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan, PageForm
 from kvq.errors import BackendError, argument
 from kvq.formats import bytes_per_token
+from kvq.residency import Resident
 from kvq.sizing import CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
@@ -53,6 +54,10 @@ class PagedBackend(ABC):
     @abstractmethod
     def forward(self, one_pass: Pass[PagedCache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`."""
+
+    def resident(self) -> Resident | None:
+        """See `Backend.resident`; only one whose weights are mapped bounds them."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -244,5 +244,8 @@ class RuleBackend:
                 logit[:] = answer
         return logits
 
+    def resident(self) -> None:
+        """Nothing is bounded."""
+
     def close(self) -> None:
         """Nothing to free."""

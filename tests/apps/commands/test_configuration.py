@@ -235,6 +235,7 @@ def test_every_setting_has_a_rule_which_the_readme_tells() -> None:
         ("model.threads", "3", ["3", "1"], ["4", '"auto"']),
         ("model.threads", '"auto"', ["3", '"auto"'], []),
         ("model.ctx-size", "512", ["100"], ["513"]),
+        ("model.weights-budget", '"2GiB"', ['"1GiB"'], ['"3GiB"']),
         ("model.predict", "20", ["5"], ["21", "-1"]),
         ("model.predict", "-1", ["5", "-1"], []),
         ("kv.budget", '"64MiB"', ['"1MiB"', "67108864"], ['"65MiB"', '"10tok"', '"1%"']),

@@ -1,0 +1,84 @@
+"""How much memory the experts of a model may take: a bound on what of a mapped file stays in it.
+
+Knows no model and no file; `kvq/csrc/linear/residency.h` does the work, inside passes.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from mmap import PAGESIZE
+
+from kvq import native
+from kvq.abi import ResidencyStats
+from kvq.errors import BackendError, argument
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resident:
+    """What has happened so far: `held_bytes` of experts are in memory, of `budget_bytes` at most.
+
+    Passes have chosen `chosen` experts, counted once for each layer and pass, and `fetched` of
+    these were not in memory.
+    """
+
+    budget_bytes: int
+    held_bytes: int
+    chosen: int
+    fetched: int
+
+    @property
+    def hit_share(self) -> float:
+        """Of the experts that were chosen, those that were in memory; 1 before any was."""
+        return 1 - self.fetched / self.chosen if self.chosen else 1.0
+
+
+class Residency:
+    """Those experts of one model that stay in memory, within `budget_bytes`.
+
+    Before an expert is read, others leave memory until there is room for it, the one that newer
+    passes chose least often first. One expert by itself may take more than the budget, and while it
+    is read the system may bring up to 4 MiB of each of its two matrices' neighbours along. Raises
+    `BackendError` where the system does not say that pages have left memory.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._library = native.library()
+        handle = ctypes.c_int64()
+        if self._library.kvq_residency_open(budget_bytes, ctypes.byref(handle)):
+            raise BackendError(
+                f"{argument('weights_budget')} needs Linux, which says when weights have left "
+                "memory; leave it out, and the system keeps in memory what it has room for"
+            )
+        self.handle = handle.value
+
+    def stats(self) -> Resident:
+        """What is in memory now, and how often that was enough. Raises `BackendError`: closed."""
+        found = ResidencyStats()
+        if self._library.kvq_residency_stats_of(self.handle, ctypes.byref(found)):
+            raise BackendError("this model is closed; open it again with Engine.open")
+        return Resident(**{name: getattr(found, name) for name in Resident.__slots__})
+
+    def close(self) -> None:
+        """Bounds nothing any more; passes that name it fail."""
+        self._library.kvq_residency_close(self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBytes:
+    """Bytes of a model's experts: all that are `stored`, and of these the ones of a token, `chosen`.
+
+    `largest` is the most that one of them may take in memory, the least that can be a budget.
+    """
+
+    stored: int
+    chosen: int
+    largest: int
+
+    def to_json(self) -> dict[str, int]:
+        """As reports have it."""
+        return {"bytes": self.stored, "token_bytes": self.chosen, "least_budget": self.largest}
+
+
+def most_in_memory(parts: Iterable[int]) -> int:
+    """What an expert may take in memory whose matrices have so many bytes, wherever they lie."""
+    return sum(-(-part // PAGESIZE) * PAGESIZE + PAGESIZE for part in parts)
