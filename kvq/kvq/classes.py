@@ -437,6 +437,17 @@ def spec_of(
     return ClassedSpec(parts=tuple(CacheSpec(**own, **shared) for own in classes), budget=budget)
 
 
+def first_classes(arena: ClassedArena, count: int) -> Arena | ClassedArena:
+    """The first `count` classes of an arena alone, in the bytes that they have in it."""
+    parts = arena.parts[:count]
+    if count == 1:
+        return parts[0]
+    budget = Budget(num_bytes=sum(part.num_bytes for part in parts))
+    return ClassedArena(
+        spec=ClassedSpec(parts=arena.spec.parts[:count], budget=budget), parts=parts
+    )
+
+
 def open_cache(
     arena: Arena | ClassedArena,
     *,

@@ -1,8 +1,7 @@
 """The qwen3_5 family (Qwen 3.5 0.8B to 27B as text models): delta nets, every fourth layer attends.
 
 Its attention gates what heads give, and turns a quarter of their channels; the weights of all norms
-but that of a delta net's heads are stored as w - 1. A head that guesses the token after the next
-(`mtp`) is left out.
+but that of a delta net's heads are stored as w - 1. Checkpoints have a draft head (`mtp`).
 """
 
 from collections.abc import Mapping
@@ -83,7 +82,7 @@ FAMILY = Family(
         "linear_num_key_heads": Default(int, 16),
         "linear_num_value_heads": Default(int, 32),
         "attn_output_gate": MustEqual(True),
-        # Of the head that guesses further, and of how others compute.
+        # Of the draft head, which is there if its tensors are, and of how others compute.
         "mtp_num_hidden_layers": Default(int),
         "mtp_use_dedicated_embeddings": MustEqual(False),
         "mamba_ssm_dtype": MustEqual("float32", None),
@@ -101,4 +100,5 @@ FAMILY = Family(
     },
     fim_tokens=(FIM_QWEN,),
     turn_ends=("<|im_end|>",),
+    draft_head="mtp",
 )
