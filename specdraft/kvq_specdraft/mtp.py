@@ -90,7 +90,8 @@ class Mtp(Guessing):
         together = min(_TOGETHER, self._opened.chunk_tokens)
         while self._missing(ground.states) > together:
             yield from self._read(ground.states)
-        if len(ground.due) != 1 or ground.states.stop < len(self._text) - 1:
+        known = ground.states.stop == len(self._text) - 1 and self._missing(ground.states)
+        if len(ground.due) != 1 or not known:
             return NO_DRAFT
         if self._may_narrow:
             self._mode = Mode(head_tokens=frequent_tokens(self._text))

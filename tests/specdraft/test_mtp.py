@@ -1,6 +1,8 @@
 """The draft head that comes with a model: what it computes, and drafts with it in sessions."""
 
+import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from kvq_models.reference import Weights, forward, plain_attention
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.manifest import DRAFT_FILE
+from kvq_runtime.file_hashes import file_sha256
+from kvq_runtime.manifest import DRAFT_FILE, checksum
 from kvq_runtime.sampling import distribution
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
@@ -27,7 +30,7 @@ from kvq_specdraft.mtp import Mtp
 from kvq_specdraft.relay import Relay
 from logits import prompt
 from shelf import Shelf
-from tiny import make_checkpoint, read_safetensors
+from tiny import make_checkpoint, read_safetensors, write_safetensors
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
 EIGHT = ExportOptions(quality=False, weights=WeightFormat(bits=8))
@@ -218,13 +221,14 @@ def test_guesses_follow_what_the_head_has_read(engine: Engine, bundle: Path) -> 
         text = [*TEXT[:90], *goes_on(session, 12)]
     held = 90
     agreed = 0
-    for ids in seen:
+    for ids in seen[:-1]:
         # A random head is hardly ever right, so a round takes one token.
-        found = reference_head(Bundle.open(bundle), np.array(text[: held + 1]), 1)[0][-1]
+        found = reference_head(Bundle.open(bundle), np.array(text[: held + 1]))[0][-1]
         agreed += int(found.argmax()) == ids[0]
         held += 1
     assert len(seen) == 11
-    assert agreed >= 10
+    assert seen[-1] == ()  # no token is left to guess
+    assert agreed >= 9
 
 
 @needs_native
@@ -269,31 +273,30 @@ def test_random_traces_answer_as_plain_decoding_does(
 
 @needs_native
 def test_sampled_answers_keep_their_distribution(engine: Engine) -> None:
-    """The second token, given the first, as often as the model says."""
-    sampling = Sampling(temperature=1.0, top_k=8, top_p=1, min_p=0)
-    counts = np.zeros(engine.model.vocab_size, np.int64)
-    with opened(engine, "mtp:least=1e-9,most=2") as session:
+    """Three tokens that are one of two each, by chi-square; the head's own chances are others."""
+    either = {5: 100.0, 6: 100.0}
+    sampling = Sampling(temperature=6, top_k=0, top_p=1, min_p=0, logit_bias=either)
+    paths = list(itertools.product(either, repeat=3))
+    counts = dict.fromkeys(paths, 0)
+    with opened(engine, "mtp:least=1e-9,most=2", seed=3) as session:
         session.prefill(TEXT[:40])
-        session.sequence.append([TEXT[40]])
-        state = session.capture()
-        for seed in range(400):
-            session.restore(state)
-            session.reseed(seed)
-            # Three tokens: the guesses follow the first, which is drawn without one.
-            first, *_ = goes_on(session, 1, sampling=sampling)
-            session.rollback(1)
-            session.sequence.append([TEXT[41]])
-            token, *_ = goes_on(session, 2, sampling=sampling)
-            counts[token] += 1
-        drafted = session.stats().drafted_tokens
-        session.restore(state)
-        session.sequence.append([TEXT[41]])
-        session.prefill()
-        ids, wanted = distribution(session.sequence._logits, sampling, session.tokens)
-    probabilities = np.zeros(len(counts))
-    probabilities[ids] = wanted
-    assert drafted > 300
-    assert chi_square(counts, probabilities) < LIMITS[7]
+        for _ in range(400):
+            session.rollback(len(session.tokens) - 40)
+            counts[tuple(goes_on(session, 3, sampling=sampling))] += 1
+        stats = session.stats()
+    assert stats.drafted_tokens > 350
+    assert 0.2 < stats.accepted_tokens / stats.drafted_tokens < 0.95
+    wanted = np.ones(len(paths))
+    with opened(engine, None) as plain:
+        for place, path in enumerate(paths):
+            for count, token in enumerate(path):
+                plain.align([*TEXT[:40], *path[:count]])
+                plain.prefill()
+                logits = plain.sequence._logits
+                assert logits is not None
+                wanted[place] *= distribution(logits, sampling, plain.tokens)[token]
+    assert wanted.max() < 0.6
+    assert chi_square(np.array([*counts.values()]), wanted) < LIMITS[7]
 
 
 # What it costs, and where it is refused
@@ -306,7 +309,7 @@ def test_its_cache_is_part_of_the_budget(engine: Engine) -> None:
             own, whole = session.draft_bytes, p.config.budget_bytes
             assert own > 0
             together = session.config.budget_bytes + own
-            assert together == whole if asked != "200tok" else together > whole
+            assert together == whole if asked == "800KiB" else together > whole
             session.prefill(TEXT)
             goes_on(session, 4)
             assert session.stats().draft_bytes == own
@@ -344,11 +347,6 @@ def test_a_bundle_names_its_graph_and_counts_its_weights(bundle: Path, tmp_path:
 
 
 def test_a_graph_of_another_head_is_refused(bundle: Path, tmp_path: Path) -> None:
-    import shutil
-
-    from kvq_runtime.file_hashes import file_sha256
-    from kvq_runtime.manifest import checksum
-
     copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
     shutil.copy(copy / "model.onnx", copy / DRAFT_FILE)
     data = json.loads((copy / "kvq.json").read_text())
@@ -376,10 +374,6 @@ def test_models_without_a_head_are_refused(shelf: Shelf) -> None:
 
 def test_heads_that_are_not_computed_are_left_out(source: Path, tmp_path: Path) -> None:
     """One of two layers; and an incomplete one says what is missing."""
-    import shutil
-
-    from tiny import write_safetensors
-
     tensors = read_safetensors(source / "model.safetensors")
     two = Path(shutil.copytree(source, tmp_path / "two"))
     more = {name.replace("s.0.", "s.1."): one for name, one in tensors.items() if HEAD in name}
