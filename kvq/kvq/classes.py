@@ -368,6 +368,10 @@ class ClassedCache:
                     part.trim(tokens)
                 tokens = min(tokens, part.tokens)
 
+    def mark(self, tokens: int) -> bool:
+        """See `Cache.mark`; the first class remembers."""
+        return self.parts[0].mark(tokens)
+
     def why_not_edit(self) -> str | None:
         """Why nothing in the middle can be replaced, or None."""
         return self.parts[0].why_not_edit()

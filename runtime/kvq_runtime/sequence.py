@@ -127,6 +127,7 @@ class Sequence(Generic[C]):
         self._logits: Logits | None = None
         self._staleness = Staleness()
         self._edits = [0, 0, 0]
+        self.recomputed_tokens = 0  # that were held, and could not be kept by going back
         # What of the prompts to come may be predicted instead of computed, and who reads them.
         self.prediction: Prediction | None = None
         self.reader: PromptReader | None = None
@@ -397,6 +398,7 @@ class Sequence(Generic[C]):
         if self.prediction is not None and not (exact or self.gaps):
             going_on = self._staleness.is_predicted(start - 1)
             stop, mode = self.prediction.piece(start, stop, going_on=going_on)
+        stop = self._marked(start, stop)
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
@@ -409,6 +411,27 @@ class Sequence(Generic[C]):
             passed = yield from branch.extend(ids, rows=last, mode=mode)
             branch.commit(range(count))
         return passed.seconds
+
+    def _marked(self, start: int, stop: int) -> int:
+        """Where a piece of tokens `start` to `stop` ends, so that it can be gone back there.
+
+        Behind the first turn of a chat, often a system prompt, which other chats begin with too;
+        and behind the last, before an answer that is written again, or shortened when it is told.
+        A turn ends where an answer would. Caches that go back anywhere are not asked to.
+        """
+        ends, tokens, last = self._backend.model.stop_ids, self._tokens, len(self._tokens) - 1
+        if stop - start < 2 or not ends:
+            return stop
+        turns = (at for at in range(last) if tokens[at] in ends)
+        first_turn = next(turns, None)
+        if first_turn is None:
+            return stop
+        newest = next(at for at in range(last - 1, -1, -1) if tokens[at] in ends)
+        # The one that is marked last is kept longest.
+        for place in (newest + 1, first_turn + 1):
+            if place > start and not self.cache.mark(place):
+                return stop
+        return min(place for place in (first_turn + 1, newest + 1, stop) if start < place)
 
     def _taking(self, reader: PromptReader, start: int, stop: int) -> Work[Any, float]:
         """The keys and values of tokens `start` to `stop` are those that `reader` makes."""
@@ -496,7 +519,9 @@ class Sequence(Generic[C]):
 
     def _trim(self, num_tokens: int) -> None:
         """The cache holds at most the first `num_tokens`, and no gap at its end."""
-        self.cache.trim(self._staleness.cut(num_tokens))
+        wanted = self._staleness.cut(num_tokens)
+        self.cache.trim(wanted)
+        self.recomputed_tokens += wanted - self.cache.tokens
         self._staleness.cut(self.cache.tokens)
         self._logits = None
 

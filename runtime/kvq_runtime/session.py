@@ -508,6 +508,7 @@ class Session(Generic[C]):
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
             edits=self.sequence.edit_counts,
+            recomputed_tokens=self.sequence.recomputed_tokens,
             draft_bytes=self.draft_bytes,
             auxiliary_bytes=self.auxiliary_bytes,
         )

@@ -140,7 +140,8 @@ class SequenceCache(Protocol):
     `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
     its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
     `tokens` tokens: fewer, where a cache cannot go back
-    exactly; the loop computes what is missing again.
+    exactly; the loop computes what is missing again. `mark` says that somebody will go back to
+    `tokens` tokens, and is answered whether that makes it more likely that these can be kept.
     """
 
     @property
@@ -191,6 +192,8 @@ class SequenceCache(Protocol):
     def rewind(self, rows: int, /) -> None: ...
 
     def trim(self, tokens: int, /) -> None: ...
+
+    def mark(self, tokens: int, /) -> bool: ...
 
     def state(self) -> bytes: ...
 
