@@ -48,9 +48,10 @@ def seen_rows(rows: Float, taps: int) -> Float:
 def least_missed(places: Sequence[int], coming: int, kept: Sequence[int]) -> int:
     """Which of the rising `places` to forget, when `coming` joins them; none that is `kept`.
 
-    Where all are, the one that was wanted earliest, the last of `kept`. Else the one without which least is computed again for how far one goes back: the gap it leaves is
-    the least of the distance from `coming` to where that ends, and a step. So places thin out with
-    their distance, and what is computed again is a share of it.
+    Where all are, the one that was wanted earliest, the last of `kept`. Else the one without which
+    least is computed again for how far one goes back: the gap it leaves is the least of the
+    distance from `coming` to where that ends, and a step. So places thin out with their distance,
+    and what is computed again is a share of it.
     """
     found, least = (places.index(kept[-1]) if kept[-1] in places else 0), (1, 0)
     for i, place in enumerate(places):

@@ -274,7 +274,7 @@ def test_a_long_text_stays_finite_however_it_is_read(shelf: Shelf, case: str) ->
     text, found = prompt(300) * 28, []
     with Engine.open(shelf.exported(source, ExportOptions(quality=False)), threads=1) as engine:
         for chunk in (64, 200):
-            wanted = {"context_tokens": 9000, "chunk_tokens": chunk}
+            wanted = {"context_tokens": 9000, "chunk_tokens": chunk, "kv_budget": "9000tok"}
             with opened(engine, **wanted) as session:
                 session.prefill(text[:8192])
                 found.append([session.sequence._logits])

@@ -53,8 +53,8 @@ class Fuzz:
         self.wild = 0.15
         self.calls: list[Callable[[Opened], object]] = [
             *[self.forward] * 16, *[self.attend] * 3, self.begin, self.begin, self.commit,
-            self.commit, self.rewind, self.trim, self.mark, self.demote, self.entering, self.move, self.look,
-            *[self.edit] * 4,
+            self.commit, self.rewind, self.trim, self.mark, self.demote, self.entering, self.move,
+            self.look, *[self.edit] * 4,
             self.save, self.load, self.missing, self.close,
         ]  # fmt: skip
 
