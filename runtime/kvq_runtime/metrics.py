@@ -21,8 +21,8 @@ class SessionStats:
     `mean_k_bits`, `mean_v_bits` and `evicted_share` see `kvq.cache.Holdings`, for `edits` and what
     follows `EditCounts`. `kv_read_share`: of the pages steps could see the share they read. Of
     `kv_bytes`, `kv_offloaded_bytes` lie in the host's memory behind a device, and the newest pass
-    copied `kv_streamed_bytes` from there. `recomputed_tokens` were held and are computed again, since
-    the cache could go back to a place before them only.
+    copied `kv_streamed_bytes` from there. `recomputed_tokens` were held and are computed again,
+    since the cache could go back to a place before them only.
     """
 
     prompt_tokens: int
