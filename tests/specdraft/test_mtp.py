@@ -24,6 +24,7 @@ from kvq_runtime.engine import Engine
 from kvq_runtime.file_hashes import file_sha256
 from kvq_runtime.manifest import DRAFT_FILE, checksum
 from kvq_runtime.sampling import distribution
+from kvq_runtime.sequence import Passed, forward_all
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
 from kvq_specdraft.mtp import Mtp
@@ -383,3 +384,33 @@ def test_heads_that_are_not_computed_are_left_out(source: Path, tmp_path: Path) 
     write_safetensors(two / "model.safetensors", tensors)
     with pytest.raises(KvqError, match=r"mtp\.norm\.weight"):
         export_model(two, tmp_path / "of-none", EIGHT)
+
+
+@needs_native
+def test_sequences_with_and_without_states_share_a_pass(engine: Engine) -> None:
+    """Each is told its own rows' states and logits, as in a pass of its own."""
+    texts = (TEXT[:30], TEXT[40:47], TEXT[60:80])
+    alone, together = list[Passed](), list[Passed]()
+    for found, joint in ((alone, False), (together, True)):
+        sessions = [opened(engine, None if at == 1 else ALWAYS, kv="fp") for at in range(3)]
+        works = [session.sequence.branch() for session in sessions]
+        branches = [work.__enter__() for work in works]
+        passes = [
+            branch.extend(text, rows=[2, 5]) for branch, text in zip(branches, texts, strict=True)
+        ]
+        if joint:
+            found += forward_all([next(one) for one in passes])
+        else:
+            found += [forward_all([next(one)])[0] for one in passes]
+        for work, session in zip(works, sessions, strict=True):
+            work.__exit__(None, None, None)
+            session.close()
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one.logits, other.logits)
+    assert alone[1].states is together[1].states is None
+    for place in (0, 2):
+        first, second = alone[place].states, together[place].states
+        assert first is not None
+        assert second is not None
+        np.testing.assert_array_equal(first, second)
+        assert np.abs(np.diff(first, axis=0)).min(axis=1).max() > 0
