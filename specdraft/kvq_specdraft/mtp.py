@@ -34,7 +34,7 @@ class Mtp(Guessing):
     """
 
     head: int = 0
-    reads_states: bool = True
+    reads_states = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -398,10 +398,8 @@ def test_sequences_with_and_without_states_share_a_pass(engine: Engine) -> None:
         passes = [
             branch.extend(text, rows=[2, 5]) for branch, text in zip(branches, texts, strict=True)
         ]
-        if joint:
-            found += forward_all([next(one) for one in passes])
-        else:
-            found += [forward_all([next(one)])[0] for one in passes]
+        asked = [next(one) for one in passes]
+        found.extend(forward_all(asked) if joint else [forward_all([one])[0] for one in asked])
         for work, session in zip(works, sessions, strict=True):
             work.__exit__(None, None, None)
             session.close()
