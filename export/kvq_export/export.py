@@ -28,8 +28,17 @@ from kvq_export.page_forms import choose_forms
 from kvq_export.quality import Original
 from kvq_export.source import Source, open_source
 from kvq_export.staging import free_destination, require_space, staged
-from kvq_export.writer import CheckpointWeights, Progress, weight_info, write_manifest, write_model
+from kvq_export.writer import (
+    CheckpointWeights,
+    ClosingReader,
+    Progress,
+    WithDraftHead,
+    weight_info,
+    write_manifest,
+    write_model,
+)
 from kvq_models.decoder import rope_settings
+from kvq_models.family import WeightSource
 from kvq_models.keys import read_keys
 from kvq_models.tokenizer import ControlTokens, Tokenizer, TokenizerFiles
 from kvq_runtime.bundle import Bundle
@@ -42,10 +51,11 @@ _SLACK_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenModel:
-    """Everything known about the model before its weights are read."""
+    """Everything known about the model before its weights are read; `draft` of its draft head."""
 
     source: Source
     original: Original
+    draft: Mapping[str, WeightSource]
     tokenizer: Tokenizer | None
     files: TokenizerFiles | None
     gguf: GgufExport | None
@@ -73,7 +83,8 @@ def export_model(
     options = replace(options, weights=weights)
     _check_prediction(model, options)
     original = model.original
-    layout = plan_layout(original.config, original.sources, weights) if options.onnx else None
+    sources = {**original.sources, **model.draft}
+    layout = plan_layout(original.config, sources, weights) if options.onnx else None
     total = _graph_bytes(layout) + (0 if model.gguf is None else model.gguf.written_bytes)
     with staged(folder, force=options.force) as partial:
         files = _write_files(
@@ -120,9 +131,16 @@ def _write_files(
     return files
 
 
-def _reader(
-    model: OpenModel, layout: Layout, options: ExportOptions
-) -> CalibratedWeights | CheckpointWeights:
+def _reader(model: OpenModel, layout: Layout, options: ExportOptions) -> ClosingReader:
+    """Those of the model, and of its draft head, whose guesses are checked: each by itself."""
+    reader = _model_reader(model, layout, options)
+    if not model.draft:
+        return reader
+    draft = CheckpointWeights(model.original.checkpoint, model.draft, options.threads)
+    return WithDraftHead(reader, draft)
+
+
+def _model_reader(model: OpenModel, layout: Layout, options: ExportOptions) -> ClosingReader:
     """Rounds with error feedback where there is a text to feed, else every weight by itself.
 
     So too at 8 bits, which lose next to nothing.
@@ -248,8 +266,9 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     # Evaluated for its refusals: the cache must be able to hold this model.
     _ = config.cache_classes
     checkpoint = source.checkpoint(config)
-    sources = source.weight_sources(family, config)
-    checkpoint.check(sources, family.spare(config))
+    config = family.with_draft_head(config, checkpoint.tensors)
+    sources, draft = source.weight_sources(family, config), family.draft_weights(config)
+    checkpoint.check({**sources, **draft}, family.spare(config))
     files = source.tokenizer_files() if options.tokenizer else None
     tokenizer = None if files is None else Tokenizer.from_files(files, family, config)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -260,6 +279,7 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     model = OpenModel(
         source=source,
         original=Original(config=config, sources=sources, checkpoint=checkpoint),
+        draft=draft,
         tokenizer=tokenizer,
         files=files,
         gguf=None,

@@ -17,6 +17,11 @@ first, `layers.N.map` uint8 [panels, bytes] and `layers.N.map_bias` float32 [row
 keys and values are made by in mode 2, empty: its own.
 Output: `logits` float32 [R, V]. After the mixer of the last layer only `logit_rows` are
 computed: no later token needs the others.
+
+Of a model with a draft head there is a second graph, over weights of the same file. It has one more
+input, `joined` float32 [T, hidden]: the states that its rows read. Both graphs then have an input
+`state_rows` int64 [N] and an output `states` float32 [N, hidden]; after the mixer of the last layer
+these rows are computed, and `logit_rows` says which of them give logits.
 """
 
 from collections.abc import Sequence
@@ -26,13 +31,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from kvq.reference_linear import PanelFormat
 from kvq_export.layout import Layout
 from kvq_models.config import Activation, Attention, DeltaNet, Experts, ModelConfig, ShortConv
 from kvq_models.products import (
     Product,
+    draft_name,
     expert_products,
     feed_products,
     head_product,
+    join_product,
     mixer_products,
     per_layer_model_product,
     per_layer_products,
@@ -57,15 +65,20 @@ _FLOAT = ir.DataType.FLOAT
 
 
 def build_graph(config: ModelConfig, layout: Layout) -> ir.Model:
-    """The model, with initializers that refer into `model.onnx.data`."""
+    """The model, with initializers that refer into `model.onnx.data`.
+
+    That of a draft head too (`ModelConfig.drafting`), by the layout of its model.
+    """
     builder = _Builder(config=config, layout=layout)
-    logits = builder.logits(builder.layers(builder.embedding()))
+    hidden = builder.layers(builder.embedding())
+    states = [builder.states(hidden)] if config.has_states else []
+    logits = builder.logits(hidden)
     logits.name = "logits"
     logits.dtype = ir.DataType.FLOAT
     logits.shape = ir.Shape(["R", config.vocab_size])
     graph = ir.Graph(
         builder.inputs,
-        [logits],
+        [logits, *states],
         nodes=builder.nodes,
         initializers=list(builder.initializers.values()),
         opset_imports=OPSETS,
@@ -99,6 +112,12 @@ class _Builder:
         ]
         self.sequence_rows = self._input("sequence_rows", integer, ["S"])
         self.logit_rows = self._input("logit_rows", integer, ["R"])
+        # Those that are computed to the end.
+        self.last_rows = self.logit_rows
+        if self.config.has_states:
+            self.last_rows = self._input("state_rows", integer, ["N"])
+        if self.config.joins:
+            self.joined = self._input("joined", real, ["T", self.config.hidden_size])
         if self.config.has_long_rope:
             self.rope_long = self._input("rope_long", integer, [1])
         if self.layout.format.linear == "kvq":
@@ -117,14 +136,32 @@ class _Builder:
         mix = self.mix
         if self.config.embedding_scale != 1.0:
             mix = self._node("/model/embed/Mul", [mix, self._scalar(self.config.embedding_scale)])
-        return self._gathered("/model", "embed", mix)
+        embedded = self._gathered("/model", "embed", mix)
+        return self._joined(embedded) if self.config.joins else embedded
+
+    def _joined(self, embedded: ir.Value) -> ir.Value:
+        """Embeddings and states [T, hidden] -> what enters a draft head's layer."""
+        product = join_product(self.config)
+        assert product is not None
+        path = node_path(product)
+        embedded = self._norm(f"{path}/embed_norm", embedded, "embed_norm")
+        states = self._norm(f"{path}/state_norm", self.joined, "state_norm")
+        return self._linear(product, self._node(f"{path}/Concat", [embedded, states], axis=-1))
+
+    def states(self, hidden: ir.Value) -> ir.Value:
+        """The output `states`: the stream of the last rows behind the final norm."""
+        states = self._norm("/model/states", hidden, "final_norm")
+        states.name = "states"
+        states.dtype = ir.DataType.FLOAT
+        states.shape = ir.Shape(["N", self.config.hidden_size])
+        return states
 
     def layers(self, hidden: ir.Value) -> ir.Value:
-        """All layers: [T, hidden] -> [R, hidden].
+        """All layers: [T, hidden] -> [R, hidden], or [N, hidden] where states are told.
 
         Behind the last layer that has keys of its own no row matters that gives no logits.
         """
-        last, rows = self.config.first_reader - 1, self.logit_rows
+        last, rows = self.config.first_reader - 1, self.last_rows
         owned = self._per_layer_inputs(hidden)
         for layer in range(self.config.num_layers):
             path, own = f"/model/layers.{layer}", self.config.layers[layer]
@@ -204,6 +241,8 @@ class _Builder:
 
     def logits(self, hidden: ir.Value) -> ir.Value:
         """The final norm and the output head, with its soft cap where the model has one."""
+        if self.config.has_states:
+            hidden = self._node("/model/head/rows/Gather", [hidden, self.logit_rows], axis=0)
         logits = self._linear(head_product(self.config), hidden)
         if self.config.final_softcap > 0:
             cap = self._scalar(self.config.final_softcap)
@@ -274,7 +313,7 @@ class _Builder:
         norms = [self._stored(f"{weights}.q_norm")] if mixer.qk_norm == "heads" else []
         inputs: list[ir.Value | None]
         if shared:
-            inputs = [qkv, self.logit_rows, cache, self.sequence_rows, freq, *norms]
+            inputs = [qkv, self.last_rows, cache, self.sequence_rows, freq, *norms]
         else:
             norms += [self._stored(f"{weights}.k_norm")] if norms else []
             inputs = [qkv, self.positions, cache, self.sequence_rows, freq, *norms]
@@ -363,8 +402,9 @@ class _Builder:
             inputs.append(self._stored(f"layers.{layer}.choice_bias"))
         while inputs[-1] is None:
             inputs.pop()
-        formats = {name: matrix.format for name, matrix in self.layout.matrices.items()}
-        attributes = experts_attributes(self.config, products, formats.__getitem__)
+        attributes = experts_attributes(
+            self.config, products, lambda name: self._format(name).format
+        )
         out = self._node(own, inputs, domain="kvq", **attributes)
         out.dtype = ir.DataType.FLOAT
         out.shape = ir.Shape([None, self.config.hidden_size])
@@ -455,7 +495,7 @@ class _Builder:
         ]
         while inputs[-1] is None:
             inputs.pop()
-        matrix = self.layout.matrices[self._matrix(product)]
+        matrix = self._format(self._matrix(product))
         out = self._node(
             f"{node_path(product)}/Linear",
             inputs,
@@ -478,7 +518,7 @@ class _Builder:
 
     def _matmul_nbits(self, path: str, product: Product, x: ir.Value) -> ir.Value:
         """ONNX Runtime's product, with the bias where one is stored."""
-        matrix = self.layout.matrices[self._matrix(product)]
+        matrix = self._format(self._matrix(product))
         inputs: list[ir.Value | None] = [
             x,
             self._stored(f"{product.weight}.codes"),
@@ -559,8 +599,16 @@ class _Builder:
             found.append(value)
         return tuple(found)
 
+    def _own(self, name: str) -> str:
+        """What the layout calls a weight of this graph."""
+        return draft_name(name) if self.config.joins else name
+
+    def _format(self, name: str) -> PanelFormat:
+        return self.layout.matrices[self._own(name)]
+
     def _stored(self, name: str) -> ir.Value:
         """The initializer `name`, which refers into the data file."""
+        name = self._own(name)
         if name not in self.initializers:
             tensor = self.layout.tensors[name]
             self.initializers[name] = _initializer(

@@ -30,7 +30,8 @@ def random_bundle(
     """
     options = options or ExportOptions()
     folder = Path(destination).expanduser()
-    sources = family_for({"model_type": config.model_type}).weights(config)
+    family = family_for({"model_type": config.model_type})
+    sources = family.weights(config) | family.draft_weights(config)
     layout = plan_layout(config, sources, options.weights or WeightFormat())
     control = ControlTokens(bos=config.bos_token_id, eos=config.eos_token_ids)
     with staged(folder, force=options.force) as partial:

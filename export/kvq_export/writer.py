@@ -23,10 +23,12 @@ from kvq_export.layout import Layout
 from kvq_export.weights import half_scales, quantize_chunks, whole_panels
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import WeightSource
+from kvq_models.products import is_drafts
 from kvq_runtime.bundle import NIBBLE_BITS
 from kvq_runtime.file_hashes import file_sha256
 from kvq_runtime.manifest import (
     DATA_FILE,
+    DRAFT_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
     FileInfo,
@@ -47,6 +49,14 @@ class WeightReader(Protocol):
 
     def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
         """Chunks of rows, constants in units of the weights; all but the last are whole panels."""
+        ...
+
+
+class ClosingReader(WeightReader, Protocol):
+    """A reader that has something open."""
+
+    def close(self) -> None:
+        """Ends it."""
         ...
 
 
@@ -74,6 +84,28 @@ class CheckpointWeights:
             return (Blocks(*rows) for rows in whole_panels(stored))
         chunks = whole_panels((rows,) for rows in self._checkpoint.chunks(self._sources[name]))
         return quantize_chunks((rows for (rows,) in chunks), form.format, self._threads)
+
+
+class WithDraftHead:
+    """The weights of a model from one reader, those of its draft head from another."""
+
+    def __init__(self, model: ClosingReader, draft: WeightReader) -> None:
+        self._model, self._draft = model, draft
+
+    def close(self) -> None:
+        """What the model's reader has open."""
+        self._model.close()
+
+    def vector(self, name: str) -> np.ndarray:
+        """See `WeightReader.vector`."""
+        return self._of(name).vector(name)
+
+    def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
+        """See `WeightReader.matrix`."""
+        return self._of(name).matrix(name, form)
+
+    def _of(self, name: str) -> WeightReader:
+        return self._draft if is_drafts(name) else self._model
 
 
 class RandomWeights:
@@ -122,13 +154,14 @@ def write_model(
                 data.tensor(name, reader.vector(name))
         for index, rope in enumerate(config.ropes):
             data.tensor(f"rope.{index}.inv_freq", _frequencies(rope))
-    model = folder / MODEL_FILE
-    # Its `path` is a PathLike of nothing said.
-    ir.save(build_graph(config, layout), model)  # pyright: ignore[reportUnknownMemberType]
-    return {
-        MODEL_FILE: FileInfo(num_bytes=model.stat().st_size, sha256=file_sha256(model)),
-        DATA_FILE: FileInfo(num_bytes=data.position, sha256=data.digest.hexdigest()),
-    }
+    files = {DATA_FILE: FileInfo(num_bytes=data.position, sha256=data.digest.hexdigest())}
+    for name, one in ((MODEL_FILE, config), (DRAFT_FILE, config.drafting)):
+        if one is not None:
+            graph = folder / name
+            # Its `path` is a PathLike of nothing said.
+            ir.save(build_graph(one, layout), graph)  # pyright: ignore[reportUnknownMemberType]
+            files[name] = FileInfo(num_bytes=graph.stat().st_size, sha256=file_sha256(graph))
+    return files
 
 
 def weight_info(layout: Layout) -> WeightInfo:

@@ -184,6 +184,9 @@ int kvq_cache_rewind(int64_t handle, int32_t rows, kvq_stats* stats) {
 int kvq_cache_trim(int64_t handle, int32_t tokens, kvq_stats* stats) {
     return with_stats(handle, stats, [&](Cache& cache) { return cache.trim(tokens); });
 }
+int kvq_cache_mark(int64_t handle, int32_t tokens) {
+    return with_cache(handle, [&](Cache& cache) { return cache.mark(tokens); });
+}
 int kvq_cache_edit(int64_t handle, int32_t start, int32_t stop, int32_t count, kvq_stats* stats) {
     return with_stats(handle, stats, [&](Cache& cache) { return cache.edit(start, stop, count); });
 }

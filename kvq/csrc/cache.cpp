@@ -372,6 +372,13 @@ int Cache::trim(int tokens) {
     return KVQ_OK;
 }
 
+int Cache::mark(int tokens) {
+    if (tokens < 1 || tokens > state().config.context_tokens) return KVQ_BAD_ARGUMENT;
+    conv_.mark(tokens);
+    delta_.mark(tokens);
+    return KVQ_OK;
+}
+
 bool Cache::may_move(int first, int64_t by) const {
     const auto stays = [&](int64_t at) { return at + by >= 0 && at + by <= kMaxPosition; };
     for (int row = 0; row < tail_.used(); row++)

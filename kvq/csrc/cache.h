@@ -70,6 +70,7 @@ public:
     int rewind(int rows);
 
     int trim(int tokens);
+    int mark(int tokens);
     int edit(int start, int stop, int count);
     int demote(const kvq_action* actions, int count);
     int demote_entering(const uint8_t* widths);

@@ -39,8 +39,8 @@ void Convolutions::remember(const Tail& tail, int layer, int tokens, const float
     if (!is_chunk(tail)) return;
     for (int t = first_ending(tokens); t < tokens; t++)
         keep(t, ending(layer, t - first_ending(tokens)));
-    const int wanted = state().wanted - arena_.state->tokens;
-    if (wanted <= 0 || wanted > tokens) return;
+    const int held = arena_.state->tokens, wanted = wanted_within(state(), held, held + tokens) - held;
+    if (wanted <= 0) return;
     for (int i = 0; i < before(); i++)
         if (wanted - before() + i >= 0) keep(wanted - before() + i, noted(layer, i));
 }
@@ -125,7 +125,8 @@ void Convolutions::forget_one(int coming) const {
         const int64_t first = i ? places()[i - 1] : 0;
         const int64_t next = i + 1 < s.checkpoints ? places()[i + 1] : coming;
         const int64_t gap = next - first, distance = coming - next + kConvStepTokens;
-        if (places()[i] == s.wanted || gap * least_distance >= least_gap * distance) continue;
+        const bool kept = places()[i] == s.wanted || places()[i] == s.earlier;
+        if (kept || gap * least_distance >= least_gap * distance) continue;
         found = i, least_gap = gap, least_distance = distance;
     }
     const int behind = --s.checkpoints - found;
@@ -147,9 +148,9 @@ void Convolutions::keep(const Tail& tail, const int32_t* rows, int count) {
     const auto kept = [&](int layer, int i) {
         return chunk ? ending(layer, i - first_ending(count)) : branch(layer, rows ? rows[i] : i);
     };
-    if (s.wanted > tokens && s.wanted <= stop)
-        take(s.wanted, [&](int layer, int i) -> const float* {
-            const int token = s.wanted - before() + i;
+    if (const int wanted = wanted_within(s, tokens, stop))
+        take(wanted, [&](int layer, int i) -> const float* {
+            const int token = wanted - before() + i;
             if (token < tokens) return committed(layer, token);
             return chunk ? noted(layer, i) : kept(layer, token - tokens);
         });
@@ -176,7 +177,7 @@ int Convolutions::trim(int tokens) {
         forget_behind(tokens);
         return tokens;
     }
-    s.wanted = tokens;
+    want(s, tokens);
     forget_behind(tokens);
     const int last = s.checkpoints - 1, place = last < 0 ? 0 : places()[last];
     s.held = std::min(place, before());
@@ -192,7 +193,8 @@ bool Convolutions::fits(const uint8_t* saved, int tokens) const {
     ConvState s;
     std::memcpy(&s, saved, sizeof s);
     if (s.held < std::min(tokens, before()) || s.held > std::min(tokens, held_rows()) ||
-        s.wanted < 0 || s.wanted > config().context_tokens || s.reserved || s.checkpoints < 0 ||
+        std::min(s.wanted, s.earlier) < 0 ||
+        std::max(s.wanted, s.earlier) > config().context_tokens || s.checkpoints < 0 ||
         s.checkpoints > config().conv_checkpoints)
         return false;
     int32_t last = 0;

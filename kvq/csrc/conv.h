@@ -24,6 +24,10 @@ public:
     // How many of the committed tokens can be kept, `tokens` at most; no others are remembered
     // then.
     int trim(int tokens);
+    // What is remembered of the first `tokens` tokens is worth keeping when they are passed.
+    void mark(int tokens) const {
+        if (any()) want(state(), tokens);
+    }
 
     // Calls part(address, bytes) on the rows that a snapshot holds, in its order.
     template <class Part>

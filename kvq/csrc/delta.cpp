@@ -64,10 +64,12 @@ bool DeltaNets::may_keep(const Tail& tail, int rows) const {
 }
 
 DeltaNets::Places DeltaNets::places(int rows) const {
-    const int live = bases()[state().live], wanted = base_of(state().wanted);
+    const int live = bases()[state().live];
     const int last = base_of(arena_.state->tokens + rows) - kFoldTokens;
     if (last <= live) return {-1, -1};
-    return {live < wanted && wanted < last && config().delta_states > 2 ? wanted : -1, last};
+    // Of a token its base is wanted, which lies between these two.
+    const int wanted = wanted_within(state(), live + kFoldTokens - 1, last - 1);
+    return {wanted && config().delta_states > 2 ? base_of(wanted) : -1, last};
 }
 
 int DeltaNets::free_slot(int after) const {
@@ -81,6 +83,7 @@ int DeltaNets::free_slot(int after) const {
 void DeltaNets::make_free(int count) const {
     const int live = bases()[state().live];
     const int wanted = state().wanted ? base_of(state().wanted) : -1;
+    const int earlier = state().earlier ? base_of(state().earlier) : -1;
     std::vector<int> slots;
     for (int slot = 0; slot < config().delta_states; slot++)
         if (bases()[slot] >= 0 && slot != state().live) slots.push_back(slot);
@@ -88,13 +91,15 @@ void DeltaNets::make_free(int count) const {
     for (int free = config().delta_states - 1 - static_cast<int>(slots.size()); free < count;
          free++) {
         size_t found = 0;
+        for (size_t i = 0; i < slots.size() && bases()[slots[0]]; i++)
+            if (bases()[slots[i]] == earlier) found = i;
         int64_t least_gap = 1, least_distance = 0;
         for (size_t i = 0; i < slots.size() && bases()[slots[0]]; i++) {
             const int64_t first = i ? bases()[slots[i - 1]] : 0;
             const int64_t next = i + 1 < slots.size() ? bases()[slots[i + 1]] : live;
             const int64_t gap = next - first, distance = live - next + kConvStepTokens;
-            if (bases()[slots[i]] == wanted || gap * least_distance >= least_gap * distance)
-                continue;
+            const bool kept = bases()[slots[i]] == wanted || bases()[slots[i]] == earlier;
+            if (kept || gap * least_distance >= least_gap * distance) continue;
             found = i, least_gap = gap, least_distance = distance;
         }
         forget(slots[found]);
@@ -455,7 +460,7 @@ int DeltaNets::trim(int tokens) {
         s.live = best;
         return tokens;
     }
-    s.wanted = tokens;
+    want(s, tokens);
     s.live = best;
     s.held = std::min(base, before());
     for (int layer = 0; layer < config().delta_layers; layer++)
@@ -483,9 +488,10 @@ bool DeltaNets::fits(const uint8_t* saved, int tokens) const {
     DeltaState s;
     std::memcpy(&s, saved, sizeof s);
     const int needed = std::min(tokens, std::max(tokens % kFoldTokens, before()));
-    if (s.held < needed || s.held > std::min(tokens, held_rows()) || s.wanted < 0 ||
-        s.wanted > config().context_tokens || s.live < 0 || s.live >= config().delta_states ||
-        s.reserved)
+    if (s.held < needed || s.held > std::min(tokens, held_rows()) ||
+        std::min(s.wanted, s.earlier) < 0 ||
+        std::max(s.wanted, s.earlier) > config().context_tokens || s.live < 0 ||
+        s.live >= config().delta_states)
         return false;
     std::vector<int32_t> known;
     for (int slot = 0; slot < config().delta_states; slot++) {

@@ -31,6 +31,9 @@ public:
     bool may_keep(const Tail& tail, int rows) const;
     void keep(const Tail& tail, const int32_t* rows, int count);
     int trim(int tokens);
+    void mark(int tokens) const {
+        if (any()) want(state(), tokens);
+    }
 
     // Calls part(address, bytes) on the rows and states that a snapshot holds, in its order.
     template <class Part>

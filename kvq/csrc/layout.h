@@ -71,9 +71,9 @@ constexpr int64_t facts_bytes(int head_dim) {
 // `checkpoints` are in use and the others 0.
 struct ConvState {
     int32_t held;    // committed tokens, the newest, whose rows are there
-    int32_t wanted;  // where somebody went back to last, and could not at once; 0: nowhere
+    int32_t wanted;  // the place that was wanted last, 0: nowhere
     int32_t checkpoints;
-    int32_t reserved;
+    int32_t earlier;  // the one before it
 };
 constexpr int kMostTaps = 16;
 constexpr int kConvBackRows = 8, kConvStepTokens = 256;
@@ -89,8 +89,22 @@ struct DeltaState {
     int32_t held;    // committed tokens, the newest, whose rows are there
     int32_t wanted;  // as of ConvState
     int32_t live;    // the slot of the state that the next token is computed with
-    int32_t reserved;
+    int32_t earlier;
 };
+// Notes that a place is wanted: where somebody went back to and could not at once, or will.
+template <class State>
+void want(State& state, int place) {
+    if (place == state.wanted) return;
+    state.earlier = state.wanted;
+    state.wanted = place;
+}
+// The one wanted last of those that lie behind `start` and not behind `stop`, 0: none.
+template <class State>
+int wanted_within(const State& state, int start, int stop) {
+    for (const int place : {state.wanted, state.earlier})
+        if (place > start && place <= stop) return place;
+    return 0;
+}
 constexpr int kFoldTokens = 8, kMostDeltaDim = 256;
 constexpr int64_t delta_conv_width(const kvq_config& c) {
     return 2 * int64_t{c.delta_key_heads} * c.delta_key_dim +

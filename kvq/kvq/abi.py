@@ -192,6 +192,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_commit": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
     "kvq_cache_rewind": (c_int32, (c_int64, c_int32, _STATS)),
     "kvq_cache_trim": (c_int32, (c_int64, c_int32, _STATS)),
+    "kvq_cache_mark": (c_int32, (c_int64, c_int32)),
     "kvq_cache_edit": (c_int32, (c_int64, c_int32, c_int32, c_int32, _STATS)),
     "kvq_cache_demote": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
     "kvq_cache_demote_entering": (c_int32, (c_int64, _BYTES)),

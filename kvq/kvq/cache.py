@@ -503,12 +503,23 @@ class Cache:
 
         None where a layer's window has left behind what the next token sees again. Convolutions and
         delta nets go back exactly by a few tokens, and further to the nearest earlier place they
-        remember.
+        remember, see `mark`.
         """
         if tokens < self.tokens and self._forgot(tokens):
             tokens = 0
         self.engine.trim(tokens)
         self._behind[:] = np.minimum(self._behind, self.tokens)
+
+    def mark(self, tokens: int) -> bool:
+        """Somebody will go back to the first `tokens` tokens, which may be still to come.
+
+        Convolutions and delta nets remember the two places that were marked, or gone back to, last
+        before others. False where there are none of either: any place can be gone back to.
+        """
+        if self.arena.conv is None and self.arena.delta is None:
+            return False
+        self.engine.mark(tokens)
+        return True
 
     def why_not_edit(self) -> str | None:
         """Why nothing in the middle can be replaced, or None."""

@@ -369,6 +369,10 @@ class ClassedCache:
                     part.trim(tokens)
                 tokens = min(tokens, part.tokens)
 
+    def mark(self, tokens: int) -> bool:
+        """See `Cache.mark`; the first class remembers."""
+        return self.parts[0].mark(tokens)
+
     def why_not_edit(self) -> str | None:
         """Why nothing in the middle can be replaced, or None."""
         return self.parts[0].why_not_edit()
@@ -436,6 +440,17 @@ def spec_of(
     if len(classes) == 1:
         return CacheSpec(**classes[0], **shared, budget=budget)
     return ClassedSpec(parts=tuple(CacheSpec(**own, **shared) for own in classes), budget=budget)
+
+
+def first_classes(arena: ClassedArena, count: int) -> Arena | ClassedArena:
+    """The first `count` classes of an arena alone, in the bytes that they have in it."""
+    parts = arena.parts[:count]
+    if count == 1:
+        return parts[0]
+    budget = Budget(num_bytes=sum(part.num_bytes for part in parts))
+    return ClassedArena(
+        spec=ClassedSpec(parts=arena.spec.parts[:count], budget=budget), parts=parts
+    )
 
 
 def open_cache(

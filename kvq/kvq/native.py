@@ -318,6 +318,9 @@ class NativeCache:
     def trim(self, tokens: int) -> None:
         self._change("trim", tokens)
 
+    def mark(self, tokens: int) -> None:
+        self._call("mark", tokens)
+
     def edit(self, start: int, stop: int, count: int) -> None:
         self._change("edit", start, stop, count)
 

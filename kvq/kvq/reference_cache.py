@@ -554,6 +554,13 @@ class ReferenceCache:
         self._become(*self._without(tokens, self.tokens, 0))
         self.tokens = tokens
 
+    def mark(self, tokens: int) -> None:
+        """What other layers remember of the first `tokens` tokens is kept before other places."""
+        if not 1 <= tokens <= self.arena.context_tokens:
+            raise CacheError(f"the place {tokens} is none of {self.arena.context_tokens} tokens")
+        for other in self._others:
+            other.mark(tokens)
+
     def edit(self, start: int, stop: int, count: int) -> None:
         """Removes tokens `start` to `stop`; what follows moves and leaves a gap for `count`."""
         self._check_idle()

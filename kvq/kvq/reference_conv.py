@@ -45,19 +45,20 @@ def seen_rows(rows: Float, taps: int) -> Float:
     return np.lib.stride_tricks.sliding_window_view(padded, taps, axis=0).transpose(0, 2, 1)
 
 
-def least_missed(places: Sequence[int], coming: int, kept: int) -> int:
-    """Which of the rising `places` to forget, when `coming` joins them; not that which is `kept`.
+def least_missed(places: Sequence[int], coming: int, kept: Sequence[int]) -> int:
+    """Which of the rising `places` to forget, when `coming` joins them; none that is `kept`.
 
-    The one without which least is computed again for how far one goes back: the gap it leaves is
-    the least of the distance from `coming` to where that ends, and a step. So places thin out with
-    their distance, and what is computed again is a share of it.
+    Where all are, the one that was wanted earliest, the last of `kept`. Else the one without which
+    least is computed again for how far one goes back: the gap it leaves is the least of the
+    distance from `coming` to where that ends, and a step. So places thin out with their distance,
+    and what is computed again is a share of it.
     """
-    found, least = 0, (1, 0)
+    found, least = (places.index(kept[-1]) if kept[-1] in places else 0), (1, 0)
     for i, place in enumerate(places):
         before = places[i - 1] if i else 0
         after = places[i + 1] if i + 1 < len(places) else coming
         gap, distance = after - before, coming - after + CONV_STEP_TOKENS
-        if place != kept and gap * least[1] < least[0] * distance:
+        if place not in kept and gap * least[1] < least[0] * distance:
             found, least = i, (gap, distance)
     return found
 
@@ -73,7 +74,8 @@ class MixedRows:
         self._draft_tokens = draft_tokens
         self._newest = self._none()
         self._branch = self._none()
-        self._wanted = 0
+        # The places that were marked or gone back to last, the newest first; 0: nowhere.
+        self._wanted = (0, 0)
         self._attended: set[int] = set()
 
     def _none(self, rows: int = 0) -> Float:
@@ -83,6 +85,15 @@ class MixedRows:
     def unattended(self) -> bool:
         """Whether a layer has not seen the pass under way."""
         return len(self._attended) < self._num_layers
+
+    def mark(self, tokens: int) -> None:
+        """The place behind so many tokens is wanted."""
+        if tokens != self._wanted[0]:
+            self._wanted = (tokens, self._wanted[0])
+
+    def _wanted_within(self, start: int, stop: int) -> int:
+        """The one wanted last of those behind `start` and not behind `stop`, 0: none."""
+        return next((place for place in self._wanted if start < place <= stop), 0)
 
     def begin(self, rows: int) -> None:
         """The pass under way brings `rows` rows."""
@@ -145,8 +156,8 @@ class ConvRows(MixedRows):
         """Keeps the rows of `path`, which follow `tokens` committed ones; the branch ends."""
         stop = tokens + len(path)
         known = np.concatenate([self._newest, self._branch[:, list(path)]], axis=1)
-        if tokens < self._wanted <= stop:
-            self._take(self._wanted, known[:, : known.shape[1] - (stop - self._wanted)])
+        if wanted := self._wanted_within(tokens, stop):
+            self._take(wanted, known[:, : known.shape[1] - (stop - wanted)])
         self._newest = known[:, -self.shape.before - CONV_BACK_ROWS :]
         if len(path) > self._draft_tokens or stop // CONV_STEP_TOKENS > tokens // CONV_STEP_TOKENS:
             self._take(stop - 1, known[:, :-1])
@@ -170,7 +181,7 @@ class ConvRows(MixedRows):
         if max(0, tokens - self.shape.before) >= first:
             self._newest = self._newest[:, : tokens - first]
         else:
-            self._wanted = tokens
+            self.mark(tokens)
             tokens = max((place for place in self._checkpoints if place <= tokens), default=0)
             count = min(tokens, self.shape.before)
             rows = self._checkpoints.get(tokens, self._none())
@@ -180,7 +191,7 @@ class ConvRows(MixedRows):
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """What `restore` takes."""
-        places = np.array([self._wanted, *self._checkpoints], np.int64)
+        places = np.array([*self._wanted, *self._checkpoints], np.int64)
         rows = np.array([*self._checkpoints.values()], np.float32)
         return {"conv_newest": self._newest, "conv_places": places, "conv_rows": rows}
 
@@ -188,7 +199,7 @@ class ConvRows(MixedRows):
         """Becomes what `arrays` gave beside `tokens` tokens. Raises `SnapshotError`, unchanged."""
         shape = self.shape
         newest, rows = arrays["conv_newest"], arrays["conv_rows"]
-        wanted, *places = arrays["conv_places"].tolist()
+        wanted, places = wanted_first(arrays["conv_places"])
         most = min(tokens, shape.before + CONV_BACK_ROWS)
         sizes = (shape.num_layers, shape.before, shape.width)
         fits = (
@@ -199,10 +210,18 @@ class ConvRows(MixedRows):
             and (not places or rows.shape[1:] == sizes)
             and places == sorted(set(places))
             and all(0 < place <= tokens for place in places)
-            and wanted >= 0
+            and min(wanted) >= 0
         )
         if not fits or not (np.isfinite(newest).all() and np.isfinite(rows).all()):
             raise SnapshotError("the saved cache is damaged")
         self._newest, self._wanted = newest, wanted
         self._checkpoints = dict(zip(places, rows, strict=True))
         self.forget()
+
+
+def wanted_first(saved: NDArray[np.int64]) -> tuple[tuple[int, int], list[int]]:
+    """The wanted places, and those that are kept. Raises `SnapshotError` for too few numbers."""
+    if saved.ndim != 1 or len(saved) < 2:
+        raise SnapshotError("the saved cache is damaged")
+    newest, earlier, *places = saved.tolist()
+    return (newest, earlier), places

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvq.config import FOLD_TOKENS, DeltaShape
 from kvq.errors import CacheError, SnapshotError
 from kvq.reference import normalize
-from kvq.reference_conv import MixedRows, least_missed
+from kvq.reference_conv import MixedRows, least_missed, wanted_first
 from kvq.sizing import delta_newest
 
 Float = NDArray[np.float32]
@@ -290,10 +290,12 @@ class DeltaRows(MixedRows):
 
         The last but one, so that a few tokens can be gone back, and where somebody went back to.
         """
-        last, wanted = base_of(tokens + rows) - FOLD_TOKENS, base_of(self._wanted)
+        last = base_of(tokens + rows) - FOLD_TOKENS
         if last <= self._live:
             return []
-        return [wanted, last] if self._live < wanted < last and self._most > 2 else [last]
+        # Of a token its base is wanted, which lies between these two.
+        wanted = self._wanted_within(self._live + FOLD_TOKENS - 1, last - 1)
+        return [base_of(wanted), last] if wanted and self._most > 2 else [last]
 
     def commit(self, path: Sequence[int], tokens: int) -> None:
         """Keeps the rows of `path`, which follow `tokens` committed ones; the branch ends."""
@@ -325,7 +327,7 @@ class DeltaRows(MixedRows):
         """Forgets states until there is room for `count` more; never that of the newest tokens."""
         while self._most - len(self._states) < count:
             places = sorted(set(self._states) - {self._live})
-            wanted = base_of(self._wanted) if self._wanted else -1
+            wanted = [base_of(place) if place else -1 for place in self._wanted]
             # The beginning is known without having been kept.
             self._drop(places[0 if places[0] == 0 else least_missed(places, self._live, wanted)])
 
@@ -344,7 +346,7 @@ class DeltaRows(MixedRows):
             self._newest = self._newest[:, : tokens - first]
             self._live = base
             return tokens
-        self._wanted = tokens
+        self.mark(tokens)
         self._live = base
         count = min(base, self.shape.before)
         self._newest = np.zeros((len(self._newest), count, self.shape.row_width), np.float32)
@@ -357,7 +359,7 @@ class DeltaRows(MixedRows):
         bases = sorted(self._states)
         return {
             "delta_newest": self._newest,
-            "delta_places": np.array([self._wanted, *bases], np.int64),
+            "delta_places": np.array([*self._wanted, *bases], np.int64),
             "delta_states": np.array([self._states[base] for base in bases], np.float32),
             "delta_before": np.array([self._before[base] for base in bases], np.float32),
         }
@@ -366,7 +368,7 @@ class DeltaRows(MixedRows):
         """Becomes what `arrays` gave beside `tokens` tokens. Raises `SnapshotError`, unchanged."""
         shape, layers = self.shape, self.shape.num_layers
         newest, states, before = (arrays[f"delta_{n}"] for n in ("newest", "states", "before"))
-        wanted, *bases = arrays["delta_places"].tolist()
+        wanted, bases = wanted_first(arrays["delta_places"])
         matrices = (shape.value_heads, shape.key_dim, shape.value_dim)
         live = base_of(tokens)
         least = min(tokens, max(tokens - live, shape.before))
@@ -380,7 +382,7 @@ class DeltaRows(MixedRows):
             and bases == sorted(set(bases))
             and all(base >= 0 and base == base_of(base) for base in bases)
             and bases[-1] == live
-            and wanted >= 0
+            and min(wanted) >= 0
         )
         if not fits or not all(np.isfinite(one).all() for one in (newest, states, before)):
             raise SnapshotError("the saved cache is damaged")

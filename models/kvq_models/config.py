@@ -273,6 +273,11 @@ class ModelConfig:
     all norms but those of queries and keys. With a `head_bias` one is added to the logits. With
     `windows_apart` layers that see a window have a cache of their own, which holds little more than
     that; else pages behind it go when room is short.
+
+    A model may have a `draft_head`: one layer that guesses, from the state that the model made of a
+    token and from the token after it, the one after that (multi-token prediction). What it computes
+    is a model of its own, `drafting`, which `joins` a token's embedding and such a state, each
+    normalised, by one matrix. A *state* is the stream behind the final norm.
     """
 
     model_type: str
@@ -291,13 +296,16 @@ class ModelConfig:
     head_bias: bool = False
     per_layer: PerLayer | None = None
     windows_apart: bool = False
+    draft_head: Layer | None = None
+    joins: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse shapes that cannot be a model. Raises ModelError."""
         self._check_numbers()
-        for layer in dict.fromkeys(self.layers):
+        draft = () if self.draft_head is None else (self.draft_head,)
+        for layer in dict.fromkeys((*self.layers, *draft)):
             self._check_layer(layer)
         self._check_sharing()
         if self.per_layer is not None:
@@ -311,6 +319,9 @@ class ModelConfig:
                 raise ModelError(
                     f"a rotary table turns {2 * len(rope.inv_freq)} of {dim} dimensions"
                 )
+        self._check_ropes()
+
+    def _check_ropes(self) -> None:
         for rope in self.ropes:
             for value in (rope.factor, *rope.inv_freq, *(rope.long_inv_freq or ())):
                 _check_real("a number of a rotary table", value)
@@ -393,6 +404,8 @@ class ModelConfig:
 
     def _check_sharing(self) -> None:
         """A layer reads one of the same shape whose rows are still there: the last of its class."""
+        if self.draft_head is not None and not self.draft_head.owns_keys:
+            raise ModelError("a draft head attends, with keys and values of its own")
         last = {one.layers[-1] for one in self.cache_classes}
         if not last:
             raise ModelError("no layer has keys and values: a model without any is not possible")
@@ -419,6 +432,18 @@ class ModelConfig:
                 read.head_dim,
             ):
                 raise ModelError(f"layer {index} reads the keys of a layer of another shape")
+
+    @property
+    def drafting(self) -> ModelConfig | None:
+        """The draft head as a model of one layer; it shares the embedding and the output head."""
+        if self.draft_head is None:
+            return None
+        return dataclasses.replace(self, layers=(self.draft_head,), draft_head=None, joins=True)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a pass can tell the states of its rows: a draft head reads them."""
+        return self.joins or self.draft_head is not None
 
     @property
     def num_layers(self) -> int:
@@ -605,6 +630,8 @@ class ModelConfig:
             if "num_heads" in values:
                 values = _of_flat(values)
             values["layers"] = tuple(_layer_from_json(layer) for layer in values["layers"])
+            if values.get("draft_head") is not None:
+                values["draft_head"] = _layer_from_json(values["draft_head"])
             if values.get("per_layer") is not None:
                 values["per_layer"] = PerLayer(**values["per_layer"])
             values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))

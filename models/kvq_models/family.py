@@ -6,7 +6,8 @@ Knows no particular family; each lives in its own file and enters through `regis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from kvq.errors import CheckpointError
 from kvq_models.config import Attention, DeltaNet, Experts, ModelConfig, ShortConv
 from kvq_models.keys import Key, read_keys
-from kvq_models.products import layer_products
+from kvq_models.products import draft_name, join_product, layer_products
 
 MOST_LAYERS = 4096
 
@@ -80,7 +81,8 @@ class Family:
     has one, and `{key_head}` where each head of keys does. `views` has those of these names that
     are parts of tensors. `fim_tokens` lists the
     fill-in-the-middle conventions of its checkpoints, `turn_ends` the tokens that end a chat turn;
-    a tokenizer is searched for both. `final_norm` is the norm before the head.
+    a tokenizer is searched for both. `final_norm` is the norm before the head; the names of a draft
+    head's tensors begin with `draft_head`, where checkpoints may have one.
     """
 
     model_type: str
@@ -91,6 +93,7 @@ class Family:
     turn_ends: tuple[str, ...] = ()
     final_norm: str = "model.norm"
     views: Callable[[ModelConfig], Mapping[str, View]] = no_views
+    draft_head: str | None = None
 
     def config(self, config_json: Mapping[str, Any]) -> ModelConfig:
         """The model a checkpoint's config.json describes.
@@ -118,19 +121,7 @@ class Family:
         sources = {"embed": _embedding_source(config, "model.embed_tokens.weight")}
         sources |= self._per_layer_sources(config)
         for layer in range(config.num_layers):
-            exact = {product.name for product in layer_products(config, layer) if product.exact}
-            exact.add("conv")
-            for name, shape in layer_shapes(config, layer).items():
-                sources[f"layers.{layer}.{name}"] = WeightSource(
-                    parts=tuple(
-                        f"model.layers.{layer}.{part}" for part in self._parts(config, layer, name)
-                    ),
-                    shape=shape,
-                    offset=config.norm_offset if name.endswith("_norm") else 0.0,
-                    scale=_scale(config, layer, name),
-                    exact=name in exact,
-                    factors=self._factors(layer, name),
-                )
+            sources |= self._layer_sources(config, layer, "model.layers")
         sources["final_norm"] = WeightSource(
             parts=(f"{self.final_norm}.weight",),
             shape=(config.hidden_size,),
@@ -146,6 +137,56 @@ class Family:
         if config.head_bias:
             sources["head_bias"] = WeightSource(parts=("lm_head.bias",), shape=(config.vocab_size,))
         return sources
+
+    def _layer_sources(
+        self, config: ModelConfig, layer: int, below: str
+    ) -> dict[str, WeightSource]:
+        """Those of one layer, whose tensors' names begin with `below` and its number."""
+        exact = {product.name for product in layer_products(config, layer) if product.exact}
+        exact.add("conv")
+        return {
+            f"layers.{layer}.{name}": WeightSource(
+                parts=tuple(f"{below}.{layer}.{part}" for part in self._parts(config, layer, name)),
+                shape=shape,
+                offset=config.norm_offset if name.endswith("_norm") else 0.0,
+                scale=_scale(config, layer, name),
+                exact=name in exact,
+                factors=self._factors(layer, name),
+            )
+            for name, shape in layer_shapes(config, layer).items()
+        }
+
+    def with_draft_head(self, config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
+        """The config with the draft head that a checkpoint of these tensors has, if it has one.
+
+        One of several layers is left out: it is none that is computed here.
+        """
+        own = self.draft_head
+        several = any(name.startswith(f"{own}.layers.1.") for name in tensors)
+        if own is None or several or f"{own}.fc.weight" not in tensors:
+            return config
+        attends = next(layer for layer in config.layers if layer.owns_keys)
+        return dataclasses.replace(config, draft_head=attends)
+
+    def draft_weights(self, config: ModelConfig) -> dict[str, WeightSource]:
+        """Every weight of the draft head that is not the model's own too, by `draft_name`."""
+        drafting, own = config.drafting, self.draft_head
+        if drafting is None or own is None:
+            return {}
+        hidden, offset = (config.hidden_size,), config.norm_offset
+        sources = {
+            name: WeightSource(parts=(f"{own}.{part}.weight",), shape=hidden, offset=offset)
+            for name, part in (
+                ("embed_norm", "pre_fc_norm_embedding"),
+                ("state_norm", "pre_fc_norm_hidden"),
+                ("final_norm", "norm"),
+            )
+        }
+        join = join_product(drafting)
+        assert join is not None
+        sources["join"] = WeightSource(parts=(f"{own}.fc.weight",), shape=(join.rows, join.columns))
+        sources |= self._layer_sources(drafting, 0, f"{own}.layers")
+        return {draft_name(name): source for name, source in sources.items()}
 
     def spare(self, config: ModelConfig) -> frozenset[str]:
         """Tensors that a file may hold although nothing reads them.

@@ -5,7 +5,7 @@ of a weight and no node.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvq_models.config import (
     Activation,
@@ -17,6 +17,9 @@ from kvq_models.config import (
     Layer,
     ModelConfig,
 )
+
+# What a draft head shares with its model, by the first part of the canonical name.
+_SHARED = ("embed", "head", "head_bias", "rope")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,8 +357,35 @@ def head_product(config: ModelConfig) -> Product:
     )
 
 
+def join_product(config: ModelConfig) -> Product | None:
+    """What makes the stream of a draft head of embeddings and states side by side."""
+    if not config.joins:
+        return None
+    hidden = config.hidden_size
+    return Product(weight="join", place="join", rows=hidden, columns=2 * hidden, layer=None)
+
+
+def draft_name(name: str) -> str:
+    """What a draft head's weight is called beside those of its model; some are the model's own."""
+    return name if name.partition(".")[0] in _SHARED else f"draft.{name}"
+
+
+def is_drafts(name: str) -> bool:
+    """Whether a weight of a bundle is its draft head's alone."""
+    return name.startswith("draft.")
+
+
+def draft_products(config: ModelConfig) -> Iterator[Product]:
+    """Those of a draft head that are not the model's own too; none where there is none."""
+    for product in () if config.drafting is None else products(config.drafting):
+        if not product.is_head:
+            yield replace(product, weight=draft_name(product.weight))
+
+
 def products(config: ModelConfig) -> Iterator[Product]:
-    """All of a model, the head last."""
+    """All of a model, the head last; those of its draft head are apart."""
+    if (own := join_product(config)) is not None:
+        yield own
     if (own := per_layer_model_product(config)) is not None:
         yield own
     for layer in range(config.num_layers):

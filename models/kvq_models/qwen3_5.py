@@ -1,8 +1,7 @@
 """The qwen3_5 family (Qwen 3.5 0.8B to 27B as text models): delta nets, every fourth layer attends.
 
 Its attention gates what heads give, and turns a quarter of their channels; the weights of all norms
-but that of a delta net's heads are stored as w - 1. A head that guesses the token after the next
-(`mtp`) is left out.
+but that of a delta net's heads are stored as w - 1. Checkpoints have a draft head (`mtp`).
 """
 
 from collections.abc import Mapping
@@ -112,4 +111,5 @@ FAMILY = Family(
     layer_weights=HYBRID_WEIGHTS,
     fim_tokens=(FIM_QWEN,),
     turn_ends=("<|im_end|>",),
+    draft_head="mtp",
 )

@@ -81,6 +81,8 @@ def forward(
     maps: Mapping[int, tuple[np.ndarray, np.ndarray]] | None = None,
     watch: Callable[[int, np.ndarray], None] | None = None,
     entering: tuple[int, np.ndarray] | None = None,
+    joined: np.ndarray | None = None,
+    states: np.ndarray | None = None,
 ) -> np.ndarray:
     """Logits float32 [R, vocab] of the tokens `ids` int64 [T] at `positions` int64 [T].
 
@@ -90,10 +92,13 @@ def forward(
     stream as it is; `attend` is given zeros for them. Those of `predicted` do so too, but `attend`
     is given their keys and values, by `maps` where it has one: of a layer float32 [2 Hk D, hidden]
     and [2 Hk D]. `watch` hears of what enters each layer, float32 [T, hidden]; `entering` is a
-    layer and what enters it: those before it are not computed.
+    layer and what enters it: those before it are not computed. A draft head is given the states it
+    reads, `joined` float32 [T, hidden]. `states` float32 [T, hidden] is filled with what the tokens
+    have behind the final norm.
     """
     table = weight("embed")
     start, hidden = entering or (0, _embedded(config, table, ids, mixed))
+    hidden = hidden if joined is None else _joined(config, weight, hidden, joined)
     own = _per_layer_inputs(config, weight, ids, mixed)
     for layer in range(start, config.num_layers):
         if watch is not None:
@@ -120,12 +125,23 @@ def forward(
             hidden = hidden + _per_layer(config, weight, layer, hidden, own[:, layer])
         if config.layers[layer].scaled:
             hidden = hidden * weight(f"layers.{layer}.scalar")
+    if states is not None:
+        states[:] = _normed(config, weight, "final_norm", hidden)
     hidden = hidden if rows is None else hidden[rows]
     hidden = _normed(config, weight, "final_norm", hidden)
     logits = hidden @ (table if config.tied_head else weight("head")).T
     if config.head_bias:
         logits = logits + weight("head_bias")
     return softcap(logits, config.final_softcap)
+
+
+def _joined(
+    config: ModelConfig, weight: Weights, embedded: np.ndarray, states: np.ndarray
+) -> np.ndarray:
+    """What enters a draft head's layer: embeddings and states [T, hidden], joined."""
+    both = (("embed_norm", embedded), ("state_norm", states))
+    normed = [_normed(config, weight, name, x) for name, x in both]
+    return np.concatenate(normed, axis=1) @ weight("join").T
 
 
 def _embedded(

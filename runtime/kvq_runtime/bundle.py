@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kvq.config import KvPlan
+from kvq.config import KvPlan, PageForm
 from kvq.errors import BundleError, argument
 from kvq.reference_linear import (
     PANEL_ROWS,
@@ -29,7 +29,7 @@ from kvq.reference_linear import (
 )
 from kvq.residency import ExpertBytes, most_in_memory
 from kvq_models.config import Experts, ModelConfig
-from kvq_models.products import products
+from kvq_models.products import draft_name, draft_products, products
 from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.file_hashes import HashMemory
 from kvq_runtime.gguf_file import GgufFile
@@ -37,6 +37,7 @@ from kvq_runtime.graph_check import check_graph
 from kvq_runtime.manifest import (
     AUXILIARY_FILE,
     DATA_FILE,
+    DRAFT_FILE,
     GGUF_FILE,
     MANIFEST_FILE,
     MAPS_FILE,
@@ -84,7 +85,21 @@ class Bundle:
                 linear=stored.linear,
                 format_of=stored.format_of,
             )
+            if manifest.config.drafting is not None:
+                check_graph(
+                    folder / DRAFT_FILE,
+                    manifest.config.drafting,
+                    linear=stored.linear,
+                    format_of=lambda name: stored.format_of(draft_name(name)),
+                )
         return cls(path=folder, manifest=manifest)
+
+    @cached_property
+    def draft_head(self) -> "DraftHead | None":
+        """The model's draft head, as a model of its own; None where there is none."""
+        if self.manifest.config.draft_head is None or not self.has_onnx:
+            return None
+        return DraftHead(path=self.path, manifest=self.manifest)
 
     @property
     def config(self) -> ModelConfig:
@@ -95,6 +110,11 @@ class Bundle:
     def name(self) -> str:
         """What the model is called."""
         return self.manifest.name
+
+    @property
+    def forms(self) -> tuple[PageForm, ...]:
+        """How the pages of every KV head are encoded; empty: all as usual."""
+        return self.manifest.forms
 
     @property
     def context_length(self) -> int:
@@ -153,6 +173,9 @@ class Bundle:
         stored = self._graph_weights
         experts = self.experts
         read_bytes = stored.num_bytes - (experts.stored - experts.chosen if experts else 0)
+        read_bytes -= sum(
+            form.panels * form.panel_bytes for form in map(self.form, self._of_draft_head)
+        )
         if self.config.per_layer is not None:
             table = self.form("per_layer_embed")
             read_bytes -= (table.panels - 1) * table.panel_bytes
@@ -163,6 +186,11 @@ class Bundle:
             return read_bytes - (form.panels - 1) * form.panel_bytes
         row_bytes = form.blocks * (form.block * form.bits // 8 + 4)
         return read_bytes - (form.rows - 1) * row_bytes
+
+    @property
+    def _of_draft_head(self) -> Sequence[str]:
+        """The matrices that a step of the model does not read."""
+        return [product.weight for product in draft_products(self.config) if not product.exact]
 
     @property
     def experts(self) -> ExpertBytes | None:
@@ -204,10 +232,9 @@ class Bundle:
         that ties it reads as the embedding. `view` "hi" restores 8-bit weights from their upper
         nibbles. Raises `BundleError` for an unknown name.
         """
-        if name == "head" and self.config.tied_head:
-            name = "embed"
-        if name in self._stored:
-            return np.array(self._stored[name][slice(None) if rows is None else rows], np.float32)
+        stored = self.stored_name(name)
+        if stored in self._stored:
+            return np.array(self._stored[stored][slice(None) if rows is None else rows], np.float32)
         blocks, form = self.read_codes(name, rows), self.form(name)
         return dequantize(blocks, form.bits, view)[:, : form.columns]
 
@@ -232,21 +259,20 @@ class Bundle:
 
         Raises `BundleError` for a name that is no quantised weight.
         """
-        if name == "head" and self.config.tied_head:
-            name = "embed"
-        if f"{name}.panels" in self._stored:
+        stored = self.stored_name(name)
+        if f"{stored}.panels" in self._stored:
             return self._panel_codes(name, rows)
-        if f"{name}.codes" not in self._stored:
+        if f"{stored}.codes" not in self._stored:
             raise BundleError(f"{self.path} has no weight {name!r}")
         picked: Any = slice(None) if rows is None else rows
-        codes = np.asarray(self._stored[f"{name}.codes"][picked])
+        codes = np.asarray(self._stored[f"{stored}.codes"][picked])
         if self.form(name).bits == NIBBLE_BITS:
             codes = np.stack((codes & np.uint8(15), codes >> np.uint8(4)), axis=-1)
-        scales = np.array(self._stored[f"{name}.scales"][picked])
+        scales = np.array(self._stored[f"{stored}.scales"][picked])
         return Blocks(codes.reshape(len(codes), -1), scales)
 
     def _panel_codes(self, name: str, rows: slice | np.ndarray | None) -> Blocks:
-        form, stored = self.form(name), self._stored[f"{name}.panels"]
+        form, stored = self.form(name), self._stored[f"{self.stored_name(name)}.panels"]
         index = np.arange(form.rows)[slice(None) if rows is None else rows]
         panels, places = np.unique(index // PANEL_ROWS, return_inverse=True)
         blocks = unpack(form, np.asarray(stored[panels]))
@@ -255,7 +281,11 @@ class Bundle:
     def form(self, name: str) -> PanelFormat:
         """Shape and format of a canonical matrix."""
         shape = self._matrix_shapes[name]
-        return PanelFormat.of(self._graph_weights.format_of(name), shape)
+        return PanelFormat.of(self._graph_weights.format_of(self.stored_name(name)), shape)
+
+    def stored_name(self, name: str) -> str:
+        """What the files call a canonical weight; a tied head is the embedding."""
+        return "embed" if name == "head" and self.config.tied_head else name
 
     @property
     def fitted_layers(self) -> int | None:
@@ -322,7 +352,7 @@ class Bundle:
         config = self.config
         layers = {
             product.weight: (product.count * product.rows, product.columns)
-            for product in products(config)
+            for product in (*products(config), *draft_products(config))
         }
         own = config.per_layer
         table = (
@@ -368,6 +398,37 @@ class Bundle:
                     tensor.shape.numpy(),
                 )
         return views
+
+
+class DraftHead(Bundle):
+    """The draft head of a bundle as a model: its graph, and its weights by their own names."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The head as a model of one layer."""
+        found = self.manifest.config.drafting
+        assert found is not None
+        return found
+
+    @property
+    def forms(self) -> tuple[PageForm, ...]:
+        """As usual: what suits its pages was not measured."""
+        return ()
+
+    @property
+    def model_path(self) -> Path:
+        """Its graph."""
+        return self.path / DRAFT_FILE
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Its own matrices and the output head."""
+        names = {product.weight for product in products(self.config)}
+        return sum(form.panels * form.panel_bytes for form in map(self.form, names))
+
+    def stored_name(self, name: str) -> str:
+        """See `Bundle.stored_name`."""
+        return draft_name(super().stored_name(name))
 
 
 @contextlib.contextmanager

@@ -98,6 +98,7 @@ class SessionRequest:
     """What a user asks of a session; what is None or empty the backend decides.
 
     `edits`: its text will be edited in the middle, so layers with a window keep what it has passed.
+    `draft_head`: the model's draft head has a cache of its own within the budget.
     """
 
     kv_budget: Budget = field(default_factory=Budget)
@@ -112,6 +113,7 @@ class SessionRequest:
     sink_tokens: int | None = None
     offload_bytes: int = 0
     edits: bool = False
+    draft_head: bool = False
 
     def plan(self, default: KvPlan) -> KvPlan:
         """The widths asked for, or those of `default`; no more sinks than `default` has."""
@@ -138,7 +140,8 @@ class SessionConfig:
     `evicts`: a full budget gives up old tokens; otherwise it is what limits the context. Prompts
     go through the model `chunk_tokens` at a time, and a branch holds up to `draft_tokens` rows.
     Without a `seed` the session's sampler draws its own. `arena`: the memory all this was read
-    from, where the cache is ours.
+    from, where the cache is ours. `draft_head`: what the model's draft head holds beside that, of
+    the same budget, where it was asked for.
     """
 
     plan: KvPlan
@@ -151,6 +154,7 @@ class SessionConfig:
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     seed: int | None = None
     arena: "Arena | ClassedArena | None" = None
+    draft_head: "SessionConfig | None" = None
 
     def __post_init__(self) -> None:
         _require("context_tokens", self.context_tokens, self.context_tokens >= 2, "2 or more")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.sequence import Branch, Work
+from kvq_runtime.states import States
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +100,11 @@ class Drafter(Protocol):
     """Guesses how one text goes on. It is told how the text changes, and never reads it again.
 
     A drafter derives from this class. `branches`: its guesses may, which not every backend takes.
+    `reads_states`: it is a `ComputingDrafter` that guesses from the model's states.
     """
 
     branches: bool = False
+    reads_states: bool = False
 
     @property
     def name(self) -> str:
@@ -139,7 +142,8 @@ class Ground:
 
     `branch` is empty; rows that a draft brings into it are forgotten before its guesses are
     checked. `foresight` makes a sampler at the text's end, as many times as it is wanted; what it
-    looks at are the `exact_rows` largest logits (`Rows.exact_rows`).
+    looks at are the `exact_rows` largest logits (`Rows.exact_rows`). `states` are those of cached
+    tokens that were not taken yet, for a drafter that reads them.
     """
 
     branch: Branch[Any]
@@ -147,6 +151,7 @@ class Ground:
     room: int
     exact_rows: int
     foresight: Callable[[], Foresight]
+    states: States | None = None
 
 
 @runtime_checkable
@@ -173,4 +178,11 @@ class ComputingDrafter(Drafter, Protocol):
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
         """What `propose` would return, asked for in its place; yields the rows of its passes."""
+        ...
+
+    def reading(self, states: States) -> Work[Any, float]:
+        """Takes the states of a piece of a prompt, after it was told the text; its seconds.
+
+        Asked of a drafter that reads states.
+        """
         ...

@@ -9,6 +9,7 @@ from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Grou
 from kvq_runtime.generation import Generation, Taken
 from kvq_runtime.sequence import Branch, Passed, Work
 from kvq_runtime.sequence import Sequence as Held
+from kvq_runtime.states import States
 
 
 class Drafting(Generic[C]):
@@ -32,6 +33,10 @@ class Drafting(Generic[C]):
         if isinstance(drafter, ComputingDrafter):
             drafter.open(self._backend, self._sequence.config)
         self.close()
+        self._sequence.states = None
+        if drafter is not None and drafter.reads_states:
+            config = self._sequence.config
+            self._sequence.states = States(1 + config.chunk_tokens + config.draft_tokens)
         self.drafter, self._is_new, self._pause = drafter, True, 0
         self._computing = drafter if isinstance(drafter, ComputingDrafter) else None
 
@@ -55,6 +60,14 @@ class Drafting(Generic[C]):
         if self._computing is not None:
             self._computing.close()
 
+    def reading(self) -> Work[C, float]:
+        """The drafter takes the states of what was read, if it reads any; its seconds."""
+        states = self._sequence.states
+        if self.drafter is None or self._computing is None or states is None:
+            return 0.0
+        self._tell(self.drafter)
+        return (yield from self._computing.reading(states))
+
     def draft(
         self, generation: Generation, branch: Branch[C], due: Sequence[int]
     ) -> Work[C, Draft]:
@@ -76,6 +89,7 @@ class Drafting(Generic[C]):
                 room=room,
                 exact_rows=generation.exact_rows,
                 foresight=generation.foresight,
+                states=self._sequence.states,
             )
             draft = yield from self._computing.drafting(ground)
             branch.forget()

@@ -300,10 +300,13 @@ class Engine:
     def _session(
         self, request: SessionRequest, draft: Callable[[], Drafter | None], predict: str | None
     ) -> Session[Any]:
+        drafter = draft()
+        if drafter is not None and drafter.reads_states:
+            request = dataclasses.replace(request, draft_head=True)
         config = self.backend.session_config(request)
         self._warn_beyond_training(config.context_tokens)
         session = Session(backend=self.backend, config=config, vocabulary=self.vocabulary)
-        session.drafter = draft()
+        session.drafter = drafter
         session.predict = predict
         session.writers = self.writer
         return session

@@ -69,7 +69,7 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, format_of: Form
     )
     if mixers != config.num_layers:
         raise _refused(path, "the number of layers")
-    if widths != [config.vocab_size]:
+    if widths != [config.vocab_size, *[config.hidden_size] * config.has_states]:
         raise _refused(path, "the shape of the logits")
 
 
@@ -81,8 +81,16 @@ def _refused(path: Path, what: str) -> BundleError:
 
 
 def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
-    """Operator and attributes of what decides which tokens a layer looks at, by name."""
+    """Operator and attributes of what decides which tokens a layer looks at, by name.
+
+    And of what enters a draft head, and of the states that it reads.
+    """
     nodes: dict[str, Node] = {}
+    if config.joins:
+        nodes["/model/join/Concat"] = ("Concat", {"axis": -1})
+    if config.has_states:
+        kind = "SimplifiedLayerNormalization" if config.norm == "rms" else "LayerNormalization"
+        nodes[f"/model/states/{kind}"] = (kind, {"epsilon": float(config.norm_eps)})
     for layer, own in enumerate(config.layers):
         path, mixer = f"/model/layers.{layer}", own.mixer
         if own.scaled:

@@ -16,20 +16,23 @@ from kvq.errors import BundleError, KvqError
 from kvq.json_values import is_object
 from kvq.reference_linear import BlockFormat
 from kvq_models.config import ModelConfig
-from kvq_models.products import products
+from kvq_models.products import draft_products, products
 from kvq_models.tokenizer import ControlTokens
 from kvq_runtime.config import Sampling
 
 FORMAT = "kvq-bundle"
-VERSION = 9
-# Also read: these describe their layers otherwise, and the first is for a GGUF file alone.
+VERSION = 10
+# Also read: these describe their layers otherwise, or have no draft head, and the first is for a
+# GGUF file alone.
 GGUF_VERSION = 2
-READ_VERSIONS = (GGUF_VERSION, 6, 7, 8, VERSION)
+READ_VERSIONS = (GGUF_VERSION, 6, 7, 8, 9, VERSION)
 # Those whose calibration was for older formats of pages, or whose weights lie otherwise.
 OLD_VERSIONS = (3, 4, 5)
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
+# The graph of a draft head, over weights of the same file.
+DRAFT_FILE = "draft.onnx"
 GGUF_FILE = "model.gguf"
 MAPS_FILE = "predict.npz"
 # Maps from an auxiliary model's keys and values.
@@ -247,7 +250,8 @@ def read_manifest(folder: Path) -> Manifest:
 def _matrices(config: ModelConfig) -> set[str]:
     """Canonical names of what is quantised."""
     tied = {"head"} if config.tied_head else set[str]()
-    matrices = {product.weight for product in products(config) if not product.exact}
+    multiplied = (*products(config), *draft_products(config))
+    matrices = {product.weight for product in multiplied if not product.exact}
     tables = {"embed"} if config.per_layer is None else {"embed", "per_layer_embed"}
     return tables | matrices - tied
 
@@ -329,6 +333,7 @@ def _promised(manifest: Manifest) -> set[str]:
     """The files that what the manifest says of the weights needs."""
     gguf = {GGUF_FILE} if manifest.gguf is not None else set[str]()
     graph = {MODEL_FILE, DATA_FILE} if manifest.weights is not None or not gguf else set[str]()
+    graph |= {DRAFT_FILE} if graph and manifest.config.draft_head is not None else set[str]()
     maps = {MAPS_FILE} if manifest.prediction is not None else set[str]()
     auxiliary = {AUXILIARY_FILE} if manifest.auxiliary is not None else set[str]()
     return gguf | graph | maps | auxiliary

@@ -21,7 +21,8 @@ class SessionStats:
     `mean_k_bits`, `mean_v_bits` and `evicted_share` see `kvq.cache.Holdings`, for `edits` and what
     follows `EditCounts`. `kv_read_share`: of the pages steps could see the share they read. Of
     `kv_bytes`, `kv_offloaded_bytes` lie in the host's memory behind a device, and the newest pass
-    copied `kv_streamed_bytes` from there.
+    copied `kv_streamed_bytes` from there. `recomputed_tokens` were held and are computed again,
+    since the cache could go back to a place before them only.
     """
 
     prompt_tokens: int
@@ -53,6 +54,7 @@ class SessionStats:
     recomputed_edits: int
     stale_tokens: int
     predicted_tokens: int
+    recomputed_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +148,7 @@ class Meter:
         bytes_per_token: float,
         holdings: Holdings,
         edits: EditCounts,
+        recomputed_tokens: int = 0,
         draft_bytes: int = 0,
         auxiliary_bytes: int = 0,
     ) -> SessionStats:
@@ -177,6 +180,7 @@ class Meter:
             recomputed_edits=edits.recomputed_edits,
             stale_tokens=edits.stale_tokens,
             predicted_tokens=edits.predicted_tokens,
+            recomputed_tokens=recomputed_tokens,
         )
 
 

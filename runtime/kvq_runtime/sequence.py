@@ -30,6 +30,7 @@ from kvq_runtime.config import SessionConfig
 from kvq_runtime.hunks import common_prefix, hunks, one_by_one
 from kvq_runtime.prediction import Prediction
 from kvq_runtime.staleness import Ages, EditCounts, Staleness, next_tokens
+from kvq_runtime.states import States
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +48,14 @@ T = TypeVar("T")
 class Passed:
     """What a pass gave one sequence: its logits float32 [R, V].
 
-    The pass took `seconds` for `rows` rows, those of all its sequences.
+    The pass took `seconds` for `rows` rows, those of all its sequences. `states` float32 [T,
+    hidden] are those of its own rows, where they were asked for.
     """
 
     logits: Logits
     seconds: float
     rows: int
+    states: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,6 +76,10 @@ class Call(Generic[C]):
 
 
 Work = Generator[Call[C], Passed, T]
+
+# Told of a path: its first token's place, its tokens, the last one's logits, whether they were
+# predicted, and states of all.
+Adopt = Callable[[int, list[int], Logits | None, bool, NDArray[np.float32] | None], None]
 
 
 class SharedPassError(Exception):
@@ -120,9 +127,12 @@ class Sequence(Generic[C]):
         self._logits: Logits | None = None
         self._staleness = Staleness()
         self._edits = [0, 0, 0]
+        self.recomputed_tokens = 0  # that were held, and could not be kept by going back
         # What of the prompts to come may be predicted instead of computed, and who reads them.
         self.prediction: Prediction | None = None
         self.reader: PromptReader | None = None
+        # Those of its cached tokens, for a drafter that reads them.
+        self.states: States | None = None
         # A tight budget leaves room for shorter pieces only.
         self.chunk_tokens = min(config.chunk_tokens, self._cache.chunk_tokens)
 
@@ -370,7 +380,8 @@ class Sequence(Generic[C]):
         `at`: they are the tokens from there on of a gap that an edit left.
         """
         held = self._logits if at is None else None
-        branch = Branch(self.cache, held, self._commit, self._call, at)
+        width = 0 if self.states is None else self._backend.model.state_width
+        branch = Branch(self.cache, held, self._commit, self._call, at, width)
         try:
             yield branch
         finally:
@@ -387,6 +398,7 @@ class Sequence(Generic[C]):
         if self.prediction is not None and not (exact or self.gaps):
             going_on = self._staleness.is_predicted(start - 1)
             stop, mode = self.prediction.piece(start, stop, going_on=going_on)
+        stop = self._marked(start, stop)
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
@@ -400,11 +412,32 @@ class Sequence(Generic[C]):
             branch.commit(range(count))
         return passed.seconds
 
+    def _marked(self, start: int, stop: int) -> int:
+        """Where a piece of tokens `start` to `stop` ends, so that it can be gone back there.
+
+        Behind the first turn of a chat, often a system prompt, which other chats begin with too;
+        and behind the last, before an answer that is written again, or shortened when it is told.
+        A turn ends where an answer would. Caches that go back anywhere are not asked to.
+        """
+        ends, tokens, last = self._backend.model.stop_ids, self._tokens, len(self._tokens) - 1
+        if stop - start < 2 or not ends:
+            return stop
+        turns = (at for at in range(last) if tokens[at] in ends)
+        first_turn = next(turns, None)
+        if first_turn is None:
+            return stop
+        newest = next(at for at in range(last - 1, -1, -1) if tokens[at] in ends)
+        # The one that is marked last is kept longest.
+        for place in (newest + 1, first_turn + 1):
+            if place > start and not self.cache.mark(place):
+                return stop
+        return min(place for place in (first_turn + 1, newest + 1, stop) if start < place)
+
     def _taking(self, reader: PromptReader, start: int, stop: int) -> Work[Any, float]:
         """The keys and values of tokens `start` to `stop` are those that `reader` makes."""
         ids = self._tokens[:stop]
         seconds = yield from reader.taking(self.cache, ids, start, rope_long=self.rope_long)
-        self._commit(start, ids[start:], None, predicted=True)
+        self._commit(start, ids[start:], None, predicted=True, states=None)
         return seconds
 
     @contextmanager
@@ -468,16 +501,27 @@ class Sequence(Generic[C]):
     def _call(self, rows: Rows[C]) -> Call[C]:
         return Call(backend=self._backend, rows=rows, rope_long=self.rope_long)
 
-    def _commit(self, first: int, ids: list[int], logits: Logits | None, predicted: bool) -> None:
+    def _commit(
+        self,
+        first: int,
+        ids: list[int],
+        logits: Logits | None,
+        predicted: bool,
+        states: NDArray[np.float32] | None,
+    ) -> None:
         """A branch's path, from token `first` on, is cached now."""
         assert self._tokens[first : first + len(ids)] == ids[: len(self._tokens) - first]
         self._tokens += ids[len(self._tokens) - first :]
         self._staleness.encoded(first, first + len(ids), predicted=predicted)
         self._logits = logits if first + len(ids) == self.cache.tokens else None
+        if self.states is not None and states is not None:
+            self.states.add(first, states)
 
     def _trim(self, num_tokens: int) -> None:
         """The cache holds at most the first `num_tokens`, and no gap at its end."""
-        self.cache.trim(self._staleness.cut(num_tokens))
+        wanted = self._staleness.cut(num_tokens)
+        self.cache.trim(wanted)
+        self.recomputed_tokens += wanted - self.cache.tokens
         self._staleness.cut(self.cache.tokens)
         self._logits = None
 
@@ -494,21 +538,25 @@ class Sequence(Generic[C]):
         """The text is now its first `kept` tokens, and then `new`."""
         self._tokens[kept:] = new
         self._unchanged = min(self._unchanged, kept)
+        if self.states is not None:
+            self.states.cut(kept)
 
 
 class Branch(Generic[C]):
     """Rows after a sequence's cached tokens, added by one or more passes, kept or forgotten.
 
-    `at`: in the gap at this token instead, which has room for all of them.
+    `at`: in the gap at this token instead, which has room for all of them. `state_width`: numbers
+    of a state, where those of the rows are wanted.
     """
 
     def __init__(
         self,
         cache: C,
         held: Logits | None,
-        adopt: Callable[[int, list[int], Logits | None, bool], None],
+        adopt: Adopt,
         call: Callable[[Rows[C]], Call[C]],
         at: int | None = None,
+        state_width: int = 0,
     ) -> None:
         self.logits: Logits = np.zeros((0, 0), np.float32)
         self._cache = cache
@@ -523,6 +571,9 @@ class Branch(Generic[C]):
         self._predicted = False
         self._whole = True
         self._of_row: dict[int, Logits] = {} if held is None else {-1: held}
+        # Of every row, None of those that told none.
+        self._states: list[NDArray[np.float32] | None] = []
+        self._state_width = state_width
 
     @property
     def rows(self) -> int:
@@ -538,6 +589,7 @@ class Branch(Generic[C]):
         mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
         exact_rows: int = 0,
         mode: Mode = WHOLE,
+        joined: NDArray[np.float32] | None = None,
     ) -> Work[C, Passed]:
         """Adds `ids` as rows of one pass; `logits` are then those of `rows`, all by default.
 
@@ -546,16 +598,19 @@ class Branch(Generic[C]):
         pass. `mixed`: ids int64 [T, K] and weights float32 [T, K] of embeddings to run instead
         of those of `ids`; such rows cannot be committed. `exact_rows`: see `Rows`; logits that are
         not all exact serve this pass only. Rows of a `mode` that guesses can only be rewound.
+        `joined`: the states that a draft head reads, see `Rows`.
         """
         first, passed = len(self._ids), None
         wanted = list(range(first, first + len(ids)) if rows is None else rows)
         if ids:
             new = [row - first for row in wanted if row >= first]
             try:
-                passed = yield self._begin(ids, parents, new, mixed, exact_rows, mode)
+                passed = yield self._begin(ids, parents, new, mixed, exact_rows, mode, joined)
             except SharedPassError:
                 self.rewind(first)
-                passed = yield self._begin(ids, parents, new, mixed, exact_rows, mode)
+                passed = yield self._begin(ids, parents, new, mixed, exact_rows, mode, joined)
+            if passed.states is not None:
+                self._states[first:] = passed.states
             self._of_row.update(zip((row + first for row in new), passed.logits, strict=True))
         self.logits = np.stack([self._of_row[row] for row in wanted]) if wanted else self.logits[:0]
         if passed is None:
@@ -573,13 +628,16 @@ class Branch(Generic[C]):
             last = rows[-1] if rows else -1
             logits = self._of_row.get(last) if self._whole else None
             ids = [self._ids[row] for row in rows]
-            self._adopt(self._first, ids, logits, self._predicted)
+            told = [state for row in rows if (state := self._states[row]) is not None]
+            states = np.stack(told) if told and len(told) == len(rows) else None
+            self._adopt(self._first, ids, logits, self._predicted, states)
         self._ids = []
 
     def rewind(self, num_rows: int) -> None:
         """Forgets all but the first `num_rows` rows, so that a pass may write them anew."""
         self._cache.rewind(num_rows)
-        del self._ids[num_rows:], self._depths[num_rows:], self._guessed[num_rows:]
+        for held in (self._ids, self._depths, self._guessed, self._states):
+            del held[num_rows:]
         self._of_row = {row: kept for row, kept in self._of_row.items() if row < num_rows}
         self._whole, self._mixed = self._whole or not num_rows, self._mixed and num_rows > 0
         self._predicted &= num_rows > 0
@@ -597,6 +655,7 @@ class Branch(Generic[C]):
         mixed: tuple[NDArray[np.int64], NDArray[np.float32]] | None,
         exact_rows: int,
         mode: Mode,
+        joined: NDArray[np.float32] | None,
     ) -> Call[C]:
         first = len(self._ids)
         chain = range(first - 1, first - 1 + len(ids))
@@ -606,8 +665,12 @@ class Branch(Generic[C]):
             self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
         self._mixed |= mixed is not None
         self._guessed.extend([mode.guesses] * len(ids))
+        self._states.extend([None] * len(ids))
+        # Of rows that go through a part of the layers there are none, and of a draft head's only
+        # those matter that it guesses by.
+        tells = self._state_width and not mode.silent and (joined is None or wanted)
         self._predicted |= bool(mode.predicted)
-        self._whole &= exact_rows == 0
+        self._whole &= exact_rows == 0 and not mode.head_tokens
         table = np.array(ids, np.int64)[:, None], np.ones((len(ids), 1), np.float32)
         return self._call(
             Rows(
@@ -618,6 +681,8 @@ class Branch(Generic[C]):
                 wanted=np.array(wanted, np.int64),
                 exact_rows=exact_rows,
                 mode=mode,
+                joined=joined,
+                states=np.empty((len(ids), self._state_width), np.float32) if tells else None,
             )
         )
 
@@ -670,4 +735,7 @@ def _forward(calls: collections.abc.Sequence[Call[C]]) -> list[Passed]:
         if len(part) != len(own.wanted):
             raise BackendError(f"the model gave {len(part)} rows of logits for {len(own.wanted)}")
     count = sum(len(own.ids) for own in rows)
-    return [Passed(logits=part, seconds=seconds, rows=count) for part in logits]
+    return [
+        Passed(logits=part, seconds=seconds, rows=count, states=own.states)
+        for part, own in zip(logits, rows, strict=True)
+    ]

@@ -421,6 +421,7 @@ class Session(Generic[C]):
         """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""
         left = len(self.sequence.due())
         seconds = yield from self.sequence.advancing(max_tokens)
+        seconds += yield from self._drafting.reading()
         count = left - self.sequence.pending_tokens
         if count:
             self._measure(self.sequence.cache.tokens, count, seconds)
@@ -507,6 +508,7 @@ class Session(Generic[C]):
             bytes_per_token=cache.bytes_per_token,
             holdings=cache.holdings(),
             edits=self.sequence.edit_counts,
+            recomputed_tokens=self.sequence.recomputed_tokens,
             draft_bytes=self.draft_bytes,
             auxiliary_bytes=self.auxiliary_bytes,
         )

@@ -19,10 +19,11 @@ FREE_DRAFTERS = {
     "suffix": "kvq_specdraft.suffix:Suffix",
 }
 
-# Each guess is a pass of the model on fewer bits or layers, or of a smaller one.
+# Each guess is a pass of the model on fewer bits or layers, of a smaller one, or of a draft head.
 COMPUTING_DRAFTERS = {
     "early": "kvq_specdraft.early:Early",
     "model": "kvq_specdraft.model:Model",
+    "mtp": "kvq_specdraft.mtp:Mtp",
     "quantspec": "kvq_specdraft.quantspec:QuantSpec",
     "skip": "kvq_specdraft.skip:Skip",
 }

@@ -43,7 +43,7 @@ class QuantSpec(SelfGuessing):
         """See `ComputingDrafter`."""
         self._mode = Mode(view="hi", head_tokens=self.head)
         backend.check_mode(self._mode)
-        self._may_narrow = not self.head and _can_narrow(backend)
+        self._may_narrow = not self.head and can_narrow(backend)
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """See `Drafter`."""
@@ -52,14 +52,18 @@ class QuantSpec(SelfGuessing):
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
         """See `ComputingDrafter`."""
         if self._may_narrow:
-            newest = self._text[-_NEWEST:]
-            rare = sum(token >= FREQUENT for token in newest)
-            narrow = rare <= _MOST_RARE * len(newest)
-            self._mode = Mode(view="hi", head_tokens=FREQUENT if narrow else 0)
+            self._mode = Mode(view="hi", head_tokens=frequent_tokens(self._text))
         return (yield from super().drafting(ground))
 
 
-def _can_narrow(backend: Backend[Any]) -> bool:
+def frequent_tokens(text: Sequence[int]) -> int:
+    """The first so many tokens, where nearly all of the newest of `text` are; 0: all."""
+    newest = text[-_NEWEST:]
+    rare = sum(token >= FREQUENT for token in newest)
+    return FREQUENT if rare <= _MOST_RARE * len(newest) else 0
+
+
+def can_narrow(backend: Backend[Any]) -> bool:
     """Whether a head of the frequent tokens is possible, and much less than the whole."""
     if backend.model.vocab_size < 2 * FREQUENT:
         return False

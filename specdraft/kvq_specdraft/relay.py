@@ -7,6 +7,7 @@ from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
 from kvq_runtime.sequence import Work
+from kvq_runtime.states import States
 
 
 class Relay(ComputingDrafter):
@@ -19,6 +20,7 @@ class Relay(ComputingDrafter):
     def __init__(self, first: Drafter, second: ComputingDrafter) -> None:
         self.first, self.second = first, second
         self.branches = first.branches
+        self.reads_states = second.reads_states
         self._asked_first, self._asked_second = True, False
         # Rounds that the first is left alone for.
         self._pause = 0
@@ -60,6 +62,10 @@ class Relay(ComputingDrafter):
             return draft
         self._pause += draft.pause
         return (yield from self.second.drafting(ground))
+
+    def reading(self, states: States) -> Work[Any, float]:
+        """See `ComputingDrafter`."""
+        return (yield from self.second.reading(states))
 
     def observe(self, outcome: Round) -> None:
         """See `Drafter`. The first learns what passes take from the second's as well."""

@@ -120,6 +120,10 @@ class Both:
         del self.text[self.tokens :]
         return tokens - self.tokens
 
+    def mark(self, tokens: int) -> None:
+        for cache in self.caches:
+            assert cache.mark(tokens)
+
     def reload(self) -> None:
         """Both become new caches that were told what these hold."""
         states = [cache.state() for cache in self.caches]
@@ -238,6 +242,24 @@ def test_a_place_that_was_gone_back_to_is_remembered() -> None:
         assert both.trim(system) == 0
 
 
+def test_the_two_places_that_were_wanted_last_are_remembered() -> None:
+    system, turn, other = CHUNK + 41, 4 * CHUNK + 13, 5 * CHUNK + 9
+    with closing(Both(spec(replace(CONV, width=8)).resolved())) as both:
+        both.mark(turn)
+        both.mark(system)
+        both.grow((CONV_CHECKPOINTS + 12) * CHUNK)
+        assert both.trim(turn) == 0
+        both.grow(3 * CHUNK)
+        both.reload()
+        assert both.trim(system) == 0
+        both.grow(CHUNK)
+        both.mark(other)
+        both.grow((CONV_CHECKPOINTS + 12) * CHUNK)
+        assert both.trim(other) == 0
+        both.grow(CHUNK)
+        assert both.trim(turn) > 0
+
+
 def test_a_place_at_the_edge_of_passes_is_remembered() -> None:
     for before in (1, 2, 3, DRAFT - 1, DRAFT, DRAFT + 1, DRAFT + 3):
         with closing(Both(spec(replace(CONV, width=8)).resolved(), seed=before)) as both:
@@ -264,7 +286,7 @@ def test_places_thin_out_with_their_distance() -> None:
     places: list[int] = []
     for place in range(64, 64 * 400, 64):
         if len(places) == CONV_CHECKPOINTS:
-            del places[least_missed(places, place, 640)]
+            del places[least_missed(places, place, (640, 0))]
         places.append(place)
     assert 640 in places
     assert places[-2:] == [64 * 398, 64 * 399]
@@ -377,7 +399,7 @@ def test_no_device_has_them() -> None:
 # Snapshots
 
 
-HELD, WANTED, CHECKPOINTS, RESERVED, PLACES = (HEADER + 4 * i for i in range(5))
+HELD, WANTED, CHECKPOINTS, EARLIER, PLACES = (HEADER + 4 * i for i in range(5))
 
 
 @pytest.mark.parametrize(
@@ -393,7 +415,8 @@ HELD, WANTED, CHECKPOINTS, RESERVED, PLACES = (HEADER + 4 * i for i in range(5))
         (CHECKPOINTS, 2),
         (CHECKPOINTS, CONV_CHECKPOINTS + 1),
         (CHECKPOINTS, 1 << 28),
-        (RESERVED, 1),
+        (EARLIER, -1),
+        (EARLIER, CONTEXT + 1),
         (PLACES, 0),
         (PLACES, -5),
         (PLACES, 2 * CHUNK - 1),
@@ -469,7 +492,8 @@ def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
         ("_newest", conv._newest[:, :1]),
         ("_newest", conv._newest[:, :, :5]),
         ("_newest", conv._newest * np.float32(np.nan)),
-        ("_wanted", -1),
+        ("_wanted", (-1, 0)),
+        ("_wanted", (0, -1)),
         ("_checkpoints", {0: conv._checkpoints[CHUNK - 1]}),
         ("_checkpoints", {CONTEXT: conv._checkpoints[CHUNK - 1]}),
         ("_checkpoints", {CHUNK: conv._checkpoints[CHUNK - 1][:, :1]}),

@@ -136,6 +136,10 @@ class Both:
         del self.text[self.tokens :]
         return tokens - self.tokens
 
+    def mark(self, tokens: int) -> None:
+        for cache in self.caches:
+            assert cache.mark(tokens)
+
     def reload(self) -> None:
         """Both become new caches that were told what these hold."""
         states = [cache.state() for cache in self.caches]
@@ -300,6 +304,39 @@ def test_a_place_that_was_gone_back_to_is_remembered(both: Both) -> None:
     both.check()
 
 
+def test_the_two_places_that_were_wanted_last_are_remembered(both: Both) -> None:
+    """Marked before they are passed, within chunks; who is gone back to is wanted anew."""
+    system, turn, other = CHUNK + 41, 4 * CHUNK + 13, 5 * CHUNK + 9
+    both.mark(turn)
+    both.mark(system)
+    both.grow(7 * CHUNK)
+    for _ in range(3 * FOLD_TOKENS):
+        both.add(1)
+        both.commit(1)
+    assert both.trim(turn) == turn % FOLD_TOKENS
+    both.grow(3 * CHUNK)
+    both.reload()
+    assert both.trim(system) == system % FOLD_TOKENS
+    both.grow(6 * CHUNK)
+    assert both.trim(turn) == turn % FOLD_TOKENS
+    # A third takes the place of that which was wanted earliest.
+    both.mark(system)
+    both.mark(other)
+    both.grow(4 * CHUNK)
+    assert both.trim(other) == other % FOLD_TOKENS
+    both.grow(3 * CHUNK)
+    assert both.trim(turn) > FOLD_TOKENS
+    assert both.tokens == base_of(system)
+    both.check()
+
+
+def test_places_that_are_none_are_refused(both: Both) -> None:
+    for cache in both.caches:
+        for tokens in (0, -1, CONTEXT + 1):
+            with pytest.raises(CacheError):
+                cache.mark(tokens)
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_traces(seed: int) -> None:
     asked = spec(ALONE if seed % 2 else SHARED, draft_tokens=DRAFT if seed % 4 else 20)
@@ -310,6 +347,8 @@ def test_random_traces(seed: int) -> None:
     with closing(Both(arena, seed)) as both:
         draw, most = np.random.default_rng(seed + 100), arena.draft_tokens
         for _ in range(50):
+            if draw.random() < 0.3:
+                both.mark(int(draw.integers(1, 350)))
             match int(draw.integers(8)) if both.tokens < 350 else 6:
                 case 0:
                     both.grow(int(draw.integers(1, CHUNK)))
@@ -418,7 +457,7 @@ def test_no_device_has_them() -> None:
 # Snapshots
 
 
-HELD, WANTED, LIVE, RESERVED, BASES = (HEADER + 4 * i for i in range(5))
+HELD, WANTED, LIVE, EARLIER, BASES = (HEADER + 4 * i for i in range(5))
 
 
 @pytest.mark.parametrize(
@@ -433,7 +472,8 @@ HELD, WANTED, LIVE, RESERVED, BASES = (HEADER + 4 * i for i in range(5))
         (LIVE, -1),
         (LIVE, 1),
         (LIVE, DELTA_STATES),
-        (RESERVED, 1),
+        (EARLIER, -1),
+        (EARLIER, CONTEXT + 1),
         (BASES, -2),
         (BASES, -1),
         (BASES, 3),
@@ -449,10 +489,10 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(
     both.grow(tokens)
     cache = both.caches[0]
     own = cache.state()
-    held, wanted, live, reserved, *bases = np.frombuffer(
+    held, wanted, live, earlier, *bases = np.frombuffer(
         own, np.int32, 4 + DELTA_STATES, HEADER
     ).tolist()
-    assert (held, wanted, reserved) == (delta_newest(SHARED), 0, 0)
+    assert (held, wanted, earlier) == (delta_newest(SHARED), 0, 0)
     assert bases[live] == base_of(tokens)
     assert live != 1
     assert sorted(bases)[-2:] == [base_of(tokens) - FOLD_TOKENS, base_of(tokens)]
@@ -497,7 +537,8 @@ def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
         ("_newest", delta._newest[:, :1]),
         ("_newest", delta._newest[:, :, :5]),
         ("_newest", delta._newest * np.float32(np.nan)),
-        ("_wanted", -1),
+        ("_wanted", (-1, 0)),
+        ("_wanted", (0, -1)),
         ("_states", {base + 1: state for base, state in states.items()}),
         ("_states", {base + FOLD_TOKENS: state for base, state in states.items()}),
         ("_states", {base: state[:1] for base, state in states.items()}),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvq import native
+from kvq.config import FOLD_TOKENS
 from kvq.errors import BackendError, BundleError, UnsupportedModelError, UsageError
 from kvq.reference_linear import BlockFormat
 from kvq_export.config import ExportOptions, WeightFormat
@@ -270,6 +271,45 @@ def test_a_tight_budget_gives_up_pages_and_no_rows(engine: Engine) -> None:
         assert len(goes_on(session)) == STEPS
         session.rollback(30)
         assert len(goes_on(session)) == STEPS
+
+
+@pytest.mark.slow
+def test_a_long_text_stays_finite_however_it_is_read(shelf: Shelf, case: str) -> None:
+    """8192 tokens in pieces of 64 and of 200, then some steps: the same logits, and no drift."""
+    source = shelf.once(
+        "source",
+        f"8k {case}",
+        lambda path: make_checkpoint(case, path, max_position_embeddings=16384),
+    )
+    text, found = prompt(300) * 28, []
+    with Engine.open(shelf.exported(source, ExportOptions(quality=False)), threads=1) as engine:
+        for chunk in (64, 200):
+            wanted = {"context_tokens": 9000, "chunk_tokens": chunk, "kv_budget": "9000tok"}
+            with opened(engine, **wanted) as session:
+                session.prefill(text[:8192])
+                found.append([session.sequence._logits])
+                for token in text[8192:8200]:
+                    session.prefill([token])
+                    found[-1].append(session.sequence._logits)
+    one, other = (np.stack(logits) for logits in found)
+    assert np.isfinite(one).all()
+    assert 0.5 < one.std() < 20
+    np.testing.assert_allclose(one, other, atol=0.05 * one.std())
+
+
+def test_what_going_back_computed_again_is_told(engine: Engine, case: str) -> None:
+    end = engine.backend.model.stop_ids
+    turn = [*SYSTEM, min(end), *prompt(90)]
+    with opened(engine) as session:
+        session.prefill([*turn, *prompt(100)[::-1]])
+        goes_on(session, 20)
+        assert session.stats().recomputed_tokens == 0
+        session.align([*turn, *prompt(50)])
+        stats = session.stats()
+        # The place behind the first turn was marked before it was passed.
+        held = len(session.sequence.tokens) - len(session.sequence.due())
+        assert stats.recomputed_tokens == len(turn) - held
+        assert len(SYSTEM) + 1 - FOLD_TOKENS < held <= len(turn)
 
 
 def test_a_graph_of_other_layers_is_refused(bundle: Path) -> None:

@@ -53,8 +53,8 @@ class Fuzz:
         self.wild = 0.15
         self.calls: list[Callable[[Opened], object]] = [
             *[self.forward] * 16, *[self.attend] * 3, self.begin, self.begin, self.commit,
-            self.commit, self.rewind, self.trim, self.demote, self.entering, self.move, self.look,
-            *[self.edit] * 4,
+            self.commit, self.rewind, self.trim, self.mark, self.demote, self.entering, self.move,
+            self.look, *[self.edit] * 4,
             self.save, self.load, self.missing, self.close,
         ]  # fmt: skip
 
@@ -196,6 +196,9 @@ class Fuzz:
         self.call.kvq_cache_stats(cache.handle, self.stats)
         if self.call.kvq_cache_trim(cache.handle, self.number(self.stats.tokens), self.stats) == 0:
             cache.position = min(cache.position, self.stats.tokens)
+
+    def mark(self, cache: Opened) -> None:
+        self.call.kvq_cache_mark(cache.handle, self.number(400))
 
     def edit(self, cache: Opened) -> None:
         self.call.kvq_cache_stats(cache.handle, self.stats)

@@ -104,6 +104,7 @@ class ModelFacts:
     `drafts_method` writes several drafts best on this model, where that was measured.
     `fitted_layers`: the first layers after which the others' keys and values can be predicted by
     matrices fitted for it, where there are such. `sampling`: how the model asks to be sampled.
+    `state_width`: numbers of a state, of a model that can tell those of its rows; else 0.
     """
 
     name: str
@@ -116,6 +117,7 @@ class ModelFacts:
     short_rope_tokens: int | None = None
     drafts_method: str | None = None
     fitted_layers: int | None = None
+    state_width: int = 0
     sampling: Sampling = field(default_factory=Sampling)
 
 
@@ -145,7 +147,8 @@ class SequenceCache(Protocol):
     `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
     its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
     `tokens` tokens: fewer, where a cache cannot go back
-    exactly; the loop computes what is missing again.
+    exactly; the loop computes what is missing again. `mark` says that somebody will go back to
+    `tokens` tokens, and is answered whether that makes it more likely that these can be kept.
     """
 
     @property
@@ -197,6 +200,8 @@ class SequenceCache(Protocol):
 
     def trim(self, tokens: int, /) -> None: ...
 
+    def mark(self, tokens: int, /) -> bool: ...
+
     def state(self) -> bytes: ...
 
     def load_state(self, state: bytes, /) -> None: ...
@@ -214,7 +219,7 @@ class Mode:
     `view` "hi": of 8-bit weights, and of 8-bit pages of the cache, the upper nibbles. A layer of
     `skipped` leaves what enters it as it is. `head_tokens` n: only the first n tokens of the
     vocabulary get logits, all others minus infinity; 0: all get theirs. Rows made by less than the
-    whole model are guesses: they are rewound and never committed.
+    whole of every layer are guesses: they are rewound and never committed.
 
     Of a layer of `predicted`, all from some layer on, only keys and values are made, from what
     enters the first of them (`kvq_runtime.prediction`): by its own matrix or, `fitted`, by the one
@@ -231,7 +236,7 @@ class Mode:
     @property
     def guesses(self) -> bool:
         """Whether its rows can only be rewound."""
-        return self.view != "full" or bool(self.skipped) or self.head_tokens > 0
+        return self.view != "full" or bool(self.skipped)
 
     @property
     def silent(self) -> tuple[int, ...]:
@@ -250,7 +255,9 @@ class Rows(Generic[C]):
     sum_k weights[t, k] * E[ids[t, k]]; plain text has K = 1 and weight 1. `positions` int64 [T].
     `wanted` int64 [R]: the rows whose logits are wanted. `exact_rows` n: of these only the n
     largest need be exact and in place, others may be about right but not larger; 0: all are.
-    `mode` is the same for all rows of a pass.
+    `mode` is the same for all rows of a pass. A draft head also reads `joined` float32 [T, hidden],
+    the state of the token before each row's. `states` float32 [T, hidden], where they are wanted,
+    is filled with those of the rows (`ModelConfig.draft_head`).
     """
 
     cache: C
@@ -260,6 +267,8 @@ class Rows(Generic[C]):
     wanted: NDArray[np.int64]
     exact_rows: int = 0
     mode: Mode = WHOLE
+    joined: NDArray[np.float32] | None = None
+    states: NDArray[np.float32] | None = None
 
 
 def plain_rows(cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> Rows[C]:

@@ -207,6 +207,10 @@ class LlamaCppCache:
         if tokens < self.tokens:
             self._truncate(tokens)
 
+    def mark(self, tokens: int) -> bool:
+        """See `SequenceCache`: llama.cpp is not told."""
+        return False
+
     def state(self) -> bytes:
         """A snapshot of everything held; `load_state` of an equal cache restores it."""
         size = self._functions.llama_state_seq_get_size(self._live(), _MAIN)

@@ -95,6 +95,7 @@ class OnnxBackend(PagedBackend):
         # out pages by how many rows there are.
         self.rows_agree = self._has_modes and device == gpu.PROCESSOR
         self._has_head_rows = "head_rows" in optional
+        self._has_states = bundle.config.has_states
         self._maps = bundle.maps() if "layers.1.map" in optional else {}
         if device != gpu.PROCESSOR:
             if not bundle.config.uniform:
@@ -144,8 +145,10 @@ class OnnxBackend(PagedBackend):
         if self.ranks_by_halves and one_pass.exact_rows:
             feeds["exact_rows"] = np.array([one_pass.exact_rows], np.int64)
         feeds |= self._mode_feeds(one_pass.mode)
+        if self._has_states:
+            feeds |= _state_feeds(rows)
         try:
-            logits = self._run(feeds, one_pass.exact_rows)
+            logits = self._run(feeds, rows, one_pass.exact_rows)
         except _run_errors() as error:
             raise CacheError(f"the model could not be computed: {_told(error)}") from error
         if one_pass.mode.head_tokens:
@@ -155,10 +158,16 @@ class OnnxBackend(PagedBackend):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
         return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(wanted)[:-1])
 
-    def _run(self, feeds: Mapping[str, Any], exact_rows: int) -> NDArray[np.float32]:
+    def _run(
+        self, feeds: Mapping[str, Any], rows: Sequence[Rows[PagedCache]], exact_rows: int
+    ) -> NDArray[np.float32]:
         session = self._session
         if session is None:
             raise BackendError("this model is closed; open it again with Engine.open")
+        if any(own.states is not None for own in rows):
+            logits, states = session.run(["logits", "states"], feeds)
+            _tell_states(rows, states)
+            return logits
         if self.device == gpu.PROCESSOR:
             return session.run(["logits"], feeds)[0]
         # Arrays are the host's, values lie on the device, where the logits stay too.
@@ -206,6 +215,7 @@ class OnnxBackend(PagedBackend):
 
     def close(self) -> None:
         """See `Backend.close`."""
+        super().close()
         self._session = None
         if self._residency is not None:
             self._residency.close()
@@ -236,6 +246,32 @@ def _joint_rows(rows: Sequence[Rows[PagedCache]]) -> dict[str, NDArray[Any]]:
         "position_ids": np.concatenate([own.positions for own in rows]),
         "logit_rows": np.concatenate(wanted),
     }
+
+
+def _state_feeds(rows: Sequence[Rows[PagedCache]]) -> dict[str, NDArray[Any]]:
+    """What a graph that tells states is given beside: the rows that are computed to the end.
+
+    Those whose states or logits are wanted; and which of these give logits.
+    """
+    last, wanted, first, place = list[NDArray[np.int64]](), list[NDArray[np.int64]](), 0, 0
+    for own in rows:
+        whole = own.states is not None
+        last.append(first + (np.arange(len(own.ids), dtype=np.int64) if whole else own.wanted))
+        wanted.append(place + (own.wanted if whole else np.arange(len(own.wanted))))
+        first, place = first + len(own.ids), place + len(last[-1])
+    feeds = {"state_rows": np.concatenate(last), "logit_rows": np.concatenate(wanted)}
+    joined = [own.joined for own in rows if own.joined is not None]
+    return feeds | ({"joined": np.concatenate(joined)} if joined else {})
+
+
+def _tell_states(rows: Sequence[Rows[PagedCache]], states: NDArray[np.float32]) -> None:
+    """Gives each sequence the states of its rows, those of the graph's `state_rows` [N, hidden]."""
+    first = 0
+    for own in rows:
+        count = len(own.wanted) if own.states is None else len(own.ids)
+        if own.states is not None:
+            own.states[:] = states[first : first + count]
+        first += count
 
 
 def _for_all(logits: NDArray[np.float32], tokens: int) -> NDArray[np.float32]:

@@ -7,18 +7,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Cache
-from kvq.classes import ClassedCache, ClassedSpec, open_cache, spec_of
+from kvq.classes import (
+    ClassedArena,
+    ClassedCache,
+    ClassedSpec,
+    first_classes,
+    open_cache,
+    spec_of,
+)
 from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan, PageForm
 from kvq.errors import BackendError, argument
 from kvq.formats import bytes_per_token
 from kvq.residency import Resident
-from kvq.sizing import CacheSpec
+from kvq.sizing import Arena, CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import gpu
@@ -45,11 +53,28 @@ class PagedBackend(ABC):
         self.weight_bytes_per_step = bundle.weight_bytes_per_step
         self.bundle = bundle
         self.threads = threads
+        self._draft_head: PagedBackend | None = None
+        self._opening = Lock()
 
     @property
     def paged(self) -> "PagedBackend":
         """See `Backend.paged`."""
         return self
+
+    @property
+    def draft_head(self) -> "PagedBackend":
+        """The model's draft head, opened once. Raises `BackendError` where there is none."""
+        head = self.bundle.draft_head
+        if head is None:
+            raise BackendError(
+                f"{self.model.name} has no draft head; Qwen 3.5 models have one, in the tensors "
+                "mtp.* of their checkpoints, which older exports left out: export such a "
+                f"checkpoint again, or choose {argument('draft')} auto"
+            )
+        with self._opening:
+            if self._draft_head is None:
+                self._draft_head = type(self)(head, threads=self.threads)
+            return self._draft_head
 
     @abstractmethod
     def forward(self, one_pass: Pass[PagedCache]) -> list[NDArray[np.float32]]:
@@ -59,9 +84,10 @@ class PagedBackend(ABC):
         """See `Backend.resident`; only one whose weights are mapped bounds them."""
         return None
 
-    @abstractmethod
     def close(self) -> None:
-        """See `Backend.close`."""
+        """See `Backend.close`; the draft head's too."""
+        if self._draft_head is not None:
+            self._draft_head.close()
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
@@ -115,6 +141,8 @@ class PagedBackend(ABC):
                 f"{argument('kv_offload')} needs {argument('device', 'cuda')}: a processor's "
                 f"memory is one tier, so leave the flag out and raise {argument('kv_budget')}"
             )
+        if request.draft_head:
+            _ = self.draft_head  # refused before any memory is taken
         return _config(self.bundle, request, self.threads)
 
     def open_cache(self, config: SessionConfig) -> PagedCache:
@@ -132,8 +160,10 @@ class PagedBackend(ABC):
 def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionConfig:
     model, manifest = bundle.config, bundle.manifest
     given = request.context_tokens
+    classes = class_fields(model, bundle.forms)
+    drafting = model.drafting if request.draft_head else None
     spec = spec_of(
-        class_fields(model, manifest.forms),
+        classes + ([] if drafting is None else class_fields(drafting)),
         plan=request.plan(manifest.kv),
         context_tokens=model.context_length if given is None else given,
         budget=request.kv_budget,
@@ -146,6 +176,18 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         offload_bytes=request.offload_bytes,
     )
     arena = _widest(spec.shortened() if given is None else spec, request).resolved()
+    whole = _held(arena, spec, request.seed)
+    if drafting is None:
+        return whole
+    assert isinstance(arena, ClassedArena)
+    own, last = first_classes(arena, len(classes)), arena.parts[-1]
+    return replace(_held(own, spec, request.seed), draft_head=_held(last, spec, request.seed))
+
+
+def _held(
+    arena: Arena | ClassedArena, spec: CacheSpec | ClassedSpec, seed: int | None
+) -> SessionConfig:
+    """What a sequence in this arena holds."""
     return SessionConfig(
         plan=arena.plan,
         context_tokens=arena.context_tokens,
@@ -155,7 +197,7 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         evicts=arena.plan.quantized,
         chunk_tokens=arena.chunk_tokens,
         draft_tokens=arena.draft_tokens,
-        seed=request.seed,
+        seed=seed,
         arena=arena,
     )
 
@@ -200,6 +242,7 @@ def _facts(bundle: Bundle) -> ModelFacts:
         kv=manifest.kv,
         short_rope_tokens=_short_rope_tokens(config),
         fitted_layers=bundle.fitted_layers,
+        state_width=config.hidden_size if config.has_states else 0,
         drafts_method=_drafts_method(manifest.quality or {}),
         sampling=Sampling(**manifest.sampling),
     )

@@ -92,6 +92,8 @@ class ReferenceBackend(PagedBackend):
                 skipped=mode.skipped,
                 predicted=mode.predicted,
                 maps=self._maps if mode.fitted else None,
+                joined=rows.joined,
+                states=rows.states,
             )
             for rows in one_pass.rows
         ]
@@ -106,6 +108,7 @@ class ReferenceBackend(PagedBackend):
 
     def close(self) -> None:
         """See `Backend.close`."""
+        super().close()
         self._weight.cache_clear()
         self._half_weight.cache_clear()
 

@@ -128,6 +128,10 @@ class RuleCache:
         assert not self._rows
         del self.ids[tokens:]
 
+    def mark(self, tokens: int) -> bool:
+        """See `SequenceCache`: a rule goes back anywhere."""
+        return False
+
     def why_not_edit(self) -> str | None:
         """Nothing keeps a rule from it."""
         return None

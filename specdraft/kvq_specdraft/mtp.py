@@ -1,0 +1,161 @@
+"""Guesses by the draft head that comes with a model: multi-token prediction."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from kvq.config import Budget
+from kvq.errors import BackendError, argument
+from kvq_runtime.backends import Backend, Mode
+from kvq_runtime.config import SessionConfig, SessionRequest
+from kvq_runtime.drafter import NO_DRAFT, Draft, Ground
+from kvq_runtime.sequence import Passed, Work
+from kvq_runtime.sequence import Sequence as TokenSequence
+from kvq_runtime.states import States
+from kvq_specdraft.guessing import Guessing
+from kvq_specdraft.quantspec import can_narrow, frequent_tokens
+
+# States that nothing was drafted after are read so many at a time.
+_TOGETHER = 64
+
+
+@dataclass(kw_only=True, eq=False)
+class Mtp(Guessing):
+    """Guesses with the model's draft head: one layer over the model's states (2412.19437, 2.2).
+
+    The head reads a token with the state that the model made of the one before, and guesses the
+    next; further guesses read the head's own state. It has a cache of its own for the text, within
+    the budget of a session that is opened with this drafter (beside it where it comes later), and
+    shares the embedding and the output head. `head` as of `QuantSpec`.
+
+    Row i of its cache is token `_base` + i with the state before it. Where states were not taken in
+    time, as after a session is loaded, it begins anew behind the gap.
+    """
+
+    head: int = 0
+    reads_states = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sequence: TokenSequence[Any] | None = None
+        self._text: list[int] = []
+        self._base = 1
+
+    @property
+    def held_bytes(self) -> int:
+        """See `ComputingDrafter`: its cache's budget."""
+        return 0 if self._sequence is None else self._sequence.config.budget_bytes
+
+    def open(self, backend: Backend[Any], config: SessionConfig) -> None:
+        """See `ComputingDrafter`. Raises `BackendError` for a model without a draft head."""
+        self.close()
+        paged = backend.paged
+        if paged is None:
+            raise BackendError(
+                f"{argument('draft')} mtp is not possible on the {backend.name} backend, which "
+                "tells no states; run a bundle with an ONNX graph, or choose another drafter"
+            )
+        own = paged.draft_head
+        self._mode = Mode(head_tokens=self.head)
+        own.check_mode(self._mode)
+        self._may_narrow = not self.head and can_narrow(own)
+        held = config.draft_head or own.session_config(_as_long(config))
+        self._sequence = TokenSequence(own, held)
+        self._sequence.states = States(0)  # told with each pass, and not kept
+        self._text, self._base = [], 1
+
+    def close(self) -> None:
+        """See `ComputingDrafter`."""
+        if self._sequence is not None:
+            self._sequence.close()
+            self._sequence = None
+
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self._text[kept:] = new
+        sequence = self._opened
+        sequence.keep(min(len(sequence), max(0, kept - self._base)))
+
+    def reading(self, states: States) -> Work[Any, float]:
+        """See `ComputingDrafter`."""
+        seconds = 0.0
+        while self._missing(states):
+            seconds += (yield from self._read(states)).seconds
+        return seconds
+
+    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+        """See `ComputingDrafter`; nothing where the state before what is due is not known."""
+        assert ground.states is not None
+        together = min(_TOGETHER, self._opened.chunk_tokens)
+        while self._missing(ground.states) > together:
+            yield from self._read(ground.states)
+        known = ground.states.stop == len(self._text) - 1 and self._missing(ground.states)
+        if len(ground.due) != 1 or not known:
+            return NO_DRAFT
+        if self._may_narrow:
+            self._mode = Mode(head_tokens=frequent_tokens(self._text))
+        with ExitStack() as self._forgotten:
+            return (yield from super().drafting(ground))
+
+    def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
+        """The first guess reads what the model has told since the last; those rows stay."""
+        assert ground.states is not None
+        if new is ground.due:
+            passed = yield from self._read(ground.states, ground.exact_rows)
+            self._branch = self._forgotten.enter_context(self._opened.branch())
+        else:
+            passed = yield from self._branch.extend(
+                new, exact_rows=ground.exact_rows, mode=self._mode, joined=self._state
+            )
+        assert passed.states is not None
+        self._state = passed.states[-1:]
+        return passed
+
+    def _read(self, states: States, exact_rows: int | None = None) -> Work[Any, Passed]:
+        """Brings missing rows into the cache; with `exact_rows` logits of the last are told."""
+        sequence, first = self._opened, self._next
+        count = min(self._missing(states), sequence.chunk_tokens)
+        ids = self._text[first : first + count]
+        with sequence.branch() as branch:
+            passed = yield from branch.extend(
+                ids,
+                rows=[] if exact_rows is None else [count - 1],
+                exact_rows=exact_rows or 0,
+                mode=self._mode,
+                joined=states.of(first - 1, first - 1 + count),
+            )
+            branch.commit(range(count))
+        states.drop(self._next - 1)
+        return passed
+
+    def _missing(self, states: States) -> int:
+        """How many rows can be read now, of tokens whose state before them is known."""
+        if not len(states):
+            return 0
+        if states.first >= self._next:
+            self._opened.keep(0)
+            self._base = states.first + 1
+        return max(0, min(states.stop + 1, len(self._text)) - self._next)
+
+    @property
+    def _next(self) -> int:
+        """The token whose row is the next of its cache."""
+        return self._base + len(self._opened)
+
+    @property
+    def _opened(self) -> TokenSequence[Any]:
+        assert self._sequence is not None, "a session opens its drafter"
+        return self._sequence
+
+
+def _as_long(config: SessionConfig) -> SessionRequest:
+    """A cache for the text of such a session, of its widths."""
+    return SessionRequest(
+        kv_budget=Budget(tokens=config.budget_tokens),
+        k_bits=config.plan.k_bits,
+        v_bits=config.plan.v_bits,
+        context_tokens=config.context_tokens,
+        chunk_tokens=config.chunk_tokens,
+        draft_tokens=config.draft_tokens,
+    )

@@ -1,0 +1,142 @@
+"""Models most of whose layers do not attend, behind a server and in a chat: what of a conversation
+is computed again, and that answers are those of a text that was never held."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvq import native
+from kvq.config import FOLD_TOKENS
+from kvq_apps.chat.client import Stream, Turn
+from kvq_apps.chat.local import LocalClient
+from kvq_apps.chat.messages import Message
+from kvq_apps.serve.server import Server
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.config import Sampling
+from kvq_runtime.hunks import common_prefix
+from serving import CHAT, GREEDY, ask, loaded, running
+from shelf import Shelf
+from tiny import make_checkpoint
+
+pytestmark = [
+    pytest.mark.usefixtures("own_state"),
+    pytest.mark.skipif(not native.available(), reason=native.why_not()),
+]
+SYSTEM = {"role": "system", "content": "A page holds sixty-four tokens; a plan says how many. " * 9}
+EIGHT = ExportOptions(quality=False, weights=WeightFormat(bits=8))
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3-5"])
+def bundle(request: pytest.FixtureRequest, shelf: Shelf) -> Path:
+    case = request.param
+    source = shelf.once(
+        "source",
+        f"long {case}",
+        lambda path: make_checkpoint(case, path, max_position_embeddings=2048),
+    )
+    return shelf.exported(source, EIGHT)
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        load = loaded(str(bundle), context_tokens=1500)
+        with running(load, sessions=1, saved_bytes=0) as started:
+            yield started
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def asked(server: Server, *messages: dict[str, str], **more: Any) -> Any:
+    body = {"messages": list(messages), "max_tokens": 6, **GREEDY, **more}
+    return ask(server, CHAT, body)
+
+
+def ids_of(bundle: Path, *messages: dict[str, str]) -> list[int]:
+    tokenizer = Bundle.open(bundle).tokenizer()
+    assert tokenizer is not None
+    return tokenizer.chat(list(messages), add_generation_prompt=True)
+
+
+def turns_of(bundle: Path, ids: list[int]) -> list[int]:
+    """Where turns end."""
+    ends = Bundle.open(bundle).manifest.eos_token_ids
+    return [place + 1 for place, token in enumerate(ids) if token in ends]
+
+
+def test_a_server_goes_back_to_a_turns_end(server: Server, bundle: Path) -> None:
+    """Another conversation, an answer again, a message changed, the same message with more behind
+    it: each begins at the place that was marked, and answers as if nothing had been held."""
+    first = [SYSTEM, user("How many pages does a session hold? " * 8)]
+    other = [SYSTEM, user("What does a plan say of a page? " * 8)]
+    edited = [SYSTEM, user("How many pages does a session hold? " * 7 + "And why?")]
+    held, conversations = list[int](), (first, first, other, edited)
+    answers: list[Any] = []
+    for messages in conversations:
+        reply = asked(server, *messages)
+        ids = ids_of(bundle, *messages)
+        assert reply.json["usage"]["prompt_tokens"] == len(ids)
+        system, turn = turns_of(bundle, ids)
+        shared = common_prefix(held, ids)
+        nearest = max((place for place in (system, turn) if place <= shared), default=0)
+        if held:
+            assert system <= shared
+            assert nearest - FOLD_TOKENS < reply.cached_tokens <= shared
+        held = ids
+        answers.append(reply.json["choices"])
+    for messages, answer in zip(conversations, answers, strict=True):
+        fresh = asked(server, *messages, cache_prompt=False)
+        assert fresh.cached_tokens == 0
+        assert fresh.json["choices"] == answer
+
+
+def test_a_conversation_goes_on(server: Server, bundle: Path) -> None:
+    messages = [SYSTEM, user("How many pages? " * 12)]
+    reply = asked(server, *messages)
+    for question in ("Why?", "And then?", "Who says so?"):
+        ids = ids_of(bundle, *messages)
+        answer = {"role": "assistant", "content": reply.json["choices"][0]["message"]["content"]}
+        messages += [answer, user(question * 20)]
+        reply = asked(server, *messages)
+        assert reply.cached_tokens > turns_of(bundle, ids)[-1] - FOLD_TOKENS
+    fresh = asked(server, *messages, cache_prompt=False)
+    assert fresh.json["choices"] == reply.json["choices"]
+
+
+def test_a_chat_edits_a_message(bundle: Path) -> None:
+    def reply(client: LocalClient, *texts: str) -> tuple[str, Any]:
+        roles, stream = ("user", "assistant"), Stream()
+        rows = [Message(role=roles[at % 2], text=text) for at, text in enumerate(texts)]
+        client.reply(Turn(messages=rows, sampling=Sampling(temperature=0), max_tokens=8), stream)
+        news = stream.take()
+        return news.text, news.stats
+
+    def opened() -> LocalClient:
+        return LocalClient(
+            str(bundle), engine_options={"threads": 1}, session_options={"k_bits": 16, "v_bits": 16}
+        )
+
+    client, question = opened(), "a long question about pages and plans " * 9
+    client.open()
+    first, _ = reply(client, question)
+    second, _ = reply(client, question, first, "and now? " * 30)
+    changed, stats = reply(client, question, first, "and later? " * 30)
+    again, _ = reply(client, question)
+    client.close()
+    assert again == first
+    # The first turn's end is where the text was gone back to.
+    (turn,) = turns_of(bundle, ids_of(bundle, user(question)))
+    assert stats.cached_tokens > turn - FOLD_TOKENS
+    for texts, wanted in (((question, first, "and later? " * 30), changed), ((question,), first)):
+        fresh = opened()
+        fresh.open()
+        found, _ = reply(fresh, *texts)
+        fresh.close()
+        assert found == wanted
+    assert second != changed

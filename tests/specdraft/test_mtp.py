@@ -1,0 +1,414 @@
+"""The draft head that comes with a model: what it computes, and drafts with it in sessions."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from answers import LIMITS, chi_square
+from draft_heads import HEAD, WALK, drafting_weights, make_drafting, make_walker
+from kvq import native
+from kvq.errors import BackendError, BudgetError, BundleError, KvqError
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_models.config import ModelConfig
+from kvq_models.reference import Weights, forward, plain_attention
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.config import Sampling
+from kvq_runtime.engine import Engine
+from kvq_runtime.file_hashes import file_sha256
+from kvq_runtime.manifest import DRAFT_FILE, checksum
+from kvq_runtime.sampling import distribution
+from kvq_runtime.sequence import Passed, forward_all
+from kvq_runtime.session import Session
+from kvq_specdraft import drafter_named
+from kvq_specdraft.mtp import Mtp
+from kvq_specdraft.relay import Relay
+from logits import prompt
+from shelf import Shelf
+from tiny import make_checkpoint, read_safetensors, write_safetensors
+
+needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+EIGHT = ExportOptions(quality=False, weights=WeightFormat(bits=8))
+GREEDY = Sampling(temperature=0)
+TEXT = prompt(150)
+ALWAYS = "mtp:least=1e-9,most=5"
+
+
+@pytest.fixture(scope="module")
+def source(shelf: Shelf) -> Path:
+    return shelf.once("source", "mtp", make_drafting)
+
+
+@pytest.fixture(scope="module")
+def bundle(shelf: Shelf, source: Path) -> Path:
+    return shelf.exported(source, EIGHT)
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Iterator[Engine]:
+    with Engine.open(bundle, threads=1) as opened:
+        yield opened
+
+
+def opened(engine: Engine, draft: str | None = ALWAYS, **options: Any) -> Session[Any]:
+    wanted = {"context_tokens": 500, "kv": "8:8", "chunk_tokens": 64} | options
+    return engine.session(draft=lambda: drafter_named(draft) if draft else None, **wanted)
+
+
+def goes_on(session: Session[Any], tokens: int, **options: Any) -> list[int]:
+    wanted = {"sampling": GREEDY, "stop_ids": []} | options
+    return [step.token for step in session.generate(tokens, **wanted)]
+
+
+# What it computes
+
+
+def torch_head(folder: Path, ids: np.ndarray, rounds: int) -> list[np.ndarray]:
+    """Logits [T - 1, V] of the head's first guesses after each token but the last, and so on.
+
+    Round r reads the states of round r - 1 instead of the model's, one token further. Written from
+    the formula over transformers' own layer: fc[norm(embedding) | norm(state)], layer, norm, head.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as parts
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    config = model.config
+    tensors = {
+        name.removeprefix(HEAD): torch.from_numpy(np.array(one))
+        for name, one in read_safetensors(folder / "model.safetensors").items()
+        if name.startswith(HEAD)
+    }
+    attends = config.layer_types.index("full_attention")
+    layer = parts.Qwen3_5DecoderLayer(config, attends)
+    layer.load_state_dict(
+        {name.removeprefix("layers.0."): one for name, one in tensors.items() if "layers." in name}
+    )
+
+    def norm(name: str, x: "torch.Tensor") -> "torch.Tensor":
+        own = parts.Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        own.load_state_dict({"weight": tensors[f"{name}.weight"]})
+        return own(x)
+
+    found: list[np.ndarray] = []
+    with torch.no_grad():
+        given = torch.from_numpy(ids)[None]
+        states = model.model(given).last_hidden_state
+        embedded = model.get_input_embeddings()(given)
+        for _ in range(rounds):
+            embedded, states = embedded[:, 1:], states[:, :-1]
+            both = [norm("pre_fc_norm_embedding", embedded), norm("pre_fc_norm_hidden", states)]
+            x = torch.cat(both, dim=-1) @ tensors["fc.weight"].T
+            count = x.shape[1]
+            positions = torch.arange(count)[None]
+            mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+            rotary = parts.Qwen3_5TextRotaryEmbedding(config)(x, positions)
+            states = norm("norm", layer(x, position_embeddings=rotary, attention_mask=mask))
+            found.append(model.lm_head(states)[0].numpy())
+    return found
+
+
+def head_logits(
+    config: ModelConfig, weight: Weights, of_head: Weights, ids: np.ndarray, rounds: int
+) -> list[np.ndarray]:
+    """The same by the reference."""
+    states, head = np.empty((len(ids), config.hidden_size), np.float32), config.drafting
+    assert head is not None
+    forward(config, weight, ids, np.arange(len(ids)), plain_attention(), states=states)
+    found: list[np.ndarray] = []
+    for _ in range(rounds):
+        ids, joined = ids[1:], states[:-1]
+        states, at = np.empty_like(joined), np.arange(len(ids))
+        attend = plain_attention()
+        found.append(forward(head, of_head, ids, at, attend, joined=joined, states=states))
+    return found
+
+
+def reference_head(bundle: Bundle, ids: np.ndarray, rounds: int = 1) -> list[np.ndarray]:
+    head = bundle.draft_head
+    assert head is not None
+    return head_logits(bundle.config, bundle.read_weight, head.read_weight, ids, rounds)
+
+
+def test_a_head_computes_what_its_formula_says(source: Path, bundle: Path) -> None:
+    """Over three rounds, each of which reads what the one before made."""
+    ids = np.array(TEXT[:80])
+    wanted = torch_head(source, ids, 3)
+    found = head_logits(*drafting_weights(source), ids, 3)
+    rounded = reference_head(Bundle.open(bundle), ids, 3)
+    for one, other, of_8_bits in zip(found, wanted, rounded, strict=True):
+        assert other.std() > 1
+        np.testing.assert_allclose(one, other, atol=2e-3)
+        assert np.abs(of_8_bits - other).mean() < 0.15 * other.std()
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["onnx", "float"])
+def test_backends_compute_what_the_reference_does(bundle: Path, name: str) -> None:
+    """States of a text that comes in pieces, and the head over them in pieces."""
+    ids = np.array(TEXT[:80])
+    (wanted,) = reference_head(Bundle.open(bundle), ids, 1)
+    with Engine.open(bundle, threads=1, backend=name) as engine, opened(engine, kv="fp") as session:
+        head = engine.backend.paged.draft_head
+        drafter = session.drafter
+        assert isinstance(drafter, Mtp)
+        assert session.sequence.states is not None
+        told: list[np.ndarray] = []
+        for start, stop in ((0, 50), (50, 51), (51, 80)):
+            session.sequence.append(ids[start:stop].tolist())
+            with session.sequence.branch() as branch:
+                due = session.sequence.due()
+                passed = session.sequence.run(branch.extend(due, rows=[-1 + len(due)]))
+                told.append(passed.states)
+                branch.commit(range(len(due)))
+        states = np.concatenate(told)
+        assert states.shape == (80, engine.backend.bundle.config.hidden_size)
+        own = drafter._opened
+        found: list[np.ndarray] = []
+        for start, stop in ((0, 30), (30, 79)):
+            with own.branch() as branch:
+                given = ids[start + 1 : stop + 1].tolist()
+                passed = own.run(branch.extend(given, joined=states[start:stop]))
+                branch.commit(range(len(given)))
+                found.append(passed.logits)
+        assert head.model.vocab_size == wanted.shape[1]
+        assert np.abs(np.concatenate(found) - wanted).mean() < 0.1 * wanted.std()
+
+
+# What sessions make of it
+
+
+@needs_native
+@pytest.mark.parametrize("backend", ["onnx", "reference"])
+@pytest.mark.parametrize("reads", ["token", "state"])
+def test_a_head_that_knows_is_right(shelf: Shelf, reads: str, backend: str) -> None:
+    """Every guess, round after round, after prompts in pieces, rollbacks and other prompts."""
+    source = shelf.once("source", f"walker {reads}", lambda path: make_walker(path, reads))
+    with Engine.open(shelf.exported(source, EIGHT), threads=1, backend=backend) as engine:
+        with opened(engine, "mtp:least=1e-9,most=4") as session:
+            walk = list(WALK)
+            session.prefill((walk * 4)[:150])
+            expected = (walk * 9)[150:]
+            assert goes_on(session, 40) == expected[:40]
+            session.rollback(17)
+            assert goes_on(session, 30) == expected[23:53]
+            session.align([*walk[:30], 7, *walk[:13]])
+            assert goes_on(session, 30) == (walk * 2)[13:43]
+            stats = session.stats()
+        assert stats.drafted_tokens > 70
+        # The text after a rollback goes on from a state that is computed again.
+        assert stats.accepted_tokens == stats.drafted_tokens
+
+
+@needs_native
+def test_guesses_follow_what_the_head_has_read(engine: Engine, bundle: Path) -> None:
+    """The drafter's guesses are those of the reference, from all that it has read in its turns."""
+    with opened(engine, kv="fp") as session:
+        seen: list[tuple[int, ...]] = []
+        drafter = session.drafter
+        assert isinstance(drafter, Mtp)
+        observe = drafter.observe
+        drafter.observe = lambda outcome: (seen.append(outcome.draft.ids), observe(outcome))
+        session.prefill(TEXT[:90])
+        text = [*TEXT[:90], *goes_on(session, 12)]
+    held = 90
+    agreed = 0
+    for ids in seen[:-1]:
+        # A random head is hardly ever right, so a round takes one token.
+        found = reference_head(Bundle.open(bundle), np.array(text[: held + 1]))[0][-1]
+        agreed += int(found.argmax()) == ids[0]
+        held += 1
+    assert len(seen) == 11
+    assert seen[-1] == ()  # no token is left to guess
+    assert agreed >= 9
+
+
+@needs_native
+@pytest.mark.parametrize("part", range(6))
+def test_random_traces_answer_as_plain_decoding_does(
+    engine: Engine, part: int, tmp_path: Path
+) -> None:
+    """Draft, reject, roll back, take another text, save and load: tokens are plain decoding's."""
+    draw = np.random.default_rng(part)
+    bits = ("fp", "8:8", "4:2")[part % 3]
+    free = "auto+mtp:least=1e-9" if part % 2 else ALWAYS
+    texts = [TEXT, [*TEXT[:60], *prompt(50)[::-1]], prompt(90)[::-1]]
+    with opened(engine, free, kv=bits) as drafted, opened(engine, None, kv=bits) as plain:
+        for session in (drafted, plain):
+            session.prefill(TEXT)
+        for turn in range(7):
+            kind = int(draw.integers(4))
+            count = int(draw.integers(1, 20))
+            place = tmp_path / f"{turn}"
+            for number, session in enumerate((drafted, plain)):
+                if kind == 0:
+                    session.rollback(min(count, len(session.tokens) - 1))
+                elif kind == 1:
+                    session.align(texts[count % len(texts)])
+                elif kind == 2:
+                    session.save(place / f"{number}.kvq") if place.exists() else None
+                    place.mkdir(exist_ok=True)
+                    session.save(place / f"{number}.kvq")
+                    goes_on(session, 3)
+                    session.load(place / f"{number}.kvq")
+            assert goes_on(drafted, count) == goes_on(plain, count)
+            for session in (drafted, plain):
+                cache = session.sequence.cache
+                assert cache.peak_bytes <= cache.budget_bytes
+            held = drafted.drafter
+            held = held.second if isinstance(held, Relay) else held
+            assert isinstance(held, Mtp)
+            own = held._opened.cache
+            assert own.peak_bytes <= own.budget_bytes
+        assert drafted.stats().drafted_tokens > 0
+
+
+@needs_native
+def test_sampled_answers_keep_their_distribution(engine: Engine) -> None:
+    """Three tokens that are one of two each, by chi-square; the head's own chances are others."""
+    either = {5: 100.0, 6: 100.0}
+    sampling = Sampling(temperature=6, top_k=0, top_p=1, min_p=0, logit_bias=either)
+    paths = list(itertools.product(either, repeat=3))
+    counts = dict.fromkeys(paths, 0)
+    with opened(engine, "mtp:least=1e-9,most=2", seed=3) as session:
+        session.prefill(TEXT[:40])
+        for _ in range(400):
+            session.rollback(len(session.tokens) - 40)
+            counts[tuple(goes_on(session, 3, sampling=sampling))] += 1
+        stats = session.stats()
+    assert stats.drafted_tokens > 350
+    assert 0.2 < stats.accepted_tokens / stats.drafted_tokens < 0.95
+    wanted = np.ones(len(paths))
+    with opened(engine, None) as plain:
+        for place, path in enumerate(paths):
+            for count, token in enumerate(path):
+                plain.align([*TEXT[:40], *path[:count]])
+                plain.prefill()
+                logits = plain.sequence._logits
+                assert logits is not None
+                wanted[place] *= distribution(logits, sampling, plain.tokens)[token]
+    assert wanted.max() < 0.6
+    assert chi_square(np.array([*counts.values()]), wanted) < LIMITS[7]
+
+
+# What it costs, and where it is refused
+
+
+@needs_native
+def test_its_cache_is_part_of_the_budget(engine: Engine) -> None:
+    for asked in ("800KiB", "200tok", "90%"):
+        with opened(engine, kv_budget=asked) as session, opened(engine, None, kv_budget=asked) as p:
+            own, whole = session.draft_bytes, p.config.budget_bytes
+            assert own > 0
+            together = session.config.budget_bytes + own
+            assert together == whole if asked == "800KiB" else together > whole
+            session.prefill(TEXT)
+            goes_on(session, 4)
+            assert session.stats().draft_bytes == own
+    with pytest.raises(BudgetError) as refused:
+        opened(engine, kv_budget="1KiB")
+    with pytest.raises(BudgetError) as alone:
+        opened(engine, None, kv_budget="1KiB")
+    assert str(refused.value) != str(alone.value)
+
+
+def test_a_bundle_names_its_graph_and_counts_its_weights(bundle: Path, tmp_path: Path) -> None:
+    found = Bundle.open(bundle)
+    assert DRAFT_FILE in found.manifest.files
+    assert found.manifest.weights is not None
+    own = {name for name in found.manifest.weights.formats if name.startswith("draft.")}
+    assert own == {f"draft.{name}" for name in ("join", "layers.0.qkv", "layers.0.o")} | {
+        f"draft.layers.0.{name}" for name in ("gate_up", "down")
+    }
+    head = found.draft_head
+    assert head is not None
+    drafts = sum(
+        head.form(name).panels * head.form(name).panel_bytes
+        for name in ("join", "layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down")
+    )
+    without = Bundle.open(
+        export_model(
+            make_checkpoint("qwen3-5", tmp_path / "plain"), tmp_path / "bundle", EIGHT
+        ).path
+    )
+    assert without.draft_head is None
+    more = found.weight_bytes_per_step - without.weight_bytes_per_step
+    stored = found.manifest.weights.num_bytes - without.manifest.weights.num_bytes
+    assert stored > drafts > 0
+    assert more == stored - drafts
+
+
+def test_a_graph_of_another_head_is_refused(bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    shutil.copy(copy / "model.onnx", copy / DRAFT_FILE)
+    data = json.loads((copy / "kvq.json").read_text())
+    size, digest = (copy / DRAFT_FILE).stat().st_size, file_sha256(copy / DRAFT_FILE)
+    data["files"][DRAFT_FILE] = {"bytes": size, "sha256": digest}
+    data["checksum"] = checksum(data)
+    (copy / "kvq.json").write_text(json.dumps(data))
+    with pytest.raises(BundleError, match=r"draft\.onnx does not compute the model"):
+        Bundle.open(copy)
+    del data["files"][DRAFT_FILE]
+    data["checksum"] = checksum(data)
+    (copy / "kvq.json").write_text(json.dumps(data))
+    with pytest.raises(BundleError, match=r"lists no draft\.onnx"):
+        Bundle.open(copy)
+
+
+@needs_native
+def test_models_without_a_head_are_refused(shelf: Shelf) -> None:
+    with Engine.open(shelf.bundle(), threads=1) as engine:
+        with pytest.raises(BackendError, match=r"has no draft head; Qwen 3\.5 models have one"):
+            opened(engine)
+        with opened(engine, None) as session, pytest.raises(KvqError, match="no draft head"):
+            session.drafter = drafter_named("mtp")
+
+
+def test_heads_that_are_not_computed_are_left_out(source: Path, tmp_path: Path) -> None:
+    """One of two layers; and an incomplete one says what is missing."""
+    tensors = read_safetensors(source / "model.safetensors")
+    two = Path(shutil.copytree(source, tmp_path / "two"))
+    more = {name.replace("s.0.", "s.1."): one for name, one in tensors.items() if HEAD in name}
+    write_safetensors(two / "model.safetensors", tensors | more)
+    assert export_model(two, tmp_path / "of-two", EIGHT).config.draft_head is None
+    del tensors["mtp.norm.weight"]
+    write_safetensors(two / "model.safetensors", tensors)
+    with pytest.raises(KvqError, match=r"mtp\.norm\.weight"):
+        export_model(two, tmp_path / "of-none", EIGHT)
+
+
+@needs_native
+def test_sequences_with_and_without_states_share_a_pass(engine: Engine) -> None:
+    """Each is told its own rows' states and logits, as in a pass of its own."""
+    texts = (TEXT[:30], TEXT[40:47], TEXT[60:80])
+    alone, together = list[Passed](), list[Passed]()
+    for found, joint in ((alone, False), (together, True)):
+        sessions = [opened(engine, None if at == 1 else ALWAYS, kv="fp") for at in range(3)]
+        works = [session.sequence.branch() for session in sessions]
+        branches = [work.__enter__() for work in works]
+        passes = [
+            branch.extend(text, rows=[2, 5]) for branch, text in zip(branches, texts, strict=True)
+        ]
+        asked = [next(one) for one in passes]
+        found.extend(forward_all(asked) if joint else [forward_all([one])[0] for one in asked])
+        for work, session in zip(works, sessions, strict=True):
+            work.__exit__(None, None, None)
+            session.close()
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one.logits, other.logits)
+    assert alone[1].states is together[1].states is None
+    for place in (0, 2):
+        first, second = alone[place].states, together[place].states
+        assert first is not None
+        assert second is not None
+        np.testing.assert_array_equal(first, second)
+        assert np.abs(np.diff(first, axis=0)).min(axis=1).max() > 0
