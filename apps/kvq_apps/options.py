@@ -236,15 +236,11 @@ def check(name: str, value: Any) -> None:
             predictor_named(value)
         case "draft":
             drafter(alone)
-        case "kv-budget" | "kv-offload":
-            from kvq.config import parse_budget, parse_offload
+        case "kv-budget" | "kv-offload" | "weights-budget":
+            from kvq.config import parse_budget, parse_offload, parse_weights
 
-            parse = parse_budget if name == "kv-budget" else parse_offload
-            parse(value)
-        case "weights-budget":
-            from kvq.config import parse_weights
-
-            parse_weights(value)
+            parse = {"kv-offload": parse_offload, "weights-budget": parse_weights}
+            parse.get(name, parse_budget)(value)
         case "port" | "api-key" | "sessions" | "sessions-disk" | "queue" | "chunk-tokens" | "grace":
             from kvq_apps.serve.config import ServeConfig
 

@@ -141,9 +141,7 @@ _UNTIED = "an output head of its own"
 _TIED = "an output head that is its embedding"
 _UNCAPPED = "attention and logits without soft caps"
 # What an architecture need not name to compute it, because most do.
-_USUAL = frozenset(
-    {_RMS_NORM, _GATED, _TIED, _UNTIED, _UNCAPPED, _WINDOWS_OTHERWISE, _OTHER_STILL}
-)
+_USUAL = frozenset({_RMS_NORM, _GATED, _TIED, _UNTIED, _UNCAPPED, _WINDOWS_OTHERWISE, _OTHER_STILL})
 
 _ARCHITECTURES = {
     row.name: row
@@ -204,9 +202,7 @@ _ARCHITECTURES = {
         ),
         _Architecture(
             name="starcoder2",
-            computes=frozenset(
-                {_LAYER_NORM, _UNGATED, _GELU, _QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS}
-            ),
+            computes=frozenset({_LAYER_NORM, _UNGATED, _GELU, _QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS}),
             lacks=frozenset({_RMS_NORM, _GATED}),
         ),
         _Architecture(

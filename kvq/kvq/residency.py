@@ -65,7 +65,7 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBytes:
-    """Bytes of a model's experts: all that are `stored`, and of these the ones of a token, `chosen`.
+    """Bytes of a model's experts: all that are `stored`, and those of one token, `chosen`.
 
     `largest` is the most that one of them may take in memory, the least that can be a budget.
     """

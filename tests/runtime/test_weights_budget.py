@@ -6,7 +6,6 @@ from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvq import native

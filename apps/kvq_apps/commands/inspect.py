@@ -32,7 +32,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_flags(parser, "model", "offline", "estimate", "remove", "names")
     sized = parser.add_argument_group("estimating")
     flags.add_flags(
-        sized, "threads", "weights-budget", "ctx-size", *(flag for flag in flags.KV_FLAGS if flag != "kv-offload"),
+        sized, "threads", "weights-budget", "ctx-size",
+        *(flag for flag in flags.KV_FLAGS if flag != "kv-offload"),
         kv_budget="bytes of the cache (default: what the context needs)",
     )  # fmt: skip
 

@@ -398,8 +398,8 @@ def _print_usage(report: dict[str, Any]) -> None:
         f"{format_bytes(report['kv_budget'])}, which holds "
         f"{output.holding_text(report['budget_tokens'], report['context'], report['kv'])}; "
         f"{report['bytes_per_token']:.0f} bytes per token, "
-        f"{_bits(report)}, {report['evicted_share']:.0%} evicted{read}{drafts}{output.experts_text(report['experts'])}"
-        f"{_energy(report)}"
+        f"{_bits(report)}, {report['evicted_share']:.0%} evicted{read}{drafts}"
+        f"{output.experts_text(report['experts'])}{_energy(report)}"
     )
 
 

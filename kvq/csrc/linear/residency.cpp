@@ -8,8 +8,8 @@
 namespace kvq {
 namespace {
 
-// What the system has read ahead it may bring into memory with one fault, in blocks of up to so many
-// bytes: with an expert come neighbours that nobody asked for.
+// What the system has read ahead it may bring into memory with one fault, in blocks of up to so
+// many bytes: with an expert come neighbours that nobody asked for.
 constexpr uintptr_t kBlock = uintptr_t{1} << 21;
 // Weight of the newest pass in how often an expert is chosen.
 constexpr float kNewest = 1.0f / 16;
@@ -40,7 +40,8 @@ Residency::Layer* Residency::layer(const kvq_experts& call) {
         Layer::Part& part = made->parts[i];
         part.first = reinterpret_cast<uintptr_t>(panels[i]);
         part.bytes = layout.panels * layout.panel_bytes;
-        part.begin = page_of(part.first), part.end = page_behind(part.first + call.count * part.bytes);
+        part.begin = page_of(part.first),
+        part.end = page_behind(part.first + call.count * part.bytes);
         if (!platform::views_file(part.begin, part.end)) return nullptr;
     }
     made->use.resize(call.count), made->held.resize(call.count);
