@@ -430,6 +430,7 @@ class _Builder:
         if own:
             return self._own_linear(product, x, residual)
         if product.gate is not None:
+            assert product.gate != "clamped_swiglu", "experts alone have it, which are ours"
             x = self._gate(path, product.gate, x)
         found = self._matmul_nbits(path, product, x)
         return found if residual is None else self._node(f"{path}/Add", [residual, found])
