@@ -369,11 +369,7 @@ class _Builder:
         up, down, gate, *_ = feed_products(self.config, layer)
         found = self._branch(down, self._linear(up, x), None)
         path = node_path(gate)
-        # A Gemm of one column adds up otherwise for one row than for several.
-        x = x if gate.norm is None else self._norm(f"{path}/norm", x, gate.norm)
-        x = self._node(f"{path}/row/Mul", [x, self._stored(gate.weight)])
-        factor = self._node(f"{path}/ReduceSum", [x, self._integers(-1)], keepdims=1)
-        factor = self._node(f"{path}/Sigmoid", [factor])
+        factor = self._node(f"{path}/Sigmoid", [self._exact(gate, x)])
         found = self._node(f"{path}/Mul", [found, factor])
         return self._node(f"{path}/Add", [hidden, found])
 
@@ -474,6 +470,7 @@ class _Builder:
         if own:
             return self._own_linear(product, x, residual)
         if product.gate is not None:
+            assert product.gate != "clamped_swiglu", "experts alone have it, which are ours"
             x = self._gate(path, product.gate, x)
         found = self._matmul_nbits(path, product, x)
         return found if residual is None else self._node(f"{path}/Add", [residual, found])

@@ -75,11 +75,13 @@ class Watched(PlainAttention):
         k_norm: np.ndarray | None,
         *,
         shared: bool = False,
+        sink_logits: np.ndarray | None = None,
     ) -> np.ndarray:
         """See `Attend`; of a model whose layers are alike, so that none reads another's keys."""
         assert not shared
         self.kept[params.layer] = qkv[:, self._first_kept :].astype(np.float32)
-        return super().__call__(params, qkv, positions, inv_freq, q_norm, k_norm)
+        given = (params, qkv, positions, inv_freq, q_norm, k_norm)
+        return super().__call__(*given, sink_logits=sink_logits)
 
     def saw(self, layer: int, weights: np.ndarray) -> None:
         """Sums over layers, heads and queries; late tokens have fewer who could look."""

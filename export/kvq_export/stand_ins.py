@@ -91,13 +91,21 @@ class SegmentedAttention:
         shared: bool = False,
         sink_logits: np.ndarray | None = None,
     ) -> np.ndarray:
-        more = {"shared": shared, "sink_logits": sink_logits}
         parts = zip(np.split(qkv, self._count), np.split(positions, self._count), strict=True)
         if not shared:
             self._newest[params.cache] = [plain_attention() for _ in range(self._count)]
         return np.concatenate(
             [
-                own(params, part, at, inv_freq, q_norm, k_norm, **more)
+                own(
+                    params,
+                    part,
+                    at,
+                    inv_freq,
+                    q_norm,
+                    k_norm,
+                    shared=shared,
+                    sink_logits=sink_logits,
+                )
                 for own, (part, at) in zip(self._newest[params.cache], parts, strict=True)
             ]
         )

@@ -29,7 +29,8 @@ def clamped_swiglu(gate: Float, up: Float) -> Float:
     nothing = np.float32(0) * gate * up
     gate, up = np.minimum(gate, LIMIT) + nothing, np.clip(up, -LIMIT, LIMIT)
     half = np.float32(0.5)
-    return gate * (half * np.tanh(half * STEEPNESS * gate) + half) * (up + np.float32(1))
+    gate = gate * (half * np.tanh(half * STEEPNESS * gate) + half)
+    return (gate * (up + np.float32(1))).astype(np.float32)
 
 
 def routed(

@@ -264,8 +264,9 @@ def _scale(config: ModelConfig, layer: int, name: str) -> float:
         return config.hidden_size**-0.5
     own, feed = config.layers[layer], config.layers[layer].feed
     scale = own.scale if name in _last(config, layer) else 1.0
-    experts = isinstance(feed, Experts) and name in ("experts_down", "experts_down_bias")
-    return scale * feed.scale if experts else scale
+    if isinstance(feed, Experts) and name in ("experts_down", "experts_down_bias"):
+        return scale * feed.scale
+    return scale
 
 
 def _last(config: ModelConfig, index: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ can stand in for the exact one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -326,6 +326,9 @@ def _attend_with(
         value = qkv[:, mixer.width + mixer.kv_width :].reshape(-1, mixer.head_dim)
         value = normalize(value, np.ones(mixer.head_dim, np.float32), config.norm_eps)
         qkv = np.concatenate([qkv[:, : -mixer.kv_width], value.reshape(len(qkv), -1)], axis=1)
+    more: dict[str, Any] = {"shared": True} if shared else {}
+    if mixer.sinks:
+        more["sink_logits"] = weight(name + "sink_logits")
     return attend(
         config.attention(layer),
         qkv,
@@ -333,8 +336,7 @@ def _attend_with(
         config.inv_freq(layer, long_rope=long_rope),
         weight(name + "q_norm") if normed else None,
         weight(name + "k_norm") if normed and not shared else None,
-        **({"shared": True} if shared else {}),
-        **({"sink_logits": weight(name + "sink_logits")} if mixer.sinks else {}),
+        **more,
     )
 
 

@@ -6,7 +6,7 @@ by which variable its thinking is switched, its chat template says. Knows text, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +113,9 @@ class ThinkingReader:
 
     def _opening(self, pieces: list[Piece]) -> bool:
         text = self._held.lstrip()
-        marks = {self._form.opening: self._inside}
-        marks |= {self._form.plain: self._answer} if self._form.plain else {}
+        marks: dict[str, Callable[[list[Piece]], bool]] = {self._form.opening: self._inside}
+        if self._form.plain:
+            marks[self._form.plain] = self._answer
         found = next((mark for mark in marks if text.startswith(mark)), None)
         if found is not None:
             self._held, self._read = text[len(found) :], marks[found]

@@ -91,12 +91,16 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
-    """Bit for bit: products do not mix rows, and nothing else does."""
+    """Bit for bit: products do not mix rows, and nothing else does.
+
+    So far from a multiple of 64 rows that no row of a path stands on its other side: attention adds
+    up so many at a time.
+    """
     assert engine.backend.rows_agree
     ids, parents = [7, 8, 9, 10, 11, 12], [-1, 0, 0, 2, 1, 3]
     with opened(engine) as tree, opened(engine) as steps:
         for session in (tree, steps):
-            session.prefill(TEXTS[0])
+            session.prefill(TEXTS[0][:170])
         with tree.sequence.forward(ids, parents) as branch:
             found = branch.logits.copy()
         for path in ([0, 1, 4], [0, 2, 3, 5]):

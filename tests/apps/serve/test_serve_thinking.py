@@ -36,18 +36,34 @@ THOUGHT = "Größe or café?\n\nIt is 7."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"q": 1}}\n</tool_call>'
 
 
+# As gpt-oss': a prompt ends before the channel, whose marks are several control tokens.
+CHANNELS = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{# <|channel|>analysis #}" + GO
+)
+CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+FINAL = "<|channel|>final<|message|>"
+ANALYSIS = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant{FINAL}"
+
+
 @contextmanager
 def served(
-    said: str, *, open_mark: bool, special: bool = False, **settings: Any
+    said: str,
+    *,
+    open_mark: bool = False,
+    special: bool = False,
+    template: str = TEMPLATE,
+    marks: Sequence[str] = ("<think>", "</think>"),
+    **settings: Any,
 ) -> Iterator[Server]:
     """A server on a model that always says `said` after a prompt that has the mark, or not.
 
     `special`: the marks are control tokens, as Gemma has them.
     """
     rule, library = Rule(), byte_level_tokenizer()
-    library.add_tokens([AddedToken(mark, special=special) for mark in ("<think>", "</think>")])
+    library.add_tokens([AddedToken(mark, special=special) for mark in marks])
     rule.tokenizer = Tokenizer.from_json(
-        library.to_str(), ControlTokens(eos=(0,)), TEMPLATE.replace("OPEN", str(open_mark))
+        library.to_str(), ControlTokens(eos=(0,)), template.replace("OPEN", str(open_mark))
     )
     go = rule.tokenizer.token_id(GO)
     skipped = len(rule.tokenizer.encode("<think>\n", special=True)) if open_mark else 0
@@ -109,6 +125,27 @@ def test_a_thought_is_told_apart_and_counted(open_mark: bool, special: bool) -> 
         with client(server) as sdk:
             told = sdk.chat.completions.create(**user()).choices[0].message
             assert told.reasoning_content == THOUGHT  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_channel_of_analysis_is_a_thought(special: bool) -> None:
+    own = {"special": special, "template": CHANNELS, "marks": CHANNEL_MARKS}
+    with served(f"{ANALYSIS}Seven.", **own) as server:
+        found = message(server)
+        assert (found["reasoning_content"], found["content"]) == (THOUGHT, "Seven.")
+        assert streamed(server)[:2] == (THOUGHT, "Seven.")
+    with served(f"{FINAL}Seven.", **own) as server:
+        found = message(server)
+        assert (found.get("reasoning_content"), found["content"]) == (None, "Seven.")
+    for said, thought in ((ANALYSIS, THOUGHT), (FINAL, None)):
+        with served(f'{said}{{"a": 7}}', **own) as server:
+            found = message(server, response_format={"type": "json_object"})
+            assert json.loads(found["content"]) == {"a": 7}
+            assert found.get("reasoning_content") == thought
+    with served(f"{ANALYSIS}Seven.", **own) as server:
+        found = message(server, reasoning_budget_tokens=4, max_tokens=40)
+        assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 4
+        assert THOUGHT.startswith(found["reasoning_content"])
 
 
 def test_a_cut_thought_is_no_answer() -> None:
