@@ -39,7 +39,8 @@ void Convolutions::remember(const Tail& tail, int layer, int tokens, const float
     if (!is_chunk(tail)) return;
     for (int t = first_ending(tokens); t < tokens; t++)
         keep(t, ending(layer, t - first_ending(tokens)));
-    const int held = arena_.state->tokens, wanted = wanted_within(state(), held, held + tokens) - held;
+    const int held = arena_.state->tokens;
+    const int wanted = wanted_within(state(), held, held + tokens) - held;
     if (wanted <= 0) return;
     for (int i = 0; i < before(); i++)
         if (wanted - before() + i >= 0) keep(wanted - before() + i, noted(layer, i));

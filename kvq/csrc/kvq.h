@@ -181,9 +181,9 @@ KVQ_EXPORT int kvq_cache_rewind(int64_t handle, int32_t rows, kvq_stats *stats);
 /* Goes back to the first `tokens` tokens, or to fewer where convolutions have forgotten what stood
    there. */
 KVQ_EXPORT int kvq_cache_trim(int64_t handle, int32_t tokens, kvq_stats *stats);
-/* Somebody will go back to the first `tokens` tokens, which may be still to come: what convolutions and
-   delta nets remember there is kept before other places. Of two such places both are kept, of more the
-   two that were marked, or gone back to, last. */
+/* Somebody will go back to the first `tokens` tokens, which may be still to come: what convolutions
+   and delta nets remember there is kept before other places. Of two such places both are kept, of
+   more the two that were marked, or gone back to, last. */
 KVQ_EXPORT int kvq_cache_mark(int64_t handle, int32_t tokens);
 /* Removes tokens start to stop and moves those behind so that `count` others can stand there, in a gap
    for begin(at=start). No page's bytes change: its views get masks and shifts, up to two views where

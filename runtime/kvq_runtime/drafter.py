@@ -100,7 +100,7 @@ class Drafter(Protocol):
     """Guesses how one text goes on. It is told how the text changes, and never reads it again.
 
     A drafter derives from this class. `branches`: its guesses may, which not every backend takes.
-    `reads_states`: it is a `ComputingDrafter` that guesses from the model's states.
+    `reads_states`: it is a `ReadingDrafter`.
     """
 
     branches: bool = False
@@ -180,9 +180,11 @@ class ComputingDrafter(Drafter, Protocol):
         """What `propose` would return, asked for in its place; yields the rows of its passes."""
         ...
 
-    def reading(self, states: States) -> Work[Any, float]:
-        """Takes the states of a piece of a prompt, after it was told the text; its seconds.
 
-        Asked of a drafter that reads states.
-        """
+@runtime_checkable
+class ReadingDrafter(ComputingDrafter, Protocol):
+    """A drafter that guesses from the model's states (`Drafter.reads_states`)."""
+
+    def reading(self, states: States) -> Work[Any, float]:
+        """Takes the states of a piece of a prompt, after it was told the text; its seconds."""
         ...

@@ -5,7 +5,15 @@ from typing import Generic
 
 from kvq.errors import BackendError, UsageError, argument
 from kvq_runtime.backends import Backend, C
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
+from kvq_runtime.drafter import (
+    NO_DRAFT,
+    ComputingDrafter,
+    Draft,
+    Drafter,
+    Ground,
+    ReadingDrafter,
+    Round,
+)
 from kvq_runtime.generation import Generation, Taken
 from kvq_runtime.sequence import Branch, Passed, Work
 from kvq_runtime.sequence import Sequence as Held
@@ -63,10 +71,10 @@ class Drafting(Generic[C]):
     def reading(self) -> Work[C, float]:
         """The drafter takes the states of what was read, if it reads any; its seconds."""
         states = self._sequence.states
-        if self.drafter is None or self._computing is None or states is None:
+        if states is None or not isinstance(self.drafter, ReadingDrafter):
             return 0.0
         self._tell(self.drafter)
-        return (yield from self._computing.reading(states))
+        return (yield from self.drafter.reading(states))
 
     def draft(
         self, generation: Generation, branch: Branch[C], due: Sequence[int]

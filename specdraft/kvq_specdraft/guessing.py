@@ -16,7 +16,6 @@ from kvq_runtime.backends import WHOLE, Backend, Mode
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Ground, Round
 from kvq_runtime.sequence import Passed, Work
-from kvq_runtime.states import States
 from kvq_specdraft.pace import Pace
 
 
@@ -85,11 +84,6 @@ class Guessing(ComputingDrafter):
             probabilities=np.array(drawn) if drawn else None,
             chances=self._pace.chances,
         )
-
-    def reading(self, states: States) -> Work[Any, float]:
-        """Nothing: it reads none."""
-        yield from ()
-        return 0.0
 
     def observe(self, outcome: Round) -> None:
         """See `Drafter`."""

@@ -78,7 +78,7 @@ class Mtp(Guessing):
         sequence.keep(min(len(sequence), max(0, kept - self._base)))
 
     def reading(self, states: States) -> Work[Any, float]:
-        """See `ComputingDrafter`."""
+        """See `ReadingDrafter`."""
         seconds = 0.0
         while self._missing(states):
             seconds += (yield from self._read(states)).seconds

@@ -5,7 +5,15 @@ from typing import Any
 
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Drafter, Ground, Round
+from kvq_runtime.drafter import (
+    NO_DRAFT,
+    ComputingDrafter,
+    Draft,
+    Drafter,
+    Ground,
+    ReadingDrafter,
+    Round,
+)
 from kvq_runtime.sequence import Work
 from kvq_runtime.states import States
 
@@ -64,7 +72,8 @@ class Relay(ComputingDrafter):
         return (yield from self.second.drafting(ground))
 
     def reading(self, states: States) -> Work[Any, float]:
-        """See `ComputingDrafter`."""
+        """See `ReadingDrafter`; asked where the second is one."""
+        assert isinstance(self.second, ReadingDrafter)
         return (yield from self.second.reading(states))
 
     def observe(self, outcome: Round) -> None:

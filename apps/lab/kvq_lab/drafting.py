@@ -57,6 +57,10 @@ _HALVES = Mode(view="hi")
 _CERTAIN = 1e9
 
 
+# Those that draft for every model; few have a draft head.
+ANY_MODELS = tuple(name for name in DRAFTERS if name != "mtp")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftJob:
     """What is measured: `tokens` of each answer at most, `repeat` times; `replay`: see above.
@@ -72,7 +76,7 @@ class DraftJob:
     tokens: int = 256
     contexts: tuple[int, ...] = (0,)
     right: float = 0.85
-    drafters: tuple[str, ...] = tuple(DRAFTERS)
+    drafters: tuple[str, ...] = ANY_MODELS
     peer: bool = False
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from kvq_apps.flags import Flag
 FLAGS: dict[str, Flag] = {
     "right": Flag("suite drafts with --shape: share of right guesses the model makes by itself",
         "{kvq_lab.drafting:DraftJob.right}", metavar="P"),
-    "drafters": Flag("suite drafts: the drafters, as --draft has them (default: all)",
+    "drafters": Flag("suite drafts: the drafters, as --draft has them (default: all but mtp)",
         metavar="POLICY,.."),
     "tasks": Flag("sweep: kld, passkey, retrieval, fim", "all", metavar="NAME,.."),
     "policies": Flag("sweep: NAME[:option=value,..][@K:V]", "every policy, at 8:8",

@@ -270,7 +270,7 @@ def test_damaged_and_newer_sessions(saved: Path, refused: Refused, tmp_path: Pat
         flipped: "is truncated or was altered after it was saved; save the session again",
         _with_header(
             content, version=9
-        ): "is a session of version 9, newer than the 7 this kvq reads",
+        ): "is a session of version 9, newer than the 8 this kvq reads",
         _with_header(content, identity={}): "lacks what it must say of its session",
         content[:4]: "is a file, and neither a GGUF file nor a saved session",
         b"": "is a file, and neither a GGUF file nor a saved session",

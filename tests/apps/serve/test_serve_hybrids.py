@@ -2,11 +2,14 @@
 is computed again, and that answers are those of a text that was never held."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draft_heads import make_drafting
 from kvq import native
 from kvq.config import FOLD_TOKENS
 from kvq_apps.chat.client import Stream, Turn
@@ -17,7 +20,8 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.hunks import common_prefix
-from serving import CHAT, GREEDY, ask, loaded, running
+from kvq_specdraft import drafter_named
+from serving import CHAT, GREEDY, ask, loaded, metric, running
 from shelf import Shelf
 from tiny import make_checkpoint
 
@@ -140,3 +144,25 @@ def test_a_chat_edits_a_message(bundle: Path) -> None:
         fresh.close()
         assert found == wanted
     assert second != changed
+
+
+def test_a_server_drafts_with_the_models_head(shelf: Shelf) -> None:
+    """Conversations in shared passes, which take turns in the slots, answer as without drafts."""
+    source = shelf.once("source", "mtp", make_drafting)
+    bundle = str(shelf.exported(source, EIGHT))
+    talks = [[user(f"How many pages does plan {number} hold? " * 4)] for number in range(3)]
+    answers: dict[str, list[Any]] = {}
+    for name in ("none", "mtp:least=1e-9,most=3"):
+        draft = (lambda: None) if name == "none" else partial(drafter_named, name)
+        load = loaded(bundle, context_tokens=400, draft=draft)
+        with running(load, sessions=2, saved_bytes=0) as server, ThreadPoolExecutor(3) as threads:
+            found = [
+                one.json
+                for _ in range(2)
+                for one in threads.map(lambda talk: asked(server, *talk, max_tokens=20), talks)
+            ]
+            answers[name] = [one["choices"] for one in found]
+            drafted = metric(server, "drafted_tokens_total")
+            assert (drafted > 0) == (name != "none")
+    first, second = answers.values()
+    assert first == second
