@@ -152,8 +152,7 @@ int kvq_cache_attend(int64_t handle, const kvq_attention* attention, int32_t tok
                      const float* qkv, const int64_t* positions, const float* inv_freq,
                      const float* q_norm, const float* k_norm, const float* sink_logits,
                      float* out) {
-    const kvq::Inputs inputs{tokens, qkv,    positions,   inv_freq,
-                             q_norm, k_norm, sink_logits, out};
+    const kvq::Inputs inputs{tokens, qkv, positions, inv_freq, q_norm, k_norm, sink_logits, out};
     return with_cache(handle, [&](Cache& cache) { return cache.attend(*attention, inputs); });
 }
 int kvq_cache_convolve(int64_t handle, int32_t layer, int32_t tokens, const float* bcx,

@@ -27,10 +27,11 @@ def clamped_swiglu(gate: Float, up: Float) -> Float:
     What is not finite gives what is not a number.
     """
     nothing = np.float32(0) * gate * up
-    gate, up = np.minimum(gate, LIMIT) + nothing, np.clip(up, -LIMIT, LIMIT)
+    gate = (np.minimum(gate, LIMIT) + nothing).astype(np.float32)
+    up = np.clip(up, -LIMIT, LIMIT).astype(np.float32)
     half = np.float32(0.5)
-    gate = gate * (half * np.tanh(half * STEEPNESS * gate) + half)
-    return (gate * (up + np.float32(1))).astype(np.float32)
+    active = gate * (half * np.tanh(half * STEEPNESS * gate) + half)
+    return (active * (up + np.float32(1))).astype(np.float32)
 
 
 def routed(

@@ -87,8 +87,8 @@ class ThinkingReader:
     def __init__(self, form: ThinkingForm, *, begun: bool = False) -> None:
         self._form = form
         self._begun = begun
-        self._read = self._opening
-        self._held = ""
+        self._read: Callable[[list[Piece]], bool] = self._opening
+        self._held: str = ""
         self._told = False
 
     @property

@@ -546,8 +546,8 @@ def deep(*path: str, value: Any) -> Callable[[dict[str, Any]], object]:
 GROUP = ("config_groups", "group_0")
 REFUSED: tuple[tuple[str, Callable[[dict[str, Any]], object], str], ...] = (
     ("gptq", deep("quant_method", value="bitsandbytes"), "quant_method = 'bitsandbytes' is not"),
-    ("gptq", deep("quant_method", value="fp8"), "'fp8' .* 'gptq', 'awq', 'compressed-tensors'"),
-    ("gptq", deep("quant_method", value="mxfp4"), "quant_method = 'mxfp4'"),
+    ("gptq", deep("quant_method", value="fp8"), "'fp8' .*: 'gptq', 'awq', 'mxfp4', 'compr"),
+    ("gptq", deep("quant_method", value="nvfp4"), "quant_method = 'nvfp4'"),
     ("gptq", deep("quant_method", value=None), "lacks quant_method"),
     ("gptq", deep("quant_method", value=["gptq"]), r"quant_method = \['gptq'\]"),
     ("gptq", deep("bits", value=3), "bits = 3 is not supported for gptq; supported: 4, 8"),

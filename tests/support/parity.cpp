@@ -160,9 +160,10 @@ private:
         const Record& r = *record_;
         const kvq_attention attention = r.value<kvq_attention>(0);
         std::vector<float> out(r.count<float>(5));
-        const int status = kvq_cache_attend(
-            cache_, &attention, static_cast<int32_t>(r.count<int64_t>(2)), r.array<float>(1),
-            r.array<int64_t>(2), r.array<float>(3), nullptr, nullptr, r.optional<float>(6), out.data());
+        const int status =
+            kvq_cache_attend(cache_, &attention, static_cast<int32_t>(r.count<int64_t>(2)),
+                             r.array<float>(1), r.array<int64_t>(2), r.array<float>(3), nullptr,
+                             nullptr, r.optional<float>(6), out.data());
         close(out, 4, 5);
         return status;
     }

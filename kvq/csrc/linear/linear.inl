@@ -116,9 +116,12 @@ void gate_row(const float* gate, const float* up, int columns, float* out) {
 
 void gate_row(const float* gate, const float* up, int columns, int activation, float* out) {
     switch (activation) {
-        case KVQ_SILU: return gate_row<KVQ_SILU>(gate, up, columns, out);
-        case KVQ_GELU_TANH: return gate_row<KVQ_GELU_TANH>(gate, up, columns, out);
-        default: return gate_row<KVQ_CLAMPED_SWIGLU>(gate, up, columns, out);
+        case KVQ_SILU:
+            return gate_row<KVQ_SILU>(gate, up, columns, out);
+        case KVQ_GELU_TANH:
+            return gate_row<KVQ_GELU_TANH>(gate, up, columns, out);
+        default:
+            return gate_row<KVQ_CLAMPED_SWIGLU>(gate, up, columns, out);
     }
 }
 

@@ -1,11 +1,12 @@
 // kvq::Experts in ONNX Runtime: shapes checked here, arithmetic in ../linear/experts.cpp.
 //
 // out [T, columns] = residual + the experts of each token, see kvq.h. Inputs: x float [T, columns],
-// logits float [T, count], the panels of all experts' gate_up and down, uint8 [panels, panel_bytes],
-// then optionally residual float [T, columns], and as of Linear weights_view int64 [1] and
-// layer_modes int64 [layers]: a layer that is skipped, or makes keys and values alone, gives the
-// residual or zeros. Then, optionally too, gate_up_bias float [count, 2 * width], down_bias float
-// [count, columns] and choice_bias float [count]. The attribute `scoring` may be left out: 0.
+// logits float [T, count], the panels of all experts' gate_up and down, uint8 [panels,
+// panel_bytes], then optionally residual float [T, columns], and as of Linear weights_view int64
+// [1] and layer_modes int64 [layers]: a layer that is skipped, or makes keys and values alone,
+// gives the residual or zeros. Then, optionally too, gate_up_bias float [count, 2 * width],
+// down_bias float [count, columns] and choice_bias float [count]. The attribute `scoring` may be
+// left out: 0.
 #include <cstring>
 #include <memory>
 

@@ -1,12 +1,13 @@
 // The library as ONNX Runtime sees it: RegisterCustomOps adds domain "kvq" with the ops
-// Attention and SharedAttention, those of short_conv_op.cpp and delta_net_op.cpp and those of linear_ops.cpp.
-// Attention's inputs: qkv float [T, (heads + 2 kv_heads) * head_dim], positions int64 [T], cache int64 [S] and
-// sequence_rows int64 [S], the caches of S sequences by handle and how many of the T rows each has,
-// one sequence after the other, inv_freq float [pairs], and optionally q_norm and k_norm, float
-// [head_dim], and sink_logits, float [heads]. Output: float [T, heads * head_dim]. Lengths and tables stay behind kvq.h.
-// SharedAttention is of a layer that reads what layer `layer` has stored of the pass. Inputs: q float [R,
-// heads * head_dim], rows int64 [R] of the T they are of, sequence by sequence, cache, sequence_rows,
-// inv_freq and optionally q_norm. Output: float [R, heads * head_dim].
+// Attention and SharedAttention, those of short_conv_op.cpp and delta_net_op.cpp and those of
+// linear_ops.cpp. Attention's inputs: qkv float [T, (heads + 2 kv_heads) * head_dim], positions
+// int64 [T], cache int64 [S] and sequence_rows int64 [S], the caches of S sequences by handle and
+// how many of the T rows each has, one sequence after the other, inv_freq float [pairs], and
+// optionally q_norm and k_norm, float [head_dim], and sink_logits, float [heads]. Output: float [T,
+// heads * head_dim]. Lengths and tables stay behind kvq.h. SharedAttention is of a layer that reads
+// what layer `layer` has stored of the pass. Inputs: q float [R, heads * head_dim], rows int64 [R]
+// of the T they are of, sequence by sequence, cache, sequence_rows, inv_freq and optionally q_norm.
+// Output: float [R, heads * head_dim].
 #include <algorithm>
 #include <cstdlib>
 #include <map>
@@ -65,7 +66,17 @@ OrtStatus* create(const OrtCustomOp* op, const void*, const OrtKernelInfo* info,
     return nullptr;
 }
 
-enum InputIndex { kQkv, kPositions, kCache, kSequenceRows, kInvFreq, kQNorm, kKNorm, kSinkLogits, kInputs };
+enum InputIndex {
+    kQkv,
+    kPositions,
+    kCache,
+    kSequenceRows,
+    kInvFreq,
+    kQNorm,
+    kKNorm,
+    kSinkLogits,
+    kInputs
+};
 
 OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     kvq_attention a = static_cast<AttentionKernel*>(kernel)->attributes;
@@ -135,9 +146,8 @@ OrtStatus* compute_shared(void* kernel, OrtKernelContext* context) {
         for (; asked < queries && rows[asked] >= first && rows[asked] < end; asked++)
             rows[asked] -= first;
         inputs.push_back({static_cast<int>(asked - begin), given[kQ].as<float>() + begin * width,
-                          nullptr, given[kSharedFreq].as<float>(),
-                          given[kSharedNorm].as<float>(), nullptr, nullptr,
-                          out + begin * width, rows.data() + begin});
+                          nullptr, given[kSharedFreq].as<float>(), given[kSharedNorm].as<float>(),
+                          nullptr, nullptr, out + begin * width, rows.data() + begin});
         first = end;
     }
     if (asked != queries) return failed("rows do not follow the sequences");
