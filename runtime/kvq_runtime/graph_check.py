@@ -52,7 +52,7 @@ def check_graph(path: Path, config: ModelConfig, *, linear: str, format_of: Form
         raise BundleError(f"{path} is no graph; export the model again") from error
     found = {name: (operator, attributes) for name, operator, attributes in nodes}
     own = linear == "kvq"
-    wanted = _attention_nodes(config) | (
+    wanted = _mixer_nodes(config) | (
         _own_nodes(config, format_of) if own else _matmul_nodes(config, format_of)
     )
     wrong = [name for name, one in wanted.items() if not _agrees(one, found.get(name))]
@@ -80,7 +80,7 @@ def _refused(path: Path, what: str) -> BundleError:
     )
 
 
-def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
+def _mixer_nodes(config: ModelConfig) -> dict[str, Node]:
     """Operator and attributes of what decides which tokens a layer looks at, by name.
 
     And of what enters a draft head, and of the states that it reads.
@@ -99,21 +99,26 @@ def _attention_nodes(config: ModelConfig) -> dict[str, Node]:
             nodes[f"{path}/delta/gates/Gemm"] = ("Gemm", {"transB": 1})
             facts = delta_attributes(config, layer, mixer)
             nodes[f"{path}/delta/DeltaNet"] = ("DeltaNet", facts)
-            continue
-        if not isinstance(mixer, Attention):
+        elif isinstance(mixer, Attention):
+            nodes |= _nodes_of_attention(config, layer, mixer)
+        else:
             nodes[f"{path}/conv/ShortConv"] = ("ShortConv", {"layer": config.mixer_place(layer)})
-            continue
-        kind = "Attention" if own.owns_keys else "SharedAttention"
-        nodes[f"{path}/attn/{kind}"] = (kind, attention_attributes(config, layer))
-        if mixer.output_gate:
-            nodes[f"{path}/attn/gate/Mul"] = ("Mul", {})
-        if mixer.head_gate:
-            nodes[f"{path}/attn/head_gate/Gemm"] = ("Gemm", {"transB": 1})
-            nodes[f"{path}/attn/head_gate/Mul"] = ("Mul", {})
-        if mixer.growth:
-            nodes[f"{path}/attn/growth/Mul"] = ("Mul", {})
-        if mixer.value_norm and own.owns_keys:
-            nodes[f"{path}/attn/v_norm/Concat"] = ("Concat", {})
+    return nodes
+
+
+def _nodes_of_attention(config: ModelConfig, layer: int, mixer: Attention) -> dict[str, Node]:
+    path, own = f"/model/layers.{layer}/attn", config.layers[layer]
+    kind = "Attention" if own.owns_keys else "SharedAttention"
+    nodes: dict[str, Node] = {f"{path}/{kind}": (kind, attention_attributes(config, layer))}
+    if mixer.output_gate:
+        nodes[f"{path}/gate/Mul"] = ("Mul", {})
+    if mixer.head_gate:
+        nodes[f"{path}/head_gate/Gemm"] = ("Gemm", {"transB": 1})
+        nodes[f"{path}/head_gate/Mul"] = ("Mul", {})
+    if mixer.growth:
+        nodes[f"{path}/growth/Mul"] = ("Mul", {})
+    if mixer.value_norm and own.owns_keys:
+        nodes[f"{path}/v_norm/Concat"] = ("Concat", {})
     return nodes
 
 
