@@ -46,7 +46,7 @@ LEAST_GAIN = 0.1
 LIKELY = 256
 # How often the texts are read, a text a step, and Adam's steps at first: of scales as shares of
 # them, of zero points in codes, of norms and biases as they are. Three times these diverge.
-PASSES = 1
+PASSES = 2
 GAIN_STEP, ZERO_STEP, VECTOR_STEP = 3e-4, 3e-3, 3e-4
 BETAS = (0.9, 0.99)
 # Of all steps, in which the first grow.
@@ -103,7 +103,7 @@ def tuned(
     outer = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
-        checkpoint = _of_checkpoint(original)
+        checkpoint = of_checkpoint(original)
         texts = tuning_texts(tokenizer, original.config, options.calibration_text)
         weights = _opened(folder, layout)
         _train(weights, checkpoint, original, texts, progress)
@@ -139,7 +139,7 @@ def tuned(
     }
 
 
-def _of_checkpoint(original: Original) -> Decoder:
+def of_checkpoint(original: Original) -> Decoder:
     """The unquantised model; a few rows of a matrix are in memory."""
     checkpoint, sources = original.checkpoint, original.sources
 
