@@ -144,6 +144,8 @@ def verdict_rows(report: Mapping[str, Any], source: str | None = None) -> list[t
             f"choices, a cache at {found['kv']} {cache:.0%} of theirs",
         )
     ]
+    if "tuning" in quality:
+        rows.append(("tuning", _tuning_text(quality["tuning"])))
     if wide is not None and wide - weights >= MUCH:
         named = source or str(report["source"].get("model", "CHECKPOINT"))
         words = ("kvq", "export", named, "-o", report["path"], "--wbits", "8", "--force")
@@ -177,6 +179,16 @@ def experts_text(found: Mapping[str, Any] | None) -> str:
         f"; experts: {format_bytes(found['held_bytes'])} of "
         f"{format_bytes(found['budget_bytes'])} in memory, {found['hit_share']:.0%} of those "
         "chosen were there"
+    )
+
+
+def _tuning_text(found: Mapping[str, Any]) -> str:
+    """What came of training the constants of the weights."""
+    change = found["after"] / found["before"] - 1
+    became = "kept" if found["kept"] else "too little, so the weights stay as they were rounded"
+    return (
+        f"from {found['before']:.4f} to {found['after']:.4f} nats a token ({change:+.0%}) on "
+        f"{found['judged_tokens']} tokens that were not trained on: {became}"
     )
 
 

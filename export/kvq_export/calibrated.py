@@ -35,6 +35,8 @@ SEGMENT_TOKENS = 512
 MOST_TOKENS = 8192
 # Fewer do for narrow models: so many times the widest matrix's inputs.
 TOKENS_PER_COLUMN = 8
+# Of the texts that constants of weights are trained on.
+TUNING_TOKENS = 256
 # That a bundle is measured on, of all kinds together.
 REPORT_TEXTS = 6
 # Matrices that are rounded plainly.
@@ -59,15 +61,29 @@ def calibration_segments(
     return _begun(np.concatenate(found), tokenizer)
 
 
+def tuning_texts(tokenizer: Tokenizer, config: ModelConfig, text: str | None = None) -> np.ndarray:
+    """Token ids int64 [S, T] of `text`; without, of what ships but the ends (`report_texts`)."""
+    ends = REPORT_TEXTS * _report_tokens(config)
+    kinds = [ids[:-ends] for ids in _shipped(tokenizer)]
+    if text is not None:
+        kinds = [tokenizer.encode(text, start=True)]
+    tokens = min(TUNING_TOKENS, config.context_length)
+    return _begun(np.concatenate([_cut(ids, tokens) for ids in kinds]), tokenizer)
+
+
 def report_texts(tokenizer: Tokenizer, config: ModelConfig) -> np.ndarray:
     """Token ids int64 [S, T] that a bundle is measured on: the ends of the texts that ship.
 
     Calibration reads their beginnings.
     """
-    tokens = min(token_limit(config.vocab_size), config.context_length)
+    tokens = _report_tokens(config)
     kinds = _shipped(tokenizer)
     ends = [_cut(ids[-REPORT_TEXTS * tokens :], tokens) for ids in kinds]
     return _begun(np.concatenate([end[: REPORT_TEXTS // len(kinds)] for end in ends]), tokenizer)
+
+
+def _report_tokens(config: ModelConfig) -> int:
+    return min(token_limit(config.vocab_size), config.context_length)
 
 
 def _cut(ids: list[int], tokens: int) -> np.ndarray:

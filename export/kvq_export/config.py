@@ -97,7 +97,8 @@ class ExportOptions:
     `tokenizer` False exports a checkpoint that has none: the bundle then takes ids only. `predict`:
     fit matrices that predict a prompt's later layers from what leaves so many first ones, or auto,
     which measures how many. `predict_with`: fit those that make keys and values from what the
-    bundle at this path computes.
+    bundle at this path computes. `tune` trains the constants of the weights (`tuning`), for which
+    torch must be there.
     """
 
     weights: WeightFormat | None = None
@@ -113,6 +114,7 @@ class ExportOptions:
     tokenizer: bool = True
     predict: str | None = None
     predict_with: Path | None = None
+    tune: bool = False
     threads: int = 2
 
     def __post_init__(self) -> None:
@@ -140,10 +142,25 @@ class ExportOptions:
                 f"{argument('predict_with')} is of the ONNX graph; leave it out, or "
                 f"{argument('format')}"
             )
+        self._check_tune()
         # Evaluated for its refusals.
         _ = policy_named(self.policy)
         if self.threads < 1:
             raise UsageError(about="threads", value=self.threads, possible="give 1 or more")
+
+    def _check_tune(self) -> None:
+        if not self.tune:
+            return
+        if not (self.onnx and (self.weights is None or self.weights.linear == "kvq")):
+            raise UsageError(
+                f"{argument('tune')} is of a graph with {argument('linear', 'kvq')}; leave one of "
+                "them out"
+            )
+        if not self.quality:
+            raise UsageError(
+                f"what {argument('tune')} trains is kept only where it keeps more of the "
+                f"checkpoint, which {argument('no-quality')} does not ask; leave one of them out"
+            )
 
     @property
     def onnx(self) -> bool:

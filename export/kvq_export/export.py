@@ -7,13 +7,14 @@ each have their own module.
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvq.errors import CheckpointError, UsageError, argument
-from kvq.reference_linear import WIDTHS
+from kvq.errors import BackendError, CheckpointError, UsageError, argument
+from kvq.reference_linear import WIDTHS, Grid
 from kvq_export import auxiliary, eight_bits, prediction, quality
 from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
 from kvq_export.checkpoint import holds
@@ -78,10 +79,13 @@ def export_model(
     name = options.name or folder.name
     # Before the long work, and once more when it is done.
     free_destination(folder, force=options.force)
+    if options.tune:
+        _check_torch()
     model = open_model(open_source(source, progress), options)
     weights = _weight_format(model, options, progress)
     options = replace(options, weights=weights)
     _check_prediction(model, options)
+    _check_tuning(model, options)
     original = model.original
     sources = {**original.sources, **model.draft}
     layout = plan_layout(original.config, sources, weights) if options.onnx else None
@@ -93,7 +97,10 @@ def export_model(
         )  # fmt: skip
         manifest = _manifest(name, model, layout, options, files)
         write_manifest(partial, manifest)
+        manifest, gained = _tuned(manifest, model, partial, layout, options, progress)
         manifest = _measured(manifest, model, partial, options, progress)
+        if gained is not None:
+            manifest = replace(manifest, quality={**(manifest.quality or {}), "tuning": gained})
         write_manifest(partial, manifest)
     return Bundle.open(folder)
 
@@ -204,6 +211,54 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
             possible=f"1 to {layers - 1} of this model's {layers} "
             "layers can be computed while the others are predicted",
         )
+
+
+def _check_torch() -> None:
+    """Raises `BackendError` where torch is missing."""
+    if find_spec("torch") is None:
+        raise BackendError(
+            f'{argument("tune")} needs torch: pip install "kvq-runtime[train]"; or leave it out'
+        )
+
+
+def _check_tuning(model: OpenModel, options: ExportOptions) -> None:
+    """Raises `UsageError` or `UnsupportedModelError` for constants that cannot be trained."""
+    if not options.tune:
+        return
+    if model.tokenizer is None:
+        raise UsageError(
+            f"{argument('tune')} reads texts, and a checkpoint without tokenizer.json reads none; "
+            "leave it out"
+        )
+    weights = options.weights
+    if weights is not None and any(form.grid is Grid.MINIMUM for form in weights.others.values()):
+        raise UsageError(
+            f"{argument('tune')} trains what an export rounds, and blocks of this file are kept "
+            f"as they are; leave it out, or ask for {argument('bits')}"
+        )
+    from kvq_export import tuning
+
+    tuning.check_tunable(model.original.config)
+
+
+def _tuned(
+    manifest: Manifest,
+    model: OpenModel,
+    partial: Path,
+    layout: Layout | None,
+    options: ExportOptions,
+    progress: Progress,
+) -> tuple[Manifest, dict[str, Any] | None]:
+    """The manifest of the trained weights, where that was asked for and gained, and what it did."""
+    if not options.tune:
+        return manifest, None
+    assert layout is not None
+    assert model.tokenizer is not None
+    from kvq_export import tuning
+
+    return tuning.tuned(
+        partial, manifest, layout, model.original, model.tokenizer, options, progress
+    )
 
 
 def _weight_format(model: OpenModel, options: ExportOptions, progress: Progress) -> WeightFormat:

@@ -29,12 +29,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         "out", "format", "gguf-type", "wbits", "size", "group", "embedding-bits", "linear",
         "kbits", "vbits", "kv",
-        "kv-policy", *flags.PREDICT_FLAGS, "no-quality", "calibrate", "no-calibrate", "force",
+        "kv-policy", *flags.PREDICT_FLAGS, "no-quality", "calibrate", "no-calibrate", "tune",
+        "force",
         "threads", "offline",
         kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
         vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.v_bits})",
+        tune="train scales, zero points and norms until the bundle answers more like the "
+        "checkpoint: minutes, and needs torch (pip install \"kvq-runtime[train]\")",
         kv_predict="fit what predicts prompts' later keys and values from so many first layers; "
         "auto: the fewest that lose little, by measurement",
         kv_predict_with="fit what makes keys and values of prompts from those of this smaller "
@@ -104,6 +107,7 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
         quality=not arguments.no_quality,
         calibrate=not arguments.no_calibrate,
         calibration_text=_calibration_text(arguments),
+        tune=bool(arguments.tune),
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
 

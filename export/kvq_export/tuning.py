@@ -1,0 +1,254 @@
+"""Trains the constants of a bundle's weights until it answers more like its checkpoint.
+
+The checkpoint reads the texts that ship, but for their ends, and its likeliest answers are kept.
+Then the bundle's weights read them, and their scales, zero points, norms and biases follow the
+gradient of the divergence from those answers; codes stay. Both versions are run by the engine over
+the ends of the texts, which no gradient saw, and what was trained is kept only if its divergence is
+smaller by `LEAST_GAIN`.
+
+Owns the course of the training and that decision; `trainable` owns the arithmetic. Needs torch:
+`export` imports it where tuning is asked for.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvq.config import FLOAT_WIDTH, KvPlan
+from kvq.errors import UnsupportedModelError, argument
+from kvq_export import quality
+from kvq_export.calibrated import report_texts, tuning_texts
+from kvq_export.config import ExportOptions
+from kvq_export.hub_files import unseen
+from kvq_export.layout import Layout
+from kvq_export.quality import Original
+from kvq_export.staging import require_space
+from kvq_export.trainable import Decoder, Matrix, Trainable, tensor_of
+from kvq_export.writer import Progress, write_manifest, write_model
+from kvq_models.config import Attention, Dense, ModelConfig
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.bundle import Bundle
+from kvq_runtime.manifest import DATA_FILE, MODEL_FILE, Manifest
+
+# Of the divergence on text that was not trained on, as a share of it.
+LEAST_GAIN = 0.1
+# Answers of the checkpoint that are kept of each token; the rest count together.
+LIKELY = 256
+# How often the texts are read, a text a step, and Adam's steps at first: of scales as shares of
+# them, of zero points in codes, of norms and biases as they are. Three times these diverge.
+PASSES = 2
+GAIN_STEP, ZERO_STEP, VECTOR_STEP = 3e-4, 3e-3, 3e-4
+BETAS = (0.9, 0.99)
+# Of all steps, in which the first grow.
+WARM = 0.05
+# Texts that the checkpoint reads together: its weights are read from the disk for them.
+_TOGETHER = 8
+_SMALLEST = 1e-6
+
+
+def check_tunable(config: ModelConfig) -> None:
+    """Raises `UnsupportedModelError` for parts of a model that `Decoder` does not know."""
+    unknown = "embeddings of their own in each layer" if config.per_layer is not None else ""
+    for layer in config.layers:
+        mixer = layer.mixer
+        if not isinstance(mixer, Attention):
+            unknown = "layers that do not attend"
+        elif mixer.kv_from is not None:
+            unknown = "layers that read another's keys"
+        elif mixer.output_gate or mixer.value_norm or mixer.growth:
+            unknown = "gated attention, normalised values or queries that grow"
+        if not isinstance(layer.feed, Dense):
+            unknown = "experts"
+    if unknown:
+        raise UnsupportedModelError(
+            f"{argument('tune')} does not know {unknown}, which a {config.model_type} model has; "
+            f"leave it out, or give the weights more bits with {argument('bits')}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Likeliest tokens int64 and their log-probabilities float32, both [T, n]."""
+
+    tokens: Tensor
+    logs: Tensor
+
+
+def tuned(
+    folder: Path,
+    manifest: Manifest,
+    layout: Layout,
+    original: Original,
+    tokenizer: Tokenizer,
+    options: ExportOptions,
+    progress: Progress,
+) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest of the bundle in `folder`, whose weights are replaced if that gains enough.
+
+    And what came of it: `kept`; `before` and `after`, divergences in nats per token; `error`, the
+    standard error of their difference over the texts; `trained_tokens` and `judged_tokens`.
+    """
+    # Twice the data for a while.
+    require_space(folder, layout.num_bytes)
+    outer = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        checkpoint = of_checkpoint(original)
+        texts = tuning_texts(tokenizer, original.config, options.calibration_text)
+        weights = _opened(folder, layout)
+        _train(weights, checkpoint, original, texts, progress)
+        judged = report_texts(tokenizer, original.config)
+        progress(1, 1, "what the checkpoint answers to text that was not trained on")
+        with torch.no_grad():
+            entering = [checkpoint.hidden(tensor_of(ids[None])) for ids in judged]
+        with TemporaryDirectory(dir=folder) as temporary:
+            other = Path(temporary)
+            files = write_model(other, original.config, layout, weights, unseen)
+            files = {name: files[name] for name in (MODEL_FILE, DATA_FILE)}
+            write_manifest(other, replace(manifest, files=files))
+            progress(1, 1, "what tuning gained on text that was not trained on")
+            before, after = (
+                _divergences(one, judged, entering, checkpoint, options.threads)
+                for one in (folder, other)
+            )
+            kept = bool(after.mean() <= (1 - LEAST_GAIN) * before.mean())
+            if kept:
+                os.replace(other / DATA_FILE, folder / DATA_FILE)
+                manifest = replace(manifest, files={**manifest.files, DATA_FILE: files[DATA_FILE]})
+                write_manifest(folder, manifest)
+    finally:
+        torch.set_num_threads(outer)
+    error = (after - before).std(ddof=1) / len(before) ** 0.5 if len(before) > 1 else 0.0
+    return manifest, {
+        "kept": kept,
+        "before": float(before.mean()),
+        "after": float(after.mean()),
+        "error": float(error),
+        "trained_tokens": texts.size,
+        "judged_tokens": judged.size,
+    }
+
+
+def of_checkpoint(original: Original) -> Decoder:
+    """The unquantised model; a few rows of a matrix are in memory."""
+    checkpoint, sources = original.checkpoint, original.sources
+
+    def product(name: str, x: Tensor) -> Tensor:
+        return tensor_of(original.product(name, x.numpy()))
+
+    def vector(name: str) -> Tensor:
+        return tensor_of(checkpoint.read(sources[name]))
+
+    def embed(ids: Tensor) -> Tensor:
+        return tensor_of(checkpoint.read_rows(sources["embed"], ids.numpy()))
+
+    return Decoder(original.config, product, vector, embed)
+
+
+def _opened(folder: Path, layout: Layout) -> Trainable:
+    """The weights of a bundle, in memory: nothing of its files stays open."""
+    bundle = Bundle.open(folder, verify="size")
+    matrices = {
+        name: Matrix(form, bundle.read_codes(name)) for name, form in layout.matrices.items()
+    }
+    vectors = {
+        name: tensor_of(bundle.read_weight(name)).requires_grad_()
+        for name in layout.names
+        if name not in matrices
+    }
+    return Trainable(matrices, vectors)
+
+
+def _train(
+    weights: Trainable,
+    checkpoint: Decoder,
+    original: Original,
+    texts: NDArray[np.int64],
+    progress: Progress,
+) -> None:
+    """Changes `weights`; the same from run to run. `texts` int64 [S, T] are read `PASSES` times."""
+    answers = _answers(checkpoint, texts, progress)
+    decoder = weights.decoder(original.config)
+    groups = [
+        {"params": weights.gains(), "lr": GAIN_STEP},
+        {"params": weights.zeros(), "lr": ZERO_STEP},
+        {"params": list(weights.vectors.values()), "lr": VECTOR_STEP},
+    ]
+    optimizer = torch.optim.Adam([one for one in groups if one["params"]], betas=BETAS)
+    steps = PASSES * len(texts)
+    shares = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_share, steps=steps))
+    random = np.random.default_rng(0)
+    order = np.concatenate([random.permutation(len(texts)) for _ in range(PASSES)])
+    since = monotonic()
+    for step, place in enumerate(order):
+        left = (monotonic() - since) / max(step, 1) * (steps - step)
+        estimate = f", about {left / 60:.0f} min left" if step else ""
+        progress(step, steps, f"tuning, step {step + 1} of {steps}{estimate}")
+        logits = decoder.logits(decoder.hidden(tensor_of(texts[place][None])))
+        optimizer.zero_grad()
+        cast(Any, _loss(logits, answers[int(place)])).backward()
+        cast(Any, optimizer).step()
+        shares.step()
+
+
+def _share(step: int, *, steps: int) -> float:
+    """Of the first step's size: up in a line, then down along a cosine."""
+    return min(1.0, (step + 1) / (WARM * steps)) * (1 + np.cos(np.pi * step / steps)) / 2
+
+
+def _answers(
+    checkpoint: Decoder, texts: NDArray[np.int64], progress: Progress
+) -> Sequence[_Answers]:
+    """What the checkpoint answers to each of `texts` int64 [S, T]."""
+    found: list[_Answers] = []
+    with torch.no_grad():
+        for start in range(0, len(texts), _TOGETHER):
+            progress(start, len(texts), "what the checkpoint answers")
+            group = tensor_of(texts[start : start + _TOGETHER])
+            entering = checkpoint.hidden(group).view(*group.shape, -1)
+            for hidden in entering:
+                logs = checkpoint.logits(hidden).log_softmax(dim=-1)
+                best = logs.topk(min(LIKELY, logs.shape[1]), dim=-1)
+                found.append(_Answers(best.indices, best.values))
+    return found
+
+
+def _loss(logits: Tensor, answers: _Answers) -> Tensor:
+    """Divergence in nats per token from `answers` of what `logits` [T, vocab] say."""
+    found = logits.log_softmax(dim=-1).gather(1, answers.tokens)
+    known = answers.logs.exp()
+    rest, left = ((1 - one.sum(dim=1)).clamp(min=_SMALLEST) for one in (known, found.exp()))
+    likely = (known * (answers.logs - found)).sum(dim=1)
+    return (likely + rest * (rest.log() - left.log())).mean()
+
+
+def _divergences(
+    folder: Path,
+    texts: NDArray[np.int64],
+    entering: Sequence[Tensor],
+    checkpoint: Decoder,
+    threads: int,
+) -> NDArray[np.float64]:
+    """Nats per token of each of `texts`, as the engine runs the bundle, cache unquantised.
+
+    `entering` is what enters the checkpoint's head, float32 [T, hidden] each.
+    """
+    exact = KvPlan(k_bits=FLOAT_WIDTH, v_bits=FLOAT_WIDTH)
+    nats: list[float] = []
+    with quality.engine_run(Bundle.open(folder, verify="size"), threads) as run:
+        for ids, hidden in zip(texts, entering, strict=True):
+            with torch.no_grad():
+                expected = quality.log_softmax(checkpoint.logits(hidden).numpy())
+            found = quality.log_softmax(run(exact, ids))
+            nats.append(float(quality.divergences(expected, found).mean()))
+    return np.array(nats)

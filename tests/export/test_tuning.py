@@ -1,0 +1,225 @@
+"""Constants of weights, trained towards the checkpoint's answers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvq.errors import BackendError, KvqError, UnsupportedModelError, UsageError
+from kvq.reference_linear import BlockFormat, Grid, PanelFormat, dequantize
+from kvq_apps.output import verdict_rows
+from kvq_export import export, tuning
+from kvq_export.calibrated import report_texts, tuning_texts
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_export.hub_files import unseen
+from kvq_export.layout import plan_layout
+from kvq_export.trainable import Matrix
+from kvq_export.weights import quantize
+from kvq_models.embedded import embedded_folder
+from kvq_models.registry import read_checkpoint
+from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.bundle import Bundle
+from originals import original_of
+from tiny import CASES, make_checkpoint, make_llama_checkpoint
+
+WEIGHTS = WeightFormat(bits=4)
+UNKNOWN = {
+    "olmoe": "experts",
+    "qwen3-moe": "experts",
+    "mixtral": "experts",
+    "lfm2": "layers that do not attend",
+    "qwen3-5": "gated attention",
+    "gemma4": "another's keys",
+    "gemma4-keys": "normalised values",
+    "gemma4-experts": "experts",
+    "ministral3": "queries that grow",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_computes_what_the_reference_does_or_says_what_it_does_not_know(
+    case: str, tmp_path: Path
+) -> None:
+    original = original_of(make_checkpoint(case, tmp_path))
+    if case in UNKNOWN:
+        with pytest.raises(UnsupportedModelError, match=UNKNOWN[case]) as refused:
+            tuning.check_tunable(original.config)
+        assert original.config.model_type in str(refused.value)
+        return
+    tuning.check_tunable(original.config)
+    texts = np.random.default_rng(0).integers(1, original.config.vocab_size, (2, 40))
+    decoder = tuning.of_checkpoint(original)
+    found = decoder.logits(decoder.hidden(torch.from_numpy(texts))).numpy().reshape(2, 40, -1)
+    for ids, logits in zip(texts, found, strict=True):
+        np.testing.assert_allclose(logits, original.logits(ids), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("grid", [Grid.SYMMETRIC, Grid.ZERO_POINT])
+def test_gradients_are_those_of_the_weights_that_are_stored(grid: Grid) -> None:
+    rows, columns, form = 20, 50, BlockFormat(bits=4, block=32, grid=grid)
+    random = np.random.default_rng(1)
+    blocks = quantize(random.standard_normal((rows, columns), np.float32), form)
+    matrix = Matrix(PanelFormat.of(form, (rows, columns)), blocks)
+    x = torch.from_numpy(random.standard_normal((7, columns), np.float32)).requires_grad_()
+    given = torch.from_numpy(random.standard_normal((7, rows), np.float32))
+    (matrix.product(x) * given).sum().backward()
+    found = [x.grad, matrix.gain.grad, None if matrix.zeros is None else matrix.zeros.grad]
+
+    # The same by torch's own gradients, over weights that are there as a whole.
+    matrix.gain.grad = x.grad = None
+    if matrix.zeros is not None:
+        matrix.zeros.grad = None
+    (x @ matrix.rows(torch.arange(rows)).T * given).sum().backward()
+    expected = [x.grad, matrix.gain.grad, None if matrix.zeros is None else matrix.zeros.grad]
+    for one, other in zip(found, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+        assert float(other.abs().max()) > 0.01
+
+
+def test_what_is_multiplied_by_is_what_is_stored() -> None:
+    """Also once constants have left the places that a panel can keep."""
+    form = BlockFormat(bits=4, block=32, grid=Grid.ZERO_POINT)
+    random = np.random.default_rng(2)
+    blocks = quantize(random.standard_normal((20, 64), np.float32), form)
+    matrix = Matrix(PanelFormat.of(form, (20, 64)), blocks)
+    assert matrix.zeros is not None
+    with torch.no_grad():
+        matrix.gain += 0.01 * torch.randn_like(matrix.gain)
+        matrix.zeros += torch.randn_like(matrix.zeros)
+        matrix.zeros[0, 0], matrix.zeros[1, 1] = -3, 40
+    stored = matrix.blocks(slice(0, 20))
+    np.testing.assert_array_equal(stored.codes, blocks.codes)
+    assert stored.offsets is not None
+    assert (stored.offsets[0, 0], stored.offsets[1, 1]) == (0, 255)
+    with torch.no_grad():
+        multiplied = matrix.product(torch.eye(64)).T.numpy()
+        rows = matrix.rows(torch.arange(20)).numpy()
+    np.testing.assert_allclose(multiplied, dequantize(stored, 4), atol=1e-6)
+    np.testing.assert_allclose(rows, dequantize(stored, 4), atol=1e-6)
+
+
+# A whole bundle
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few texts, short ones, read once with larger steps."""
+    whole = tuning.tuning_texts
+    monkeypatch.setattr(tuning, "tuning_texts", lambda *asked: whole(*asked)[::5, :96])
+    monkeypatch.setattr(tuning, "report_texts", lambda *asked: report_texts(*asked)[::2, :48])
+    monkeypatch.setattr(tuning, "PASSES", 1)
+    for name in ("GAIN_STEP", "ZERO_STEP", "VECTOR_STEP"):
+        monkeypatch.setattr(tuning, name, 3 * getattr(tuning, name))
+
+
+def tuned(folder: Path) -> tuple[Bundle, dict[str, float]]:
+    """The bundle that `tuning` makes of nano's at `folder`."""
+    source = embedded_folder("nano")
+    assert source is not None
+    original, bundle = original_of(source), Bundle.open(folder)
+    tokenizer = bundle.tokenizer()
+    assert tokenizer is not None
+    layout = plan_layout(original.config, original.sources, WEIGHTS)
+    options = ExportOptions(weights=WEIGHTS, threads=1, tune=True)
+    found = tuning.tuned(folder, bundle.manifest, layout, original, tokenizer, options, unseen)
+    opened = Bundle.open(folder)
+    assert opened.manifest.files == found[0].files
+    return opened, found[1]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_tuned_bundle_answers_more_like_its_checkpoint(tmp_path: Path) -> None:
+    source = embedded_folder("nano")
+    assert source is not None
+    asked = ExportOptions(weights=WEIGHTS, calibrate=False, quality=False, threads=1)
+    plain = export_model(source, tmp_path / "plain", asked)
+    for name in ("first", "second"):
+        shutil.copytree(plain.path, tmp_path / name)
+    first, found = tuned(tmp_path / "first")
+    assert found["kept"]
+    assert found["after"] + 3 * found["error"] < 0.9 * found["before"]
+    # An ordinary bundle: the same files of the same sizes, the same codes, other constants.
+    for name, info in plain.manifest.files.items():
+        assert first.manifest.files[name].num_bytes == info.num_bytes
+    assert {path.name for path in first.path.iterdir()} == {
+        path.name for path in plain.path.iterdir()
+    }
+    stored = plain.manifest.weights
+    assert stored is not None
+    for name in stored.formats:
+        ours, theirs = first.read_codes(name), plain.read_codes(name)
+        np.testing.assert_array_equal(ours.codes, theirs.codes)
+        assert (ours.scales != theirs.scales).any()
+    norms = [one.read_weight("layers.0.attn_norm") for one in (plain, first)]
+    assert (norms[0] != norms[1]).any()
+    second, _ = tuned(tmp_path / "second")
+    assert second.fingerprint == first.fingerprint != plain.fingerprint
+
+
+@pytest.mark.usefixtures("short")
+def test_weights_that_gained_too_little_stay_as_they_were_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model's answers to one text say nothing of those to another."""
+    source = make_llama_checkpoint(tmp_path / "source", dtype="float32")
+    plain = export_model(source, tmp_path / "plain", ExportOptions(weights=WEIGHTS, quality=False))
+    told: list[str] = []
+    tried = export_model(
+        source,
+        tmp_path / "tried",
+        ExportOptions(weights=WEIGHTS, tune=True),
+        lambda done, total, label: told.append(label),
+    )
+    assert tried.fingerprint == plain.fingerprint
+    found = json.loads((tried.path / "kvq.json").read_text())["quality"]["tuning"]
+    assert not found["kept"]
+    assert found["after"] != found["before"]
+    assert found["judged_tokens"] == 3 * 48
+    assert any("min left" in label for label in told)
+    rows = dict(verdict_rows({"quality": tried.manifest.quality, "path": "b", "source": {}}))
+    assert "the weights stay as they were rounded" in rows["tuning"]
+    assert f"{found['after']:.4f}" in rows["tuning"]
+
+
+def test_no_text_is_trained_on_and_judged(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", dtype="float32")
+    family, config, _ = read_checkpoint(source)
+    tokenizer = Tokenizer.from_checkpoint(source, family, config)
+    trained = tokenizer.decode(tuning_texts(tokenizer, config).ravel().tolist())
+    for row in report_texts(tokenizer, config):
+        assert tokenizer.decode(row[150:200].tolist()) not in trained
+    given = tuning_texts(tokenizer, config, "one two three " * 500)
+    assert "one two three" in tokenizer.decode(given[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"quality": False}, "leave one of them out"),
+        ({"format": "gguf"}, "is of a graph"),
+        ({"weights": WeightFormat(linear="ort")}, "is of a graph"),
+    ],
+)
+def test_options_that_contradict_are_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        ExportOptions(tune=True, **options)  # type: ignore[arg-type]
+
+
+def test_what_it_needs_is_asked_for_before_the_long_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_llama_checkpoint(tmp_path / "source")
+    asked = ExportOptions(tune=True, tokenizer=False)
+    with pytest.raises(KvqError, match="reads texts"):
+        export_model(source, tmp_path / "b", asked)
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="kvq-runtime\\[train\\]"):
+        export_model(source, tmp_path / "b", ExportOptions(tune=True))
+    assert not (tmp_path / "b").exists()
