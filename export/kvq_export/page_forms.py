@@ -1,8 +1,9 @@
 """How the pages of every KV head are best encoded, `kvq.config.PageForm`: what makes noise least.
 
-A text is read into 8-bit pages of either form. The noise of logits is sum_d E[q_d^2] range_d^2 up
-to a factor, in the basis that keys are stored in; that of values the mean square of the ranges, of
-tokens or of channels.
+A text is read into 8-bit pages of either form, and after every chunk of it noise is looked at. That
+of logits is sum_d E[q_d^2] range_d^2 up to a factor, in the basis that keys are stored in. That of
+values is what rounding them changes of the newest queries' attention output: a token that no query
+reads may have any error, and in some heads its values are by far the largest of a page.
 """
 
 from importlib import resources
@@ -67,23 +68,25 @@ def _noise(
         observed=True,
     )
     cache = open_cache(asked.resolved(), engine=backend.cache_kind)
+    places: list[list[tuple[Floats, Floats]]] = []
     try:
         for start in range(0, len(ids), CHUNK_TOKENS):
             part = ids[start : start + CHUNK_TOKENS]
             forward_chain(backend, cache, part, np.arange(0))
-        return [_noise_of(part) for part in cache.parts]
+            places.append([_noise_of(part) for part in cache.parts])
     finally:
         cache.close()
+    both = (zip(*of_class, strict=True) for of_class in zip(*places, strict=True))
+    return [(np.sum(keys, axis=0), np.sum(values, axis=0)) for keys, values in both]
 
 
 def _noise_of(cache: Cache) -> tuple[Floats, Floats]:
-    """As `_noise`, of one class."""
+    """As `_noise`, of one class at one place of the text, summed over pages."""
     shape, evidence = cache.shape, cache.evidence()
     assert evidence.attention is not None
-    keys, values = np.zeros((2, shape.num_layers, shape.num_kv_heads))
+    keys = np.zeros((shape.num_layers, shape.num_kv_heads))
     for layer, query_square in enumerate(evidence.attention.query_square):
         spans = evidence.constants(layer)
-        key_square = np.square(spans.key_range).mean(axis=1, dtype=np.float64)
+        key_square = np.square(spans.key_range).sum(axis=1, dtype=np.float64)
         keys[layer] = (query_square * key_square).sum(axis=-1)
-        values[layer] = np.square(spans.value_range).mean(axis=(1, 2), dtype=np.float64)
-    return keys, values
+    return keys, evidence.attention.value_error.sum(axis=2, dtype=np.float64)

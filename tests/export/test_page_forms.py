@@ -9,8 +9,16 @@ import pytest
 
 import tiny
 from kvq.cache import Cache
-from kvq.config import DEFAULT_POLICY, PageForm
+from kvq.config import (
+    DEFAULT_POLICY,
+    PAGE_TOKENS,
+    AttentionParams,
+    CacheShape,
+    KvPlan,
+    PageForm,
+)
 from kvq.policies import policy_named
+from kvq.sizing import CacheSpec
 from kvq_apps.cli import main
 from kvq_export import page_forms
 from kvq_export.config import ExportOptions
@@ -79,6 +87,50 @@ def test_a_loud_channel_that_no_query_reads_is_noise_only_once_it_is_spread(
     backend.close()
     assert turned[0, 0] > 20 * plain[0, 0]
     assert (turned[1] < 3 * plain[1]).all()
+
+
+@pytest.mark.parametrize("loudest", [17.0, 1000.0])
+def test_values_that_no_query_reads_may_be_as_loud_as_they_like(loudest: float) -> None:
+    """Channels lie apart, so a grid of channels is finer until one token of a page spoils one."""
+    dim, tokens, loud = 64, 4 * PAGE_TOKENS, slice(30, None, PAGE_TOKENS)
+    rng = np.random.default_rng(0)
+    query = np.zeros((tokens, dim), np.float32)
+    key, value = rng.normal(scale=0.1, size=(2, tokens, dim)).astype(np.float32)
+    value += np.arange(dim, dtype=np.float32) / 4
+    query[:, 0], key[loud, 0], value[loud, 5] = 8, -100, loudest
+    noise = {
+        form: values[0, 0]
+        for form in (PageForm.PLAIN, PageForm.CHANNEL_VALUES)
+        for _, values in [_noise_of_rows(form, np.concatenate([query, key, value], axis=1))]
+    }
+    ratio = noise[PageForm.CHANNEL_VALUES] / noise[PageForm.PLAIN]
+    assert ratio < 0.1 if loudest < 20 else ratio > 10
+
+
+def _noise_of_rows(form: PageForm, qkv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What `_noise_of` tells of a cache of one head that has read the rows [T, 3 D]."""
+    tokens, dim = len(qkv), qkv.shape[1] // 3
+    shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=dim)
+    asked = CacheSpec(
+        shape=shape,
+        plan=KvPlan(k_bits=8, v_bits=8),
+        context_tokens=tokens,
+        chunk_tokens=PAGE_TOKENS,
+        policy="oldest",
+        observed=True,
+        forms=(form,),
+    )
+    cache = Cache(asked.resolved())
+    layer = AttentionParams(layer=0, num_heads=1, num_kv_heads=1, head_dim=dim, scale=dim**-0.5)
+    try:
+        for start in range(0, tokens, PAGE_TOKENS):
+            cache.begin(PAGE_TOKENS)
+            where = np.arange(start, start + PAGE_TOKENS)
+            cache.attend(layer, qkv[where], where, np.zeros(dim // 2, np.float32))
+            cache.commit(PAGE_TOKENS)
+        return page_forms._noise_of(cache)
+    finally:
+        cache.close()
 
 
 def test_the_same_bundle_gets_the_same_forms(source: Path, bundle: Bundle) -> None:
