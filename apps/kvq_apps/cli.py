@@ -126,6 +126,8 @@ def _threads_that_pay() -> int:
 def _explained(error: Exception) -> Exception:
     """A full disk and a full memory are nobody's fault, and say so."""
     if isinstance(error, MemoryError) or _UNMAPPED.search(str(error)):
+        # What failed holds its memory by its frames: to say so takes some, too.
+        error.__traceback__ = error.__context__ = None
         return UsageError(
             f"there is not enough memory for this ({str(error) or 'none is left'}); close other "
             "programs, raise the limit (`ulimit -v`), or use a smaller model, "
