@@ -46,7 +46,7 @@ LEAST_GAIN = 0.1
 LIKELY = 256
 # How often the texts are read, a text a step, and Adam's steps at first: of scales as shares of
 # them, of zero points in codes, of norms and biases as they are. Three times these diverge.
-PASSES = 2
+PASSES = 4
 GAIN_STEP, ZERO_STEP, VECTOR_STEP = 3e-4, 3e-3, 3e-4
 BETAS = (0.9, 0.99)
 # Of all steps, in which the first grow.
@@ -65,8 +65,10 @@ def check_tunable(config: ModelConfig) -> None:
             unknown = "layers that do not attend"
         elif mixer.kv_from is not None:
             unknown = "layers that read another's keys"
-        elif mixer.output_gate or mixer.value_norm or mixer.growth:
+        elif mixer.output_gate or mixer.head_gate or mixer.value_norm or mixer.growth:
             unknown = "gated attention, normalised values or queries that grow"
+        elif mixer.sinks:
+            unknown = "sinks of attention"
         if not isinstance(layer.feed, Dense):
             unknown = "experts"
     if unknown:

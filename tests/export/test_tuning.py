@@ -36,6 +36,11 @@ UNKNOWN = {
     "gemma4": "another's keys",
     "gemma4-keys": "normalised values",
     "gemma4-experts": "experts",
+    "gpt-oss": "experts",
+    "qwen3-5-moe": "experts",
+    "qwen3-next": "experts",
+    "lfm2-moe": "experts",
+    "lfm3": "gated attention",
     "ministral3": "queries that grow",
 }
 
