@@ -12,17 +12,15 @@ from kvq import native
 from kvq.errors import BackendError, UnsupportedModelError, UsageError
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
-from logits import divergence, prompt
+from logits import divergence, generated, prompt
 from shelf import Shelf
 from tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 CONTEXT, STEPS = 600, 24
-GREEDY = Sampling(temperature=0)
 TEXT = prompt(300)
 
 
@@ -41,10 +39,6 @@ def engine(source: Path, shelf: Shelf) -> Iterator[Engine]:
 def opened(engine: Engine, **options: Any) -> Session[Any]:
     wanted = {"context_tokens": CONTEXT, "kv": "fp", "draft": lambda: None, "chunk_tokens": 64}
     return engine.session(**wanted | options)
-
-
-def goes_on(session: Session[Any], tokens: int = STEPS) -> list[int]:
-    return [step.token for step in session.generate(tokens, sampling=GREEDY, stop_ids=[])]
 
 
 def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
@@ -71,10 +65,10 @@ def test_drafters_change_nothing(engine: Engine, drafter: str, kv: str) -> None:
     for draft in (None, drafter_named(drafter)):
         with opened(engine, kv=kv, draft=lambda own=draft: own) as session:
             session.prefill(TEXT)
-            found.append(goes_on(session, 40))
+            found.append(generated(session, 40))
             session.rollback(30)
             session.prefill(TEXT[:20])
-            found[-1] += goes_on(session)
+            found[-1] += generated(session, STEPS)
     assert found[0] == found[1]
 
 
@@ -82,9 +76,9 @@ def test_what_is_saved_goes_on(engine: Engine, tmp_path: Path) -> None:
     with opened(engine, kv="4:4") as session, opened(engine, kv="4:4") as other:
         session.prefill(TEXT)
         session.save(tmp_path / "saved")
-        expected = goes_on(session)
+        expected = generated(session, STEPS)
         other.load(tmp_path / "saved")
-        assert goes_on(other) == expected
+        assert generated(other, STEPS) == expected
 
 
 def test_an_edit_is_near_what_is_computed_anew(engine: Engine) -> None:
@@ -94,7 +88,7 @@ def test_an_edit_is_near_what_is_computed_anew(engine: Engine) -> None:
         session.align(new, edits=True)
         for one, text in ((session, []), (fresh, new)):
             one.prefill(text)
-        found, expected = goes_on(session), goes_on(fresh)
+        found, expected = generated(session, STEPS), generated(fresh, STEPS)
         assert list(session.tokens) == [*new, *found]
         assert list(fresh.tokens) == [*new, *expected]
 
@@ -105,7 +99,7 @@ def test_a_window_holds_no_more_than_it_sees(engine: Engine) -> None:
     for context in (2_000, 4_000):
         with opened(engine, kv="8:8", context_tokens=context, kv_budget=f"{context}tok") as session:
             session.prefill(prompt(1_500))
-            assert len(goes_on(session)) == STEPS
+            assert len(generated(session, STEPS)) == STEPS
             window, whole = session.sequence.cache.parts
             assert (window.arena.spec.windows, whole.arena.spec.windows) == ((24,), (0,))
             assert len(window.columns()[0]) < 8 < 22 <= len(whole.columns()[0])

@@ -17,20 +17,18 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_runtime.backends import Mode
 from kvq_runtime.bundle import Bundle
-from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.graph_check import check_graph
 from kvq_runtime.sequence import forward_all
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
-from logits import prompt
+from logits import generated, prompt
 from sequences import advance
 from shelf import Shelf
 from tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 CONTEXT = 700
-GREEDY = Sampling(temperature=0)
 # Two conversations after one system prompt, and a text that shares nothing with them.
 SYSTEM = prompt(150)
 TEXTS = ([*SYSTEM, *prompt(40)], [*SYSTEM, *prompt(25)[::-1]], prompt(310)[::-1])
@@ -74,10 +72,6 @@ def opened(engine: Engine, **options: Any) -> Session[Any]:
     return engine.session(**wanted | options)
 
 
-def goes_on(session: Session[Any], tokens: int = STEPS) -> list[int]:
-    return [step.token for step in session.generate(tokens, sampling=GREEDY, stop_ids=[])]
-
-
 @pytest.fixture(scope="module")
 def answers(engine: Engine) -> list[list[int]]:
     """What follows each of `TEXTS`, decoded one by one in sessions of their own."""
@@ -85,7 +79,7 @@ def answers(engine: Engine) -> list[list[int]]:
     for text in TEXTS:
         with opened(engine) as session:
             session.prefill(text)
-            found.append(goes_on(session))
+            found.append(generated(session, STEPS))
     assert len({tuple(one) for one in found}) == len(TEXTS)
     return found
 
@@ -114,7 +108,7 @@ def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
             branch.commit([0, 2, 3])
         steps.sequence.append([7, 9, 10])
         advance(steps.sequence, 1)
-        assert goes_on(tree) == goes_on(steps)
+        assert generated(tree, STEPS) == generated(steps, STEPS)
 
 
 @pytest.mark.parametrize("name", ["reference", "float"])
@@ -176,7 +170,7 @@ def test_random_traces_answer_as_plain_decoding_does(
             while done < STEPS - 8:
                 match int(draw.integers(6)):
                     case 0:
-                        step = goes_on(session, 1)
+                        step = generated(session, 1)
                         assert step == [answer[done]], (seed, done)
                     case 1 | 2:
                         drafted(session, answer[done:], draw)
@@ -203,7 +197,7 @@ def test_a_prefix_is_computed_again_once(
 ) -> None:
     with opened(engine) as session:
         session.prefill(TEXTS[0])
-        assert goes_on(session) == answers[0]
+        assert generated(session, STEPS) == answers[0]
         # The prompt's end is a place that is remembered; the system prompt's end is from then on.
         session.rollback(STEPS)
         # A delta net remembers few places, of a prompt where its last chunk begins.
@@ -212,9 +206,9 @@ def test_a_prefix_is_computed_again_once(
         }[OTHERS[case]]  # fmt: skip
         assert len(session.sequence.due()) == due
         assert session.align(TEXTS[1]) == first
-        assert goes_on(session) == answers[1]
+        assert generated(session, STEPS) == answers[1]
         assert session.align(TEXTS[0]) == second
-        assert goes_on(session) == answers[0]
+        assert generated(session, STEPS) == answers[0]
 
 
 @pytest.mark.parametrize("drafter", ["auto", "lookup", "suffix", "recycle", "quantspec"])
@@ -228,7 +222,7 @@ def test_drafters_change_nothing(engine: Engine, answers: list[list[int]], draft
                 wanted = []
                 for one in (plain, session):
                     one.align(text)
-                    wanted.append(goes_on(one))
+                    wanted.append(generated(one, STEPS))
                 assert wanted[0] == wanted[1]
                 assert kv != "fp" or wanted[0] == answers[TEXTS.index(text)]
 
@@ -263,7 +257,7 @@ def test_an_edit_computes_what_follows_again(
         assert f"{OTHERS[case]} remember" in caplog.text
         assert session.sequence.staleness.stale == 0
         fresh.prefill(new)
-        assert goes_on(session) == goes_on(fresh)
+        assert generated(session, STEPS) == generated(fresh, STEPS)
 
 
 def test_a_tight_budget_gives_up_pages_and_no_rows(engine: Engine) -> None:
@@ -272,9 +266,9 @@ def test_a_tight_budget_gives_up_pages_and_no_rows(engine: Engine) -> None:
     with opened(engine, kv="4:4", kv_budget=least + 20_000) as session:
         session.prefill([*TEXTS[2], *TEXTS[0]])
         assert session.stats().kv_bytes_peak <= least + 20_000
-        assert len(goes_on(session)) == STEPS
+        assert len(generated(session, STEPS)) == STEPS
         session.rollback(30)
-        assert len(goes_on(session)) == STEPS
+        assert len(generated(session, STEPS)) == STEPS
 
 
 @pytest.mark.slow
@@ -306,7 +300,7 @@ def test_what_going_back_computed_again_is_told(engine: Engine, case: str) -> No
     turn = [*SYSTEM, min(end), *prompt(90)]
     with opened(engine) as session:
         session.prefill([*turn, *prompt(100)[::-1]])
-        goes_on(session, 20)
+        generated(session, 20)
         assert session.stats().recomputed_tokens == 0
         session.align([*turn, *prompt(50)])
         stats = session.stats()

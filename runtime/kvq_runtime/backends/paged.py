@@ -68,8 +68,9 @@ class PagedBackend(ABC):
         if head is None:
             raise BackendError(
                 f"{self.model.name} has no draft head; Qwen 3.5 models have one, in the tensors "
-                "mtp.* of their checkpoints, which older exports left out: export such a "
-                f"checkpoint again, or choose {argument('draft')} auto"
+                "mtp.* of their checkpoints. Older exports left it out, and any export leaves out "
+                "one of several layers or of experts: export a checkpoint whose head is one dense "
+                f"layer again, or choose {argument('draft')} auto"
             )
         with self._opening:
             if self._draft_head is None:
