@@ -3,31 +3,35 @@
 A checkpoint is run in numpy, matrix after matrix: when the text reaches one, the second moments of
 its inputs are taken, it is rounded (`gptq`), and what follows is computed with the rounded one. So
 a matrix is rounded for the inputs it will have, one matrix and its moments are in memory, and the
-writer gets them in the order of the file. Embeddings and the head are rounded plainly: a row of
-an embedding is used by itself, and a head of 8 bits loses nothing. Experts of a layer share the
-moments of what enters all of them: of its own a rare one would see too few.
+writer gets them in the order of the file. Beside it the checkpoint itself is run over the same
+text: a matrix is rounded to give from its own inputs what the checkpoint's gives from its exact
+ones (`gptq.matched`), so that it makes up for what was rounded before it. Embeddings and the head
+are rounded plainly: a row of an embedding is used by itself, and a head of 8 bits loses nothing.
+Experts of a layer share the moments of what enters all of them, for of its own a rare one would see
+too few; they make up for nothing, as the two runs may choose different ones.
 """
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import resources
 from itertools import chain
-from queue import Full, Queue
+from queue import Empty, Full, Queue
 from threading import Event, Thread
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
 from kvq.reference_linear import PANEL_ROWS, Blocks, PanelFormat, dequantize
-from kvq_export.gptq import factor, quantize_with
+from kvq_export.gptq import factor, matched, quantize_with
 from kvq_export.quality import Original, token_limit
-from kvq_export.stand_ins import Product, Rows, SegmentedAttention, Stack
+from kvq_export.stand_ins import Multiply, Product, Rows, SegmentedAttention, Stack
 from kvq_export.weights import joined
 from kvq_export.writer import CheckpointWeights
 from kvq_models.config import ModelConfig
 from kvq_models.family import is_stack
-from kvq_models.reference import forward
+from kvq_models.reference import Weights, forward
 from kvq_models.tokenizer import Tokenizer
 
 # Tokens that are read together; texts are cut there.
@@ -42,6 +46,7 @@ REPORT_TEXTS = 6
 # Matrices that are rounded plainly.
 ENDS = ("embed", "head", "per_layer_embed")
 _WAIT_S = 0.2
+T = TypeVar("T")
 
 
 def calibration_segments(
@@ -126,9 +131,16 @@ class CalibratedWeights:
         self._plain = CheckpointWeights(original.checkpoint, original.sources, threads)
         self._formats = formats
         self._segments = segments
-        self._ready: Queue[tuple[str, Blocks] | BaseException] = Queue(maxsize=1)
-        self._stopped = Event()
-        self._run = Thread(target=self._compute, name="kvq-calibrate", daemon=True)
+        stopped = Event()
+        self._found = _Relay[tuple[str, Blocks]](stopped)
+        self._exact = _Relay[tuple[str, np.ndarray, np.ndarray]](stopped)
+        self._runs = [
+            Thread(target=self._run, args=run, name=f"kvq-calibrate-{relay}", daemon=True)
+            for relay, run in {
+                "exact": (self._exact_weight, self._exact),
+                "rounded": (self._weight, self._found),
+            }.items()
+        ]
 
     def vector(self, name: str) -> np.ndarray:
         """See `WeightReader.vector`."""
@@ -139,57 +151,72 @@ class CalibratedWeights:
         return self._plain.matrix(name, form) if name in ENDS else self._rounded(name)
 
     def close(self) -> None:
-        """Ends the run, wherever it is."""
-        self._stopped.set()
-        if self._run.ident is not None:
-            self._run.join()
+        """Ends the runs, wherever they are."""
+        self._found.stopped.set()
+        for run in self._runs:
+            if run.ident is not None:
+                run.join()
 
     def _rounded(self, name: str) -> Iterator[Blocks]:
-        if self._run.ident is None:
-            self._run.start()
-        found = self._ready.get()
-        if isinstance(found, BaseException):
-            raise found
-        assert found[0] == name, f"{found[0]} was rounded, {name} is asked for"
-        step = PANEL_ROWS * max(1, (1 << 20) // found[1].codes.shape[1] // PANEL_ROWS)
-        for start in range(0, len(found[1].codes), step):
-            yield found[1].picked(slice(start, start + step))
+        if self._runs[0].ident is None:
+            for run in self._runs:
+                run.start()
+        found, blocks = self._found.take()
+        assert found == name, f"{found} was rounded, {name} is asked for"
+        step = PANEL_ROWS * max(1, (1 << 20) // blocks.codes.shape[1] // PANEL_ROWS)
+        for start in range(0, len(blocks.codes), step):
+            yield blocks.picked(slice(start, start + step))
 
-    def _compute(self) -> None:
+    def _run(self, weight: Weights, relay: "_Relay[Any]") -> None:
         config, segments = self._original.config, self._segments
         positions = np.tile(np.arange(segments.shape[1], dtype=np.int64), len(segments))
         attend = SegmentedAttention(len(segments))
-        try:
-            # The last layer's output is of no use: no row of it is asked for.
-            forward(config, self._weight, segments.ravel(), positions, attend, slice(0, 0))
-        except _NobodyWaitsError:
-            pass
-        except BaseException as error:  # noqa: BLE001  told to the thread that waits
-            self._give(error)
+        with suppress(_NobodyWaitsError):
+            try:
+                # The last layer's output is of no use: no row of it is asked for.
+                forward(config, weight, segments.ravel(), positions, attend, slice(0, 0))
+            except Exception as error:  # noqa: BLE001  told to the thread that waits
+                relay.give(error)
+
+    def _exact_weight(self, name: str) -> np.ndarray:
+        if not is_stack(name):
+            return self._read(name, partial(self._multiply_exactly, name))
+        return cast(np.ndarray, Stack(partial(self._original.grouped, name)))
+
+    def _multiply_exactly(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Hands over what enters a matrix, and the matrix."""
+        matrix = self._original.checkpoint.read(self._original.sources[name])
+        self._exact.give((name, x, matrix))
+        return x @ matrix.T
 
     def _weight(self, name: str) -> np.ndarray:
+        if not is_stack(name):
+            return self._read(name, partial(self._multiply, name))
+        return cast(np.ndarray, Stack(partial(self._multiply_experts, name)))
+
+    def _read(self, name: str, multiply: Multiply) -> np.ndarray:
         checkpoint, source = self._original.checkpoint, self._original.sources[name]
         if not source.quantised:
             return checkpoint.read(source)
-        if is_stack(name):
-            return cast(np.ndarray, Stack(partial(self._multiply_experts, name)))
         if name in ENDS:
             return cast(np.ndarray, Rows(partial(checkpoint.read_rows, source), _no_logits))
-        return cast(np.ndarray, Product(partial(self._multiply, name)))
+        return cast(np.ndarray, Product(multiply))
 
     def _multiply(self, name: str, x: np.ndarray) -> np.ndarray:
         """Rounds a matrix for its inputs, hands it over, and multiplies by what it became."""
         checkpoint, source = self._original.checkpoint, self._original.sources[name]
         form = self._formats[name]
+        met, exact, matrix = self._exact.take()
+        assert met == name, f"{met} was met by exact inputs, {name} by others"
         stored = checkpoint.stored(source, form.format)
         if stored is None:
-            lower = factor(x.T @ x, form.block)
-            blocks = quantize_with(checkpoint.read(source), lower, form.format)
-            del lower
+            moments = x.T @ x
+            wanted = matched(matrix, exact, x, moments)
+            blocks = quantize_with(wanted, factor(moments, form.block), form.format)
         else:
             blocks = Blocks(*joined(stored))
         rounded = dequantize(blocks, form.bits)[:, : form.columns]
-        self._give((name, blocks))
+        self._found.give((name, blocks))
         return x @ rounded.T
 
     def _multiply_experts(self, name: str, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -210,15 +237,36 @@ class CalibratedWeights:
                 assert whole is not None
                 blocks = whole.picked(slice(own.start, own.stop))
             outputs.append(rows @ dequantize(blocks, form.bits)[:, : form.columns].T)
-        self._give((name, whole or Blocks(*joined(found))))
+        self._found.give((name, whole or Blocks(*joined(found))))
         return np.concatenate(outputs)
 
-    def _give(self, found: "tuple[str, Blocks] | BaseException") -> None:
-        while not self._stopped.is_set():
+
+class _Relay(Generic[T]):
+    """Hands things from one thread to another, one at a time."""
+
+    def __init__(self, stopped: Event) -> None:
+        self.stopped = stopped
+        self._queue = Queue[T | Exception](maxsize=1)
+
+    def give(self, thing: T | Exception) -> None:
+        """Waits until what was given before is taken."""
+        while not self.stopped.is_set():
             try:
-                return self._ready.put(found, timeout=_WAIT_S)
+                return self._queue.put(thing, timeout=_WAIT_S)
             except Full:
                 continue
+        raise _NobodyWaitsError
+
+    def take(self) -> T:
+        """Waits until something is given; raises what was given to be raised."""
+        while not self.stopped.is_set():
+            try:
+                found = self._queue.get(timeout=_WAIT_S)
+            except Empty:
+                continue
+            if isinstance(found, Exception):
+                raise found
+            return found
         raise _NobodyWaitsError
 
 
