@@ -231,7 +231,9 @@ def _check_tuning(model: OpenModel, options: ExportOptions) -> None:
             "leave it out"
         )
     weights = options.weights
-    if weights is not None and any(form.grid is Grid.MINIMUM for form in weights.others.values()):
+    if weights is not None and any(
+        form.grid in (Grid.MINIMUM, Grid.E2M1) for form in weights.others.values()
+    ):
         raise UsageError(
             f"{argument('tune')} trains what an export rounds, and blocks of this file are kept "
             f"as they are; leave it out, or ask for {argument('bits')}"
