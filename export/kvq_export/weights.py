@@ -172,7 +172,7 @@ def stored_exponents(scales: np.ndarray) -> np.ndarray:
     exponents = powers - 1 + E2M1_BIAS
     if not ((parts == 0.5) & (exponents >= 0) & (exponents <= E2M1_TOP)).all():
         raise CheckpointError(
-            f"of blocks in MXFP4 the scales, {scales.min():.4g} to {scales.max():.4g}, must be powers "
+            f"scales of blocks in MXFP4, here {scales.min():.4g} to {scales.max():.4g}, are powers "
             f"of two up to {2.0 ** (E2M1_TOP - E2M1_BIAS):.4g}; export with {argument('bits')} 8"
         )
     return exponents.astype(np.uint8)

@@ -12,9 +12,9 @@ keeps unsigned codes of 4, 5, 6 or 8 bits, one scale (float16) and, by its grid,
     minimum     float16   SCALE_UNIT * (scale * code + offset)
     e2m1        none      2**(exponent - E2M1_BIAS) * (E2M1_CODES[code] - E2M1_MIDDLE)
 
-The last has codes of 4 bits alone, floating-point numbers of a sign, two bits of exponent and one of
-mantissa: twice each is whole, and one of sixteen levels. Its scale is a power of two, of which a
-block keeps the exponent, uint8, 247 at most: it is MXFP4 of the OCP's microscaling formats as it is.
+The last has codes of 4 bits alone, floating-point numbers of a sign, two bits of exponent and one
+of mantissa: twice each is whole, and one of sixteen levels. Its scale is a power of two, of which a
+block keeps the exponent, uint8, 247 at most: MXFP4 of the OCP's microscaling formats as it is.
 
 Sixteen rows make a **panel** (the last one padded with rows of scale 0), which lies in one piece:
 
@@ -33,8 +33,8 @@ NaN.
 
 **Products.** With `raw` the sum of a block's levels times codes and `sum` that of its levels, both
 exact integers, `dot = raw - middle * sum`, rounded once to float32 (`middle` is what the grid takes
-off a code, 0 of a minimum; of e2m1 it is multiplied what `E2M1_CODES` makes of codes). Blocks are added in order by fused multiply-adds in float32: `total =
-fma(dot, weight_scale * unit, total)` with `unit = SCALE_UNIT * activation_scale`, and of a minimum
+off a code, 0 of a minimum; in place of codes of e2m1 it is `E2M1_CODES` of them). Blocks are added
+in order by fused multiply-adds in float32: `total = fma(dot, weight_scale * unit, total)` with `unit = SCALE_UNIT * activation_scale`, and of a minimum
 then `total = fma(offset, sum * unit, total)`. A row's result therefore does not depend on the rows
 computed with it.
 """

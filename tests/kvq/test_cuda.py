@@ -21,7 +21,7 @@ from emulated import DEVICES, SOURCE, ready
 from kvq import devices, reference, reference_linear
 from kvq.config import AttentionParams
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
-from kvq.reference_linear import WIDTHS, Blocks, Grid, PanelFormat, View
+from kvq.reference_linear import Blocks, Grid, PanelFormat, View
 from matrices import KINDS, matrix
 from shelf import Shelf
 
