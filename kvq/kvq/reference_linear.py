@@ -34,9 +34,9 @@ NaN.
 **Products.** With `raw` the sum of a block's levels times codes and `sum` that of its levels, both
 exact integers, `dot = raw - middle * sum`, rounded once to float32 (`middle` is what the grid takes
 off a code, 0 of a minimum; in place of codes of e2m1 it is `E2M1_CODES` of them). Blocks are added
-in order by fused multiply-adds in float32: `total = fma(dot, weight_scale * unit, total)` with `unit = SCALE_UNIT * activation_scale`, and of a minimum
-then `total = fma(offset, sum * unit, total)`. A row's result therefore does not depend on the rows
-computed with it.
+in order by fused multiply-adds in float32: `total = fma(dot, weight_scale * unit, total)` with
+`unit = SCALE_UNIT * activation_scale`, and of a minimum then `total = fma(offset, sum * unit,
+total)`. A row's result therefore does not depend on the rows computed with it.
 """
 
 from dataclasses import dataclass

@@ -70,8 +70,8 @@ CONV_STEP_TOKENS = 256
 # Of the places that are kept those that were wanted last, at most: marked, or gone back to.
 MOST_WANTED = 8
 # Delta nets: states that are needed, that by which the next token is computed and the one before
-# it; and of how many places further back they are kept, in a budget that holds the whole context,
-# or in a smaller one as many as this share of it has room for.
+# it; and of how many places further back they are kept, in a budget that holds the whole context.
+# In a smaller one it is as many as this share of what it has beyond the least has room for.
 LEAST_DELTA_STATES = 2
 DELTA_PLACES = 4
 PLACES_SHARE = 1 / 4
@@ -472,7 +472,8 @@ class CacheSpec:
     def _affordable_places(self, num_bytes: int) -> int:
         """Of how many places delta nets keep states in a budget less than the whole context's."""
         one = delta_state_bytes(self.delta, 1)
-        return min(DELTA_PLACES, int(num_bytes * PLACES_SHARE) // one) if one else 0
+        free = max(0, num_bytes - self.minimum_bytes)
+        return min(DELTA_PLACES, int(free * PLACES_SHARE) // one) if one else 0
 
     def geometry(self, *, tight: bool, probes: bool, places: int) -> Geometry:
         """The arena's, before its bytes. `tight`: of a cache that cannot hold its whole context.
