@@ -14,7 +14,7 @@ def matrix(form: PanelFormat, seed: int = 0) -> tuple[Blocks, Bytes]:
     codes = np.full((form.rows, form.blocks * form.block), half, np.uint8)
     codes[:, : form.columns] = random.integers(0, 2 * half, (form.rows, form.columns))
     if form.grid is Grid.E2M1:
-        exponents = random.integers(100, 140, (form.rows, form.blocks)).astype(np.uint8)
+        exponents = random.integers(120, 126, (form.rows, form.blocks)).astype(np.uint8)
         exponents[::7, 0], exponents[::5, -1] = 0, 20
         return Blocks(codes, exponents), reference.pack(form, Blocks(codes, exponents))
     scales = random.standard_normal((form.rows, form.blocks)).astype(np.float16)
