@@ -156,11 +156,12 @@ def test_commands_answer_as_a_chat_does(
     bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`kvq run --chat`, a message piped into `kvq chat`, and the chat's app, of several turns."""
-    words = (str(bundle), "--temp", "0", "--kv", "fp", "--threads", "1", "-n", "8")
-    assert main(["run", *words, "--chat", "How many pages?"]) == 0
+    words = ("--temp", "0", "--kv", "fp", "--threads", "1", "-n", "8")
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"")))
+    assert main(["run", str(bundle), "How many pages?", *words, "--chat"]) == 0
     once = capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"How many pages?")))
-    assert main(["chat", *words, "--no-log"]) == 0
+    assert main(["chat", str(bundle), *words, "--no-log"]) == 0
     assert capsys.readouterr().out == once
     app = chat_pilot.run(conversation, local(bundle), max_tokens=8, asked={"temperature": 0})
     first, again = (row.text for row in app.controller.conversation.messages[1::2])
