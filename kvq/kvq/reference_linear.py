@@ -84,19 +84,14 @@ class Grid(IntEnum):
     E2M1 = 3
 
     @property
-    def scale_type(self) -> type[np.uint8] | type[np.float16]:
-        """Of a block's scale as a panel keeps it."""
-        return np.uint8 if self is Grid.E2M1 else np.float16
-
-    @property
     def offset_type(self) -> type[np.uint8] | type[np.float16] | None:
         """Of a block's offset as a panel keeps it."""
         return (None, np.uint8, np.float16, None)[self]
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a block's scale."""
-        return np.dtype(self.scale_type).itemsize
+        """Bytes of a block's scale: float16, or an exponent, uint8."""
+        return 1 if self is Grid.E2M1 else 2
 
     @property
     def block_bytes(self) -> int:
@@ -245,7 +240,9 @@ def unpack(form: PanelFormat, panels: Bytes) -> Blocks:
     fields = panels[:, end : end + form.blocks * PANEL_ROWS * form.grid.block_bytes]
     fields = fields.reshape(len(panels), form.blocks, -1)
     scales_end = form.grid.scale_bytes * PANEL_ROWS
-    scales = _by_row(fields[..., :scales_end], form.grid.scale_type)
+    stored = fields[..., :scales_end]
+    exponents = form.grid is Grid.E2M1
+    scales = _by_row(stored, np.uint8) if exponents else _by_row(stored, np.float16)
     kind = form.grid.offset_type
     offsets = None if kind is None else _by_row(fields[..., scales_end:], kind)
     return Blocks(codes, scales, offsets)
