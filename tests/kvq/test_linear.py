@@ -208,6 +208,18 @@ def test_products_equal_the_definition_for_every_row_count(
 
 @needs_native
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("code", [7, 15])
+def test_the_largest_levels_of_e2m1_do_not_overflow(kernels: str, code: int) -> None:
+    """Sums of a few products lie in 16 bits of some kernels, which hold fewer of these."""
+    native.select_isa(kernels)
+    form = PanelFormat(rows=16, columns=64, bits=4, block=32, grid=Grid.E2M1)
+    blocks = Blocks(np.full((16, 64), code, np.uint8), np.full((16, 2), 127, np.uint8))
+    found = linear(form, reference.pack(form, blocks), np.ones((3, 64), np.float32))
+    np.testing.assert_allclose(found, 64 * 6 * (1 if code == 7 else -1), rtol=1e-6)
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_norm_activation_bias_and_residual(kernels: str, activation: str) -> None:
     from kvq_models.reference import ACTIVATIONS
