@@ -20,7 +20,14 @@ from numpy.typing import DTypeLike
 
 from kvq.errors import CheckpointError
 from kvq.json_values import is_array, is_object
-from kvq.reference_linear import ZERO_PARTS, BlockFormat, Blocks, Grid
+from kvq.reference_linear import (
+    E2M1_CODES,
+    E2M1_MIDDLE,
+    ZERO_PARTS,
+    BlockFormat,
+    Blocks,
+    Grid,
+)
 from kvq_models.config import MOST_EXPERTS
 from kvq_models.family import WeightSource
 from kvq_models.registry import read_json
@@ -282,7 +289,8 @@ class Checkpoint:
         """The narrowest format that holds all of a canonical matrix as the file has it."""
         grids = [self.tensors[part].grid for part in source.parts]
         known = [grid for grid in grids if grid is not None]
-        if len(known) < len(grids) or len({grid.block for grid in known}) > 1:
+        kinds = {(grid.block, grid.grid is Grid.E2M1) for grid in known}
+        if len(known) < len(grids) or len(kinds) > 1:
             return None
         return BlockFormat(
             bits=max(grid.bits for grid in known),
@@ -388,15 +396,24 @@ def _finite(tensor: Tensor, start: int, rows: np.ndarray) -> np.ndarray:
     return rows
 
 
+# What holds the levels of e2m1, too.
+_LEVELS = BlockFormat(bits=5, block=32, grid=Grid.SYMMETRIC)
+
+
 def holds(form: BlockFormat, grid: BlockFormat) -> bool:
     """Whether `form` can keep the very weights on `grid`, whose zero points are whole codes."""
+    if grid.grid is Grid.E2M1 and form.grid is not Grid.E2M1:
+        grid = _LEVELS
     known = grid.grid is Grid.SYMMETRIC or form.grid is grid.grid
     return form.block == grid.block and form.bits >= grid.bits and known
 
 
 def _as_kept(blocks: Blocks, grid: BlockFormat, form: BlockFormat) -> Blocks:
     """The same weights in a format that `holds` them."""
-    if grid.grid is Grid.MINIMUM:
+    if grid.grid is Grid.E2M1 and form.grid is not Grid.E2M1:
+        shift = np.uint8((1 << (_LEVELS.bits - 1)) - E2M1_MIDDLE)
+        grid, blocks = _LEVELS, blocks._replace(codes=E2M1_CODES[blocks.codes] + shift)
+    if grid.grid in (Grid.MINIMUM, Grid.E2M1):
         return blocks
     if grid.grid is Grid.ZERO_POINT:
         assert blocks.offsets is not None

@@ -4,6 +4,7 @@ Owns no format: reading, quantising, the graph, the manifest and the comparison 
 each have their own module.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ from kvq_models.tokenizer import ControlTokens, Tokenizer, TokenizerFiles
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.file_hashes import file_sha256
 from kvq_runtime.manifest import GGUF_FILE, TEMPLATE_FILE, TOKENIZER_FILE, FileInfo, Manifest
+
+logger = logging.getLogger(__name__)
 
 # Room for the graph and the manifest beside the weights.
 _SLACK_BYTES = 4 << 20
@@ -231,7 +234,9 @@ def _check_tuning(model: OpenModel, options: ExportOptions) -> None:
             "leave it out"
         )
     weights = options.weights
-    if weights is not None and any(form.grid is Grid.MINIMUM for form in weights.others.values()):
+    if weights is not None and any(
+        form.grid in (Grid.MINIMUM, Grid.E2M1) for form in weights.others.values()
+    ):
         raise UsageError(
             f"{argument('tune')} trains what an export rounds, and blocks of this file are kept "
             f"as they are; leave it out, or ask for {argument('bits')}"
@@ -322,6 +327,8 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     _ = config.cache_classes
     checkpoint = source.checkpoint(config)
     config = family.with_draft_head(config, checkpoint.tensors)
+    if (reason := family.why_no_draft_head(checkpoint.tensors)) is not None:
+        logger.warning("the draft head of %s (mtp) is left out: %s", source.name, reason)
     sources, draft = source.weight_sources(family, config), family.draft_weights(config)
     checkpoint.check({**sources, **draft}, family.spare(config))
     files = source.tokenizer_files() if options.tokenizer else None

@@ -2,11 +2,8 @@
 
 Owns the layout of X_blocks, uint8 [experts, rows, blocks, 16], two numbers to a byte and the lower
 bits first, and X_scales, uint8 [experts, rows, blocks], exponents that 127 is taken off. A number
-is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 (e2m1 of the OCP microscaling formats). Twice
-that is whole and at most 12, so that codes of 5 bits hold every weight as it is.
-
-Of float scales a bundle keeps powers of two from 2**-31 to 2**8; a block with a smaller one, none
-of whose numbers is worth anything beside others, becomes zeros.
+is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 (e2m1 of the OCP microscaling formats). A bundle
+keeps both as they are (`Grid.E2M1`).
 """
 
 from dataclasses import dataclass, replace
@@ -15,16 +12,20 @@ from pathlib import Path
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.reference_linear import BlockFormat, Blocks, Grid
+from kvq.reference_linear import (
+    E2M1_BIAS,
+    E2M1_TOP,
+    BlockFormat,
+    Blocks,
+    Grid,
+    dequantize,
+    in_weights,
+)
 from kvq_export.checkpoint import Checkpoint, Tensor, TensorEntry, read_bytes
 
 BLOCK = 32
-_BIAS, _NOT_A_NUMBER = 127, 255
-_LEAST_EXPONENT = _BIAS - 31
-_GRID = BlockFormat(bits=5, block=BLOCK, grid=Grid.SYMMETRIC)
-# By the four bits: twice what they stand for, as codes around the middle one.
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
-CODES = (16 + np.concatenate([_DOUBLED, -_DOUBLED])).astype(np.uint8)
+_NOT_A_NUMBER = 255
+_GRID = BlockFormat(bits=4, block=BLOCK, grid=Grid.E2M1)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -57,26 +58,28 @@ class Mxfp4Matrix:
     @property
     def exact(self) -> bool:
         """See `Tensor.exact`."""
-        return bool((self._exponents(0, self.shape[0]) >= _LEAST_EXPONENT).all())
+        return bool((self._exponents(0, self.shape[0]) <= E2M1_TOP).all())
 
     def check(self) -> None:
         """See `Tensor.check`; types and shapes were checked before."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """See `Tensor.read`."""
-        codes, scales, _ = self.read_blocks(start, stop)
-        values = codes.astype(np.float32).reshape(*scales.shape, BLOCK) - np.float32(16)
-        return (values * scales[..., None]).reshape(codes.shape)
+        exponents = self._exponents(start, stop)
+        values = dequantize(in_weights(Blocks(self._codes(start, stop), exponents)), _GRID.bits)
+        values.reshape(*exponents.shape, BLOCK)[exponents == _NOT_A_NUMBER] = np.nan
+        return values
 
     def read_blocks(self, start: int, stop: int) -> Blocks:
         """See `Tensor.read_blocks`; a scale is that of twice the numbers."""
-        row_bytes = self.shape[1] // 2
-        raw = _rows(self.blocks, start, stop, row_bytes)
-        codes = np.stack([CODES[raw & 15], CODES[raw >> 4]], axis=2)
         exponents = self._exponents(start, stop)
-        scales = np.ldexp(np.float32(0.5), exponents.astype(np.int32) - _BIAS)
+        scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - E2M1_BIAS)
         scales[exponents == _NOT_A_NUMBER] = np.nan
-        return Blocks(codes.reshape(stop - start, -1), scales.astype(np.float32))
+        return Blocks(self._codes(start, stop), scales)
+
+    def _codes(self, start: int, stop: int) -> np.ndarray:
+        raw = _rows(self.blocks, start, stop, self.shape[1] // 2)
+        return np.stack([raw & 15, raw >> 4], axis=2).reshape(stop - start, -1)
 
     def _exponents(self, start: int, stop: int) -> np.ndarray:
         return _rows(self.scales, start, stop, self.scales.shape[1])

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from kvq.errors import CheckpointError, argument
 from kvq.reference_linear import (
+    E2M1_BIAS,
+    E2M1_TOP,
     PANEL_ROWS,
     SCALE_UNIT,
     ZERO_PARTS,
@@ -105,7 +107,8 @@ def fit(
     They make the squared errors least, each weighed by its place's `importance` [block]: 1 if it is
     None. The format's grid is symmetric or has a zero point.
     """
-    assert form.grid is not Grid.MINIMUM, "minima come with weights that were quantised before"
+    kept = (Grid.MINIMUM, Grid.E2M1)
+    assert form.grid not in kept, f"{form} is of weights that were quantised before"
     weight = np.ones(len(blocks), np.float32) if importance is None else importance
     weight = (weight / max(float(weight.max()), 1e-30)).astype(np.float32)[:, None]
     if form.grid is Grid.SYMMETRIC:
@@ -158,6 +161,21 @@ def half_scales(scales: np.ndarray) -> np.ndarray:
             f"export with {argument('linear', 'ort')}"
         )
     return halves
+
+
+def stored_exponents(scales: np.ndarray) -> np.ndarray:
+    """Scales of e2m1, float32 in units of the weights, as a panel keeps them: uint8.
+
+    Raises `CheckpointError` for one that is no power of two, or too large.
+    """
+    parts, powers = np.frexp(scales)
+    exponents = powers - 1 + E2M1_BIAS
+    if not ((parts == 0.5) & (exponents >= 0) & (exponents <= E2M1_TOP)).all():
+        raise CheckpointError(
+            f"scales of blocks in MXFP4, here {scales.min():.4g} to {scales.max():.4g}, are powers "
+            f"of two up to {2.0 ** (E2M1_TOP - E2M1_BIAS):.4g}; export with {argument('bits')} 8"
+        )
+    return exponents.astype(np.uint8)
 
 
 def _symmetric(blocks: np.ndarray, bits: int, weight: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from kvq.reference_linear import PANEL_ROWS, Blocks, Grid, PanelFormat, pack
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.graph import build_graph
 from kvq_export.layout import Layout
-from kvq_export.weights import half_scales, quantize_chunks, whole_panels
+from kvq_export.weights import half_scales, quantize_chunks, stored_exponents, whole_panels
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import WeightSource
 from kvq_models.products import is_drafts
@@ -132,6 +132,8 @@ class RandomWeights:
             codes = raw.reshape(rows, -1) >> np.uint8(8 - form.bits)
             spread = self._random.uniform(0.5, 1.5, (rows, form.blocks)).astype(np.float32)
             scales, middle = spread * scale, 1 << (form.bits - 1)
+            if form.grid is Grid.E2M1:
+                scales = np.exp2(np.rint(np.log2(scales)))
             zeros = np.full(scales.shape, 128, np.uint8)
             offsets = {Grid.ZERO_POINT: zeros, Grid.MINIMUM: -scales * middle}.get(form.grid)
             yield Blocks(codes, scales, offsets)
@@ -198,7 +200,7 @@ class _DataStream:
         all_scales: list[np.ndarray] = []
         for blocks in chunks:
             if ours:
-                self._write(pack(replace(form, rows=len(blocks.codes)), stored(blocks)))
+                self._write(pack(replace(form, rows=len(blocks.codes)), stored(blocks, form.grid)))
             else:
                 codes = blocks.codes
                 self._write(_pairs(codes) if form.bits == NIBBLE_BITS else codes)
@@ -228,8 +230,10 @@ class _DataStream:
         self.position += len(raw)
 
 
-def stored(blocks: Blocks) -> Blocks:
+def stored(blocks: Blocks, grid: Grid = Grid.SYMMETRIC) -> Blocks:
     """Rows with constants as a panel keeps them. Raises `CheckpointError` for one too large."""
+    if grid is Grid.E2M1:
+        return blocks._replace(scales=stored_exponents(blocks.scales))
     offsets = blocks.offsets
     if offsets is not None and offsets.dtype != np.uint8:
         offsets = half_scales(offsets)

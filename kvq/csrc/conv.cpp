@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 namespace kvq {
 namespace {
@@ -120,13 +121,18 @@ void Convolutions::take(int place, Source&& source) const {
 
 void Convolutions::forget_one(int coming) const {
     ConvState& s = state();
+    const auto last_of = [&](int place) {
+        return static_cast<int>(std::find(places(), places() + s.checkpoints, place) - places());
+    };
     int found = 0;
+    for (const int place : s.wanted)
+        if (last_of(place) < s.checkpoints) found = last_of(place);
     int64_t least_gap = 1, least_distance = 0;
     for (int i = 0; i < s.checkpoints; i++) {
         const int64_t first = i ? places()[i - 1] : 0;
         const int64_t next = i + 1 < s.checkpoints ? places()[i + 1] : coming;
         const int64_t gap = next - first, distance = coming - next + kConvStepTokens;
-        const bool kept = places()[i] == s.wanted || places()[i] == s.earlier;
+        const bool kept = std::count(std::begin(s.wanted), std::end(s.wanted), places()[i]) > 0;
         if (kept || gap * least_distance >= least_gap * distance) continue;
         found = i, least_gap = gap, least_distance = distance;
     }
@@ -178,7 +184,7 @@ int Convolutions::trim(int tokens) {
         forget_behind(tokens);
         return tokens;
     }
-    want(s, tokens);
+    want(s, tokens, conv_places(config()));
     forget_behind(tokens);
     const int last = s.checkpoints - 1, place = last < 0 ? 0 : places()[last];
     s.held = std::min(place, before());
@@ -194,8 +200,7 @@ bool Convolutions::fits(const uint8_t* saved, int tokens) const {
     ConvState s;
     std::memcpy(&s, saved, sizeof s);
     if (s.held < std::min(tokens, before()) || s.held > std::min(tokens, held_rows()) ||
-        std::min(s.wanted, s.earlier) < 0 ||
-        std::max(s.wanted, s.earlier) > config().context_tokens || s.checkpoints < 0 ||
+        !valid_wanted(s, config().context_tokens) || s.checkpoints < 0 ||
         s.checkpoints > config().conv_checkpoints)
         return false;
     int32_t last = 0;

@@ -26,7 +26,7 @@ public:
     int trim(int tokens);
     // What is remembered of the first `tokens` tokens is worth keeping when they are passed.
     void mark(int tokens) const {
-        if (any()) want(state(), tokens);
+        if (any()) want(state(), tokens, conv_places(config()));
     }
 
     // Calls part(address, bytes) on the rows that a snapshot holds, in its order.

@@ -82,8 +82,11 @@ int DeltaNets::free_slot(int after) const {
 // without which least is computed again, as reference_conv.py's least_missed has it.
 void DeltaNets::make_free(int count) const {
     const int live = bases()[state().live];
-    const int wanted = state().wanted ? base_of(state().wanted) : -1;
-    const int earlier = state().earlier ? base_of(state().earlier) : -1;
+    const auto is_wanted = [&](int base) {
+        for (const int place : state().wanted)
+            if (place && base_of(place) == base) return true;
+        return false;
+    };
     std::vector<int> slots;
     for (int slot = 0; slot < config().delta_states; slot++)
         if (bases()[slot] >= 0 && slot != state().live) slots.push_back(slot);
@@ -91,15 +94,15 @@ void DeltaNets::make_free(int count) const {
     for (int free = config().delta_states - 1 - static_cast<int>(slots.size()); free < count;
          free++) {
         size_t found = 0;
-        for (size_t i = 0; i < slots.size() && bases()[slots[0]]; i++)
-            if (bases()[slots[i]] == earlier) found = i;
+        for (const int place : state().wanted)
+            for (size_t i = 0; place && i < slots.size() && bases()[slots[0]]; i++)
+                if (bases()[slots[i]] == base_of(place)) found = i;
         int64_t least_gap = 1, least_distance = 0;
         for (size_t i = 0; i < slots.size() && bases()[slots[0]]; i++) {
             const int64_t first = i ? bases()[slots[i - 1]] : 0;
             const int64_t next = i + 1 < slots.size() ? bases()[slots[i + 1]] : live;
             const int64_t gap = next - first, distance = live - next + kConvStepTokens;
-            const bool kept = bases()[slots[i]] == wanted || bases()[slots[i]] == earlier;
-            if (kept || gap * least_distance >= least_gap * distance) continue;
+            if (is_wanted(bases()[slots[i]]) || gap * least_distance >= least_gap * distance) continue;
             found = i, least_gap = gap, least_distance = distance;
         }
         forget(slots[found]);
@@ -460,7 +463,7 @@ int DeltaNets::trim(int tokens) {
         s.live = best;
         return tokens;
     }
-    want(s, tokens);
+    want(s, tokens, delta_places(config()));
     s.live = best;
     s.held = std::min(base, before());
     for (int layer = 0; layer < config().delta_layers; layer++)
@@ -489,8 +492,7 @@ bool DeltaNets::fits(const uint8_t* saved, int tokens) const {
     std::memcpy(&s, saved, sizeof s);
     const int needed = std::min(tokens, std::max(tokens % kFoldTokens, before()));
     if (s.held < needed || s.held > std::min(tokens, held_rows()) ||
-        std::min(s.wanted, s.earlier) < 0 ||
-        std::max(s.wanted, s.earlier) > config().context_tokens || s.live < 0 ||
+        !valid_wanted(s, config().context_tokens) || s.live < 0 ||
         s.live >= config().delta_states)
         return false;
     std::vector<int32_t> known;

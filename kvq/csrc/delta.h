@@ -32,7 +32,7 @@ public:
     void keep(const Tail& tail, const int32_t* rows, int count);
     int trim(int tokens);
     void mark(int tokens) const {
-        if (any()) want(state(), tokens);
+        if (any()) want(state(), tokens, delta_places(config()));
     }
 
     // Calls part(address, bytes) on the rows and states that a snapshot holds, in its order.

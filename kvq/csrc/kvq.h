@@ -254,7 +254,7 @@ KVQ_EXPORT int kvq_pack(int32_t values, int32_t channels, const float *x, int32_
 enum kvq_activation { KVQ_PLAIN = 0, KVQ_SILU = 1, KVQ_GELU_TANH = 2, KVQ_CLAMPED_SWIGLU = 3 };
 enum kvq_scoring { KVQ_SOFTMAX = 0, KVQ_SIGMOID = 1 };
 enum kvq_view { KVQ_FULL = 0, KVQ_HI = 1 }; /* KVQ_HI: of codes the upper four bits alone */
-enum kvq_grid { KVQ_SYMMETRIC = 0, KVQ_ZERO_POINT = 1, KVQ_MINIMUM = 2 };
+enum kvq_grid { KVQ_SYMMETRIC = 0, KVQ_ZERO_POINT = 1, KVQ_MINIMUM = 2, KVQ_E2M1 = 3 };
 
 typedef struct { int32_t rows, columns, bits, block, grid; } kvq_matrix;
 

@@ -67,13 +67,15 @@ constexpr int64_t facts_bytes(int head_dim) {
     return static_cast<int64_t>(sizeof(LayerFacts)) + (head_dim > 256 ? 4 * (head_dim / 2 - 128) : 0);
 }
 
+// Places of a sequence that are kept before others, at most.
+constexpr int kMostWanted = 8;
 // What convolutions remember, beside their rows; conv_checkpoints places follow, rising, of which
 // `checkpoints` are in use and the others 0.
 struct ConvState {
-    int32_t held;    // committed tokens, the newest, whose rows are there
-    int32_t wanted;  // the place that was wanted last, 0: nowhere
+    int32_t held;  // committed tokens, the newest, whose rows are there
     int32_t checkpoints;
-    int32_t earlier;  // the one before it
+    // Places that were marked or gone back to, the one used last first, 0: none; see `want`.
+    int32_t wanted[kMostWanted];
 };
 constexpr int kMostTaps = 16;
 constexpr int kConvBackRows = 8, kConvStepTokens = 256;
@@ -86,22 +88,38 @@ constexpr int64_t conv_rows(const kvq_config& c) {
 // What delta nets remember, beside rows and states; of each of delta_states slots the token whose
 // state it holds follows, -1 where it is free.
 struct DeltaState {
-    int32_t held;    // committed tokens, the newest, whose rows are there
-    int32_t wanted;  // as of ConvState
-    int32_t live;    // the slot of the state that the next token is computed with
-    int32_t earlier;
+    int32_t held;  // committed tokens, the newest, whose rows are there
+    int32_t live;  // the slot of the state that the next token is computed with
+    int32_t wanted[kMostWanted];  // as of ConvState
 };
-// Notes that a place is wanted: where somebody went back to and could not at once, or will.
-template <class State>
-void want(State& state, int place) {
-    if (place == state.wanted) return;
-    state.earlier = state.wanted;
-    state.wanted = place;
+// Of so many states the two newest are the next tokens'; the others may be those of wanted places.
+constexpr int conv_places(const kvq_config& c) {
+    return c.conv_checkpoints < 2 * kMostWanted ? (c.conv_checkpoints + 1) / 2 : kMostWanted;
 }
-// The one wanted last of those that lie behind `start` and not behind `stop`, 0: none.
+constexpr int delta_places(const kvq_config& c) {
+    return c.delta_states < 3 ? 1 : c.delta_states - 2 < kMostWanted ? c.delta_states - 2 : kMostWanted;
+}
+// Notes that a place is wanted: where somebody went back to and could not at once, or will. Of more
+// than `most` places the one that was used longest ago is wanted no longer.
+template <class State>
+void want(State& state, int place, int most) {
+    if (!place) return;
+    int at = 0;
+    while (at < most - 1 && state.wanted[at] != place) at++;
+    for (; at > 0; at--) state.wanted[at] = state.wanted[at - 1];
+    state.wanted[0] = place;
+}
+// Whether `wanted` may be that of a cache of so many tokens at most.
+template <class State>
+bool valid_wanted(const State& state, int context_tokens) {
+    for (const int place : state.wanted)
+        if (place < 0 || place > context_tokens) return false;
+    return true;
+}
+// The one used last of those wanted that lie behind `start` and not behind `stop`, 0: none.
 template <class State>
 int wanted_within(const State& state, int start, int stop) {
-    for (const int place : {state.wanted, state.earlier})
+    for (const int place : state.wanted)
         if (place > start && place <= stop) return place;
     return 0;
 }

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvq.config import ConvShape
 from kvq.errors import CacheError, SnapshotError
-from kvq.sizing import CONV_BACK_ROWS, CONV_CHECKPOINTS, CONV_STEP_TOKENS
+from kvq.sizing import CONV_BACK_ROWS, CONV_CHECKPOINTS, CONV_STEP_TOKENS, MOST_WANTED
 
 Float = NDArray[np.float32]
 
@@ -48,12 +48,12 @@ def seen_rows(rows: Float, taps: int) -> Float:
 def least_missed(places: Sequence[int], coming: int, kept: Sequence[int]) -> int:
     """Which of the rising `places` to forget, when `coming` joins them; none that is `kept`.
 
-    Where all are, the one that was wanted earliest, the last of `kept`. Else the one without which
+    Where all are, the one that was used longest ago, the last of `kept`. Else the one without which
     least is computed again for how far one goes back: the gap it leaves is the least of the
     distance from `coming` to where that ends, and a step. So places thin out with their distance,
     and what is computed again is a share of it.
     """
-    found, least = (places.index(kept[-1]) if kept[-1] in places else 0), (1, 0)
+    found, least = next((places.index(at) for at in reversed(kept) if at in places), 0), (1, 0)
     for i, place in enumerate(places):
         before = places[i - 1] if i else 0
         after = places[i + 1] if i + 1 < len(places) else coming
@@ -69,13 +69,14 @@ class MixedRows:
     float32 [layers, rows, width]; `ConvRows` and `DeltaRows` add what they keep of earlier tokens.
     """
 
-    def __init__(self, num_layers: int, width: int, draft_tokens: int) -> None:
+    def __init__(self, num_layers: int, width: int, draft_tokens: int, places: int) -> None:
         self._num_layers, self._width = num_layers, width
         self._draft_tokens = draft_tokens
         self._newest = self._none()
         self._branch = self._none()
-        # The places that were marked or gone back to last, the newest first; 0: nowhere.
-        self._wanted = (0, 0)
+        # Places that were marked or gone back to, the one used last first, and how many at most.
+        self._wanted: list[int] = []
+        self._most_wanted = places
         self._attended: set[int] = set()
 
     def _none(self, rows: int = 0) -> Float:
@@ -88,11 +89,12 @@ class MixedRows:
 
     def mark(self, tokens: int) -> None:
         """The place behind so many tokens is wanted."""
-        if tokens != self._wanted[0]:
-            self._wanted = (tokens, self._wanted[0])
+        if tokens:
+            others = [place for place in self._wanted if place != tokens]
+            self._wanted = [tokens, *others][: self._most_wanted]
 
     def _wanted_within(self, start: int, stop: int) -> int:
-        """The one wanted last of those behind `start` and not behind `stop`, 0: none."""
+        """The one used last of those wanted behind `start` and not behind `stop`, 0: none."""
         return next((place for place in self._wanted if start < place <= stop), 0)
 
     def begin(self, rows: int) -> None:
@@ -128,7 +130,7 @@ class ConvRows(MixedRows):
     """
 
     def __init__(self, shape: ConvShape, draft_tokens: int) -> None:
-        super().__init__(shape.num_layers, shape.width, draft_tokens)
+        super().__init__(shape.num_layers, shape.width, draft_tokens, MOST_WANTED)
         self.shape = shape
         self._checkpoints: dict[int, Float] = {}
 
@@ -191,7 +193,7 @@ class ConvRows(MixedRows):
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """What `restore` takes."""
-        places = np.array([*self._wanted, *self._checkpoints], np.int64)
+        places = np.array([*padded(self._wanted), *self._checkpoints], np.int64)
         rows = np.array([*self._checkpoints.values()], np.float32)
         return {"conv_newest": self._newest, "conv_places": places, "conv_rows": rows}
 
@@ -210,7 +212,7 @@ class ConvRows(MixedRows):
             and (not places or rows.shape[1:] == sizes)
             and places == sorted(set(places))
             and all(0 < place <= tokens for place in places)
-            and min(wanted) >= 0
+            and min(wanted, default=0) >= 0
         )
         if not fits or not (np.isfinite(newest).all() and np.isfinite(rows).all()):
             raise SnapshotError("the saved cache is damaged")
@@ -219,9 +221,14 @@ class ConvRows(MixedRows):
         self.forget()
 
 
-def wanted_first(saved: NDArray[np.int64]) -> tuple[tuple[int, int], list[int]]:
+def padded(wanted: Sequence[int]) -> list[int]:
+    """`MOST_WANTED` numbers: the wanted places, then zeros."""
+    return [*wanted, *[0] * (MOST_WANTED - len(wanted))]
+
+
+def wanted_first(saved: NDArray[np.int64]) -> tuple[list[int], list[int]]:
     """The wanted places, and those that are kept. Raises `SnapshotError` for too few numbers."""
-    if saved.ndim != 1 or len(saved) < 2:
+    if saved.ndim != 1 or len(saved) < MOST_WANTED:
         raise SnapshotError("the saved cache is damaged")
-    newest, earlier, *places = saved.tolist()
-    return (newest, earlier), places
+    places: list[int] = saved.tolist()
+    return [place for place in places[:MOST_WANTED] if place], places[MOST_WANTED:]

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from kvq.config import FOLD_TOKENS, DeltaShape
 from kvq.errors import CacheError, SnapshotError
 from kvq.reference import normalize
-from kvq.reference_conv import MixedRows, least_missed, wanted_first
-from kvq.sizing import delta_newest
+from kvq.reference_conv import MixedRows, least_missed, padded, wanted_first
+from kvq.sizing import LEAST_DELTA_STATES, MOST_WANTED, delta_newest
 
 Float = NDArray[np.float32]
 
@@ -208,7 +208,8 @@ class DeltaRows(MixedRows):
     """
 
     def __init__(self, shape: DeltaShape, draft_tokens: int, states: int) -> None:
-        super().__init__(shape.num_layers, shape.row_width, draft_tokens)
+        places = min(max(1, states - LEAST_DELTA_STATES), MOST_WANTED)
+        super().__init__(shape.num_layers, shape.row_width, draft_tokens, places)
         self.shape = shape
         self._most = states
         self._begin_anew()
@@ -327,7 +328,7 @@ class DeltaRows(MixedRows):
         """Forgets states until there is room for `count` more; never that of the newest tokens."""
         while self._most - len(self._states) < count:
             places = sorted(set(self._states) - {self._live})
-            wanted = [base_of(place) if place else -1 for place in self._wanted]
+            wanted = [base_of(place) for place in self._wanted]
             # The beginning is known without having been kept.
             self._drop(places[0 if places[0] == 0 else least_missed(places, self._live, wanted)])
 
@@ -359,7 +360,7 @@ class DeltaRows(MixedRows):
         bases = sorted(self._states)
         return {
             "delta_newest": self._newest,
-            "delta_places": np.array([*self._wanted, *bases], np.int64),
+            "delta_places": np.array([*padded(self._wanted), *bases], np.int64),
             "delta_states": np.array([self._states[base] for base in bases], np.float32),
             "delta_before": np.array([self._before[base] for base in bases], np.float32),
         }
@@ -382,7 +383,7 @@ class DeltaRows(MixedRows):
             and bases == sorted(set(bases))
             and all(base >= 0 and base == base_of(base) for base in bases)
             and bases[-1] == live
-            and min(wanted) >= 0
+            and min(wanted, default=0) >= 0
         )
         if not fits or not all(np.isfinite(one).all() for one in (newest, states, before)):
             raise SnapshotError("the saved cache is damaged")

@@ -4,17 +4,22 @@ Owns the layout of a stored matrix and the definition native kernels are proved 
 model and no file; how codes and scales are chosen is the exporter's business.
 
 **Weights.** A row of K weights is cut into blocks of 32, 64 or 128 (the last one padded); a block
-keeps unsigned codes of 4, 5, 6 or 8 bits, one float16 scale and, by its grid, an offset:
+keeps unsigned codes of 4, 5, 6 or 8 bits, one scale (float16) and, by its grid, an offset:
 
     grid        offset    weight
     symmetric   none      SCALE_UNIT * scale * (code - 2**(bits - 1))
     zero_point  uint8     SCALE_UNIT * scale * (code - 2**bits * offset / 256)
     minimum     float16   SCALE_UNIT * (scale * code + offset)
+    e2m1        none      2**(exponent - E2M1_BIAS) * (E2M1_CODES[code] - E2M1_MIDDLE)
+
+The last has codes of 4 bits alone, floating-point numbers of a sign, two bits of exponent and one
+of mantissa: twice each is whole, and one of sixteen levels. Its scale is a power of two, of which a
+block keeps the exponent, uint8, 247 at most: MXFP4 of the OCP's microscaling formats as it is.
 
 Sixteen rows make a **panel** (the last one padded with rows of scale 0), which lies in one piece:
 
     plane     [blocks][block / 8][16 rows][4]   the codes' upper four bits
-    constants [blocks]{[16 rows] float16, [16 rows] offsets}   padded to 64 bytes
+    constants [blocks]{[16 rows] scales, [16 rows] offsets}   padded to 64 bytes
     low       [blocks][block b / 32][16 rows][4]   the codes' lower b bits, of 5, 6 and 8 bits
 
 A plane of b bits: byte c of row r in group j holds columns (32 / b) j + 4 i + c at its bits b i, so
@@ -28,10 +33,10 @@ NaN.
 
 **Products.** With `raw` the sum of a block's levels times codes and `sum` that of its levels, both
 exact integers, `dot = raw - middle * sum`, rounded once to float32 (`middle` is what the grid takes
-off a code, 0 of a minimum). Blocks are added in order by fused multiply-adds in float32: `total =
-fma(dot, weight_scale * unit, total)` with `unit = SCALE_UNIT * activation_scale`, and of a minimum
-then `total = fma(offset, sum * unit, total)`. A row's result therefore does not depend on the rows
-computed with it.
+off a code, 0 of a minimum; in place of codes of e2m1 it is `E2M1_CODES` of them). Blocks are added
+in order by fused multiply-adds in float32: `total = fma(dot, weight_scale * unit, total)` with
+`unit = SCALE_UNIT * activation_scale`, and of a minimum then `total = fma(offset, sum * unit,
+total)`. A row's result therefore does not depend on the rows computed with it.
 """
 
 from dataclasses import dataclass
@@ -63,6 +68,11 @@ TOP_LEVEL = np.float32(127)
 SMALLEST = np.float32(1e-30)
 ALIGNMENT = 64
 NIBBLE = 4
+# Of e2m1 by the four bits: twice the number, as a code around the middle one; what is taken off the
+# exponent of a block, so that it is twice the number that it is multiplied by.
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
+E2M1_MIDDLE, E2M1_BIAS, E2M1_TOP = 12, 128, 247
+E2M1_CODES = (E2M1_MIDDLE + np.concatenate([_DOUBLED, -_DOUBLED])).astype(np.uint8)
 
 
 class Grid(IntEnum):
@@ -71,27 +81,35 @@ class Grid(IntEnum):
     SYMMETRIC = 0
     ZERO_POINT = 1
     MINIMUM = 2
+    E2M1 = 3
 
     @property
     def offset_type(self) -> type[np.uint8] | type[np.float16] | None:
         """Of a block's offset as a panel keeps it."""
-        return (None, np.uint8, np.float16)[self]
+        return (None, np.uint8, np.float16, None)[self]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a block's scale: float16, or an exponent, uint8."""
+        return 1 if self is Grid.E2M1 else 2
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block's constants."""
-        return 2 + (0, 1, 2)[self]
+        offset = self.offset_type
+        return self.scale_bytes + (0 if offset is None else np.dtype(offset).itemsize)
 
 
 class Blocks(NamedTuple):
     """Some rows of a matrix: codes uint8 [n, blocks * block], one per byte, and their constants.
 
-    `scales` [n, blocks] and `offsets` [n, blocks], None of a symmetric grid: as a panel keeps them
-    (float16, in SCALE_UNIT) or as float32 in units of the weights; zero points are uint8 in both.
+    `scales` [n, blocks] and `offsets` [n, blocks], None of a grid without: as a panel keeps them
+    (float16, in SCALE_UNIT; exponents uint8) or as float32 in units of the weights; zero points are
+    uint8 in both.
     """
 
     codes: Bytes
-    scales: NDArray[np.float16] | Float
+    scales: NDArray[np.float16] | Bytes | Float
     offsets: NDArray[np.generic] | None = None
 
     def picked(self, rows: NDArray[np.intp] | slice) -> "Blocks":
@@ -116,7 +134,8 @@ class BlockFormat:
     @property
     def possible(self) -> bool:
         """Whether kernels know it."""
-        return self.bits in WIDTHS and self.block in BLOCKS
+        widths = (NIBBLE,) if self.grid is Grid.E2M1 else WIDTHS
+        return self.bits in widths and self.block in BLOCKS
 
     def __str__(self) -> str:
         return f"{self.bits}/{self.block}/{self.grid.name.lower()}"
@@ -193,7 +212,7 @@ class PanelFormat:
 def pack(form: PanelFormat, blocks: Blocks) -> Bytes:
     """Panels uint8 [panels, panel_bytes] of rows and constants as a panel keeps them.
 
-    Codes of padding must be a zero: `2**(bits - 1)` where the grid is symmetric.
+    Codes of padding must be a zero: `2**(bits - 1)` where the grid is symmetric, or of e2m1.
     """
     spare = ((0, form.panels * PANEL_ROWS - form.rows), (0, 0))
     codes = np.pad(blocks.codes, spare, constant_values=1 << (form.bits - 1))
@@ -202,9 +221,10 @@ def pack(form: PanelFormat, blocks: Blocks) -> Bytes:
     out[:, :end] = _plane(form, codes >> np.uint8(form.low_bits), NIBBLE)
     fields = out[:, end : end + form.blocks * PANEL_ROWS * form.grid.block_bytes]
     fields = fields.reshape(form.panels, form.blocks, -1)
-    fields[..., : 2 * PANEL_ROWS] = _by_block(form, np.pad(blocks.scales, spare))
+    scales_end = form.grid.scale_bytes * PANEL_ROWS
+    fields[..., :scales_end] = _by_block(form, np.pad(blocks.scales, spare))
     if blocks.offsets is not None:
-        fields[..., 2 * PANEL_ROWS :] = _by_block(form, np.pad(blocks.offsets, spare))
+        fields[..., scales_end:] = _by_block(form, np.pad(blocks.offsets, spare))
     if form.low_bits:
         out[:, end + form.constant_bytes :] = _plane(form, codes, form.low_bits)
     return out
@@ -219,9 +239,12 @@ def unpack(form: PanelFormat, panels: Bytes) -> Blocks:
         codes = codes << np.uint8(form.low_bits) | low
     fields = panels[:, end : end + form.blocks * PANEL_ROWS * form.grid.block_bytes]
     fields = fields.reshape(len(panels), form.blocks, -1)
-    scales = _by_row(fields[..., : 2 * PANEL_ROWS], np.float16)
+    scales_end = form.grid.scale_bytes * PANEL_ROWS
+    stored = fields[..., :scales_end]
+    exponents = form.grid is Grid.E2M1
+    scales = _by_row(stored, np.uint8) if exponents else _by_row(stored, np.float16)
     kind = form.grid.offset_type
-    offsets = None if kind is None else _by_row(fields[..., 2 * PANEL_ROWS :], kind)
+    offsets = None if kind is None else _by_row(fields[..., scales_end:], kind)
     return Blocks(codes, scales, offsets)
 
 
@@ -231,11 +254,21 @@ def restore(form: PanelFormat, panels: Bytes) -> Float:
 
 
 def in_weights(blocks: Blocks) -> Blocks:
-    """The same with constants in units of the weights."""
+    """The same weights with constants in their units; of e2m1 the levels and a minimum."""
+    if blocks.scales.dtype == np.uint8:
+        scales = unit_scales(blocks.scales) * SCALE_UNIT
+        return Blocks(E2M1_CODES[blocks.codes], scales, -np.float32(E2M1_MIDDLE) * scales)
     offsets = blocks.offsets
     if offsets is not None and offsets.dtype == np.float16:
         offsets = offsets.astype(np.float32) * SCALE_UNIT
     return blocks._replace(scales=blocks.scales.astype(np.float32) * SCALE_UNIT, offsets=offsets)
+
+
+def unit_scales(scales: NDArray[np.float16] | Bytes | Float) -> Float:
+    """Scales as a panel keeps them, as float32 in SCALE_UNIT."""
+    if scales.dtype != np.uint8:
+        return scales.astype(np.float32)
+    return np.ldexp(1 / SCALE_UNIT, scales.astype(np.int32) - E2M1_BIAS).astype(np.float32)
 
 
 def zero_points(offsets: NDArray[np.generic], bits: int) -> Float:
@@ -286,7 +319,7 @@ def linear(form: PanelFormat, panels: Bytes, x: Float, view: View = "full") -> F
         # Exact in float64 but for the last rounding: what a fused multiply-add gives.
         dot = (raw - middle[:, block] * sums).astype(np.float32)
         unit = (SCALE_UNIT * steps[:, block])[:, None]
-        scale = scales[:, block].astype(np.float32) * unit
+        scale = unit_scales(scales[:, block]) * unit
         total = (dot.astype(np.float64) * scale + total).astype(np.float32)
         if form.grid is Grid.MINIMUM:
             assert offsets is not None
@@ -334,6 +367,8 @@ def panel_tops(form: PanelFormat, scores: Float) -> Float:
 
 def _read(form: PanelFormat, codes: Bytes, view: View) -> NDArray[np.float64]:
     """What a view makes of codes: whole and half numbers."""
+    if form.grid is Grid.E2M1:
+        return E2M1_CODES[codes].astype(np.float64)
     if view == "full":
         return codes.astype(np.float64)
     step = 1 << form.low_bits
@@ -347,8 +382,8 @@ def _middles(
     if form.grid is Grid.ZERO_POINT:
         assert offsets is not None
         return zero_points(offsets, form.bits).astype(np.float64)
-    middle = 1 << (form.bits - 1) if form.grid is Grid.SYMMETRIC else 0
-    return np.full((rows, form.blocks), float(middle))
+    symmetric = {Grid.SYMMETRIC: 1 << (form.bits - 1), Grid.E2M1: E2M1_MIDDLE}
+    return np.full((rows, form.blocks), float(symmetric.get(form.grid, 0)))
 
 
 def _by_block(form: PanelFormat, constants: NDArray[np.generic]) -> Bytes:

@@ -51,8 +51,8 @@ VIEW_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8
 BRANCH_ROW_BYTES = 24
-CONV_STATE_BYTES = 16
-DELTA_STATE_BYTES = 16
+CONV_STATE_BYTES = 40
+DELTA_STATE_BYTES = 40
 LAYER_BYTES = 552
 # Rotary frequencies of a layer that those bytes have room for; a head may have more.
 LAYER_PAIRS = 128
@@ -67,9 +67,14 @@ SPARE_VIEWS, GAP_VIEWS = 64, 32
 CONV_BACK_ROWS = 8
 CONV_CHECKPOINTS = 16
 CONV_STEP_TOKENS = 256
-# Delta nets: places whose states are kept, in a budget that holds the whole context and in a
-# smaller one. Two are needed: that by which the next token is computed, and the one before it.
-DELTA_STATES, TIGHT_DELTA_STATES = 4, 2
+# Of the places that are kept those that were wanted last, at most: marked, or gone back to.
+MOST_WANTED = 8
+# Delta nets: states that are needed, that by which the next token is computed and the one before
+# it; and of how many places further back they are kept, in a budget that holds the whole context.
+# In a smaller one it is as many as this share of what it has beyond the least has room for.
+LEAST_DELTA_STATES = 2
+DELTA_PLACES = 4
+PLACES_SHARE = 1 / 4
 # Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
 SLACK_BYTES = 8 * ALIGNMENT
 
@@ -142,7 +147,7 @@ class Geometry:
     windows: tuple[int, ...] = ()
     conv: ConvShape | None = None
     delta: DeltaShape | None = None
-    delta_states: int = DELTA_STATES
+    delta_states: int = LEAST_DELTA_STATES + DELTA_PLACES
 
     @property
     def pass_tokens(self) -> int:
@@ -428,7 +433,11 @@ class CacheSpec:
             require_budget(num_bytes, self.minimum_bytes)
             # Where the whole context fits nothing is ever short, and nobody looks.
             probes = self._asks_attention and not whole
-        geometry = self.geometry(tight=not whole, probes=probes)
+        places = DELTA_PLACES if whole else self._affordable_places(num_bytes)
+        geometry = self.geometry(tight=not whole, probes=probes, places=places)
+        while places and num_bytes < geometry.minimum_bytes:
+            places -= 1
+            geometry = self.geometry(tight=not whole, probes=probes, places=places)
         while not geometry.takes_chunk(num_bytes):
             halved = max(PAGE_TOKENS, geometry.chunk_tokens // 2)
             geometry = replace(geometry, chunk_tokens=halved)
@@ -460,8 +469,17 @@ class CacheSpec:
             )
         return arena
 
-    def geometry(self, *, tight: bool, probes: bool) -> Geometry:
-        """The arena's, before its bytes. `tight`: of a cache that cannot hold its whole context."""
+    def _affordable_places(self, num_bytes: int) -> int:
+        """Of how many places delta nets keep states in a budget less than the whole context's."""
+        one = delta_state_bytes(self.delta, 1)
+        free = max(0, num_bytes - self.minimum_bytes)
+        return min(DELTA_PLACES, int(free * PLACES_SHARE) // one) if one else 0
+
+    def geometry(self, *, tight: bool, probes: bool, places: int) -> Geometry:
+        """The arena's, before its bytes. `tight`: of a cache that cannot hold its whole context.
+
+        Delta nets keep the states of so many `places` beside the newest.
+        """
         return Geometry(
             shape=self.shape,
             plan=tight_plan(self.plan) if tight else self.plan,
@@ -475,7 +493,7 @@ class CacheSpec:
             windows=() if self.edits or self.offload_bytes else self.windows,
             conv=self.conv,
             delta=self.delta,
-            delta_states=TIGHT_DELTA_STATES if tight else DELTA_STATES,
+            delta_states=LEAST_DELTA_STATES + places,
         )
 
     @cached_property
@@ -502,14 +520,14 @@ class CacheSpec:
         Holding a short context whole can cost less than the probes of a policy that asks for
         attention.
         """
-        geometry = self.geometry(tight=True, probes=self._asks_attention)
+        geometry = self.geometry(tight=True, probes=self._asks_attention, places=0)
         shortest = replace(geometry, chunk_tokens=min(geometry.chunk_tokens, PAGE_TOKENS))
         return min(shortest.minimum_bytes, self.whole_bytes)
 
     @cached_property
     def whole_bytes(self) -> int:
         """Smallest budget that holds the whole context without losing a bit."""
-        geometry = self.geometry(tight=False, probes=False)
+        geometry = self.geometry(tight=False, probes=False, places=DELTA_PLACES)
         return geometry.bytes_for_columns(geometry.wanted_columns)
 
     def bytes_for_tokens(self, tokens: int) -> int:
@@ -522,14 +540,25 @@ class CacheSpec:
             return self.whole_bytes
         if not self.plan.quantized:
             return replace(self, context_tokens=tokens).whole_bytes
-        geometry = self.geometry(tight=True, probes=self._asks_attention)
+        # As many places as are kept in the bytes that are found with them.
+        found = (self._tight_bytes(tokens, places) for places in range(DELTA_PLACES + 1))
+        enough = (
+            num_bytes
+            for places, num_bytes in enumerate(found)
+            if self._affordable_places(num_bytes) <= places
+        )
+        # From here on the whole context fits, and there are no probes.
+        return min(next(enough), self.whole_bytes)
+
+    def _tight_bytes(self, tokens: int, places: int) -> int:
+        """Smallest budget that holds `tokens` tokens of a longer context and so many places."""
+        geometry = self.geometry(tight=True, probes=self._asks_attention, places=places)
         columns = replace(geometry, context_tokens=tokens).wanted_columns
         pages = geometry.pages_bytes(columns)
         num_bytes = geometry.bytes_for_columns(columns)
         while (short := pages - geometry.room_for_pages(num_bytes)) > 0:
             num_bytes += short
-        # From here on the whole context fits, and there are no probes.
-        return min(num_bytes, self.whole_bytes)
+        return num_bytes
 
     def changed(self, **changes: Any) -> "CacheSpec":
         """With other values of these fields."""

@@ -19,6 +19,8 @@ from kvq_models.keys import Key, read_keys
 from kvq_models.products import draft_name, join_product, layer_products
 
 MOST_LAYERS = 4096
+# What the names of a draft head's tensors begin with.
+DRAFT_HEAD = "mtp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +84,7 @@ class Family:
     are parts of tensors. `fim_tokens` lists the
     fill-in-the-middle conventions of its checkpoints, `turn_ends` the tokens that end a chat turn;
     a tokenizer is searched for both. `final_norm` is the norm before the head; the names of a draft
-    head's tensors begin with `draft_head`, where checkpoints may have one.
+    head's tensors begin with `DRAFT_HEAD`; `draft_head`: it is one that is computed here.
     """
 
     model_type: str
@@ -93,7 +95,7 @@ class Family:
     turn_ends: tuple[str, ...] = ()
     final_norm: str = "model.norm"
     views: Callable[[ModelConfig], Mapping[str, View]] = no_views
-    draft_head: str | None = None
+    draft_head: bool = False
 
     def config(self, config_json: Mapping[str, Any]) -> ModelConfig:
         """The model a checkpoint's config.json describes.
@@ -159,19 +161,27 @@ class Family:
     def with_draft_head(self, config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
         """The config with the draft head that a checkpoint of these tensors has, if it has one.
 
-        One of several layers is left out: it is none that is computed here.
+        One that `why_no_draft_head` speaks of is left out.
         """
-        own = self.draft_head
-        several = any(name.startswith(f"{own}.layers.1.") for name in tensors)
-        if own is None or several or f"{own}.fc.weight" not in tensors:
+        if f"{DRAFT_HEAD}.fc.weight" not in tensors or self.why_no_draft_head(tensors):
             return config
         attends = next(layer for layer in config.layers if layer.owns_keys)
         return dataclasses.replace(config, draft_head=attends)
 
+    def why_no_draft_head(self, tensors: Collection[str]) -> str | None:
+        """Why the draft head among these tensors is none that is computed here, or None."""
+        if not any(name.startswith(f"{DRAFT_HEAD}.") for name in tensors):
+            return None
+        if not self.draft_head:
+            return f"heads of {self.model_type} models are none that are computed"
+        if any(name.startswith(f"{DRAFT_HEAD}.layers.1.") for name in tensors):
+            return "it has several layers, and heads of one are computed"
+        return None
+
     def draft_weights(self, config: ModelConfig) -> dict[str, WeightSource]:
         """Every weight of the draft head that is not the model's own too, by `draft_name`."""
-        drafting, own = config.drafting, self.draft_head
-        if drafting is None or own is None:
+        drafting, own = config.drafting, DRAFT_HEAD
+        if drafting is None:
             return {}
         hidden, offset = (config.hidden_size,), config.norm_offset
         sources = {

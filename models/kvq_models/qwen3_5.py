@@ -111,5 +111,5 @@ FAMILY = Family(
     layer_weights=HYBRID_WEIGHTS,
     fim_tokens=(FIM_QWEN,),
     turn_ends=("<|im_end|>",),
-    draft_head="mtp",
+    draft_head=True,
 )

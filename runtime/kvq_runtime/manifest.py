@@ -21,11 +21,11 @@ from kvq_models.tokenizer import ControlTokens
 from kvq_runtime.config import Sampling
 
 FORMAT = "kvq-bundle"
-VERSION = 10
+VERSION = 11
 # Also read: these describe their layers otherwise, or have no draft head, and the first is for a
 # GGUF file alone.
 GGUF_VERSION = 2
-READ_VERSIONS = (GGUF_VERSION, 6, 7, 8, 9, VERSION)
+READ_VERSIONS = (GGUF_VERSION, 6, 7, 8, 9, 10, VERSION)
 # Those whose calibration was for older formats of pages, or whose weights lie otherwise.
 OLD_VERSIONS = (3, 4, 5)
 MANIFEST_FILE = "kvq.json"

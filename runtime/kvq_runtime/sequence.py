@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # A cache keeps room for what filling so many gaps takes; see `kvq.sizing.GAP_VIEWS`.
 MOST_GAPS = 16
+# Of so many of a chat's newest turns the ends are places to go back to, beside that of the first.
+MARKED_TURNS = 3
 # After an edit there is room for so many tokens more, or for what the context takes.
 TOKENS_AHEAD = 256
 
@@ -416,22 +418,23 @@ class Sequence(Generic[C]):
         """Where a piece of tokens `start` to `stop` ends, so that it can be gone back there.
 
         Behind the first turn of a chat, often a system prompt, which other chats begin with too;
-        and behind the last, before an answer that is written again, or shortened when it is told.
-        A turn ends where an answer would. Caches that go back anywhere are not asked to.
+        and behind the newest, before an answer that is written again, or shortened when it is told,
+        and before messages that are changed. A turn ends where an answer would. Caches that go back
+        anywhere are not asked to.
         """
         ends, tokens, last = self._backend.model.stop_ids, self._tokens, len(self._tokens) - 1
         if stop - start < 2 or not ends:
             return stop
-        turns = (at for at in range(last) if tokens[at] in ends)
-        first_turn = next(turns, None)
-        if first_turn is None:
+        first = next((at + 1 for at in range(last) if tokens[at] in ends), None)
+        if first is None:
             return stop
-        newest = next(at for at in range(last - 1, -1, -1) if tokens[at] in ends)
-        # The one that is marked last is kept longest.
-        for place in (newest + 1, first_turn + 1):
-            if place > start and not self.cache.mark(place):
+        backwards = (at + 1 for at in range(last - 1, -1, -1) if tokens[at] in ends)
+        places = [place for place in islice(backwards, MARKED_TURNS) if place > start]
+        # The one that is marked last is kept longest: here it is used once more.
+        for place in (*reversed(places), first):
+            if not self.cache.mark(place):
                 return stop
-        return min(place for place in (first_turn + 1, newest + 1, stop) if start < place)
+        return min(place for place in (first, *places, stop) if place > start)
 
     def _taking(self, reader: PromptReader, start: int, stop: int) -> Work[Any, float]:
         """The keys and values of tokens `start` to `stop` are those that `reader` makes."""

@@ -24,7 +24,7 @@ from kvq.files import replace_file
 from kvq_runtime.staleness import Ages
 
 FORMAT = "kvq-session"
-VERSION = 8
+VERSION = 9
 MAGIC = b"kvq-sess"
 PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32

@@ -17,6 +17,8 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.source import open_source
 from kvq_models.registry import read_checkpoint
+from kvq_runtime.engine import Engine
+from logits import divergence, prompt
 from tiny import checkpoint_weights, make_checkpoint, read_safetensors, write_safetensors
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -61,12 +63,20 @@ def test_a_bundle_keeps_every_weight_of_experts(tmp_path: Path) -> None:
     stacks = {
         name: form for name, form in bundle.manifest.weights.formats.items() if "experts" in name
     }
-    exact = BlockFormat(bits=5, block=32, grid=Grid.SYMMETRIC)
+    exact = BlockFormat(bits=4, block=32, grid=Grid.E2M1)
     assert stacks == dict.fromkeys(stacks, exact)
     assert len(stacks) == 2 * bundle.config.num_layers
     for name in stacks:
         np.testing.assert_array_equal(bundle.read_weight(name), expected(name))
         assert len(np.unique(np.abs(expected(name)))) > 8
+    # And products with them are those of the reference, but for inputs that are rounded.
+    logits = []
+    for backend in ("onnx", "reference"):
+        opened = Engine.open(bundle.path, threads=1, backend=backend)
+        with opened as engine, engine.session(kv="fp") as session:
+            logits.append(np.concatenate(list(session.logits(prompt(40)))))
+    assert divergence(*logits) < 0.05
+    assert divergence(logits[0], np.roll(logits[1], 1, axis=0)) > 0.5
     types = bundle.manifest.source["types"]
     assert types["mxfp4"]["exact"] == types["mxfp4"]["tensors"] == 3 * 8 * bundle.config.num_layers
 

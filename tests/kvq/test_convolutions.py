@@ -16,7 +16,14 @@ from kvq.cache import Cache
 from kvq.config import AttentionParams, Budget, CacheShape, ConvShape, KvPlan
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
 from kvq.reference_conv import least_missed, products, seen_rows, short_conv
-from kvq.sizing import CONV_BACK_ROWS, CONV_CHECKPOINTS, CONV_STEP_TOKENS, Arena, CacheSpec
+from kvq.sizing import (
+    CONV_BACK_ROWS,
+    CONV_CHECKPOINTS,
+    CONV_STEP_TOKENS,
+    MOST_WANTED,
+    Arena,
+    CacheSpec,
+)
 from snapshot_bytes import HEADER, damaged
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -242,22 +249,20 @@ def test_a_place_that_was_gone_back_to_is_remembered() -> None:
         assert both.trim(system) == 0
 
 
-def test_the_two_places_that_were_wanted_last_are_remembered() -> None:
-    system, turn, other = CHUNK + 41, 4 * CHUNK + 13, 5 * CHUNK + 9
+def test_the_places_that_were_wanted_last_are_remembered() -> None:
+    places = [CHUNK * turn + 13 for turn in range(1, MOST_WANTED + 2)]
     with closing(Both(spec(replace(CONV, width=8)).resolved())) as both:
-        both.mark(turn)
-        both.mark(system)
-        both.grow((CONV_CHECKPOINTS + 12) * CHUNK)
-        assert both.trim(turn) == 0
-        both.grow(3 * CHUNK)
+        for place in places[:-1]:
+            both.mark(place)
+        # Used again, so that the second is now what was used longest ago.
+        both.mark(places[0])
+        both.mark(places[-1])
+        both.grow((CONV_CHECKPOINTS + 14) * CHUNK)
         both.reload()
-        assert both.trim(system) == 0
-        both.grow(CHUNK)
-        both.mark(other)
-        both.grow((CONV_CHECKPOINTS + 12) * CHUNK)
-        assert both.trim(other) == 0
-        both.grow(CHUNK)
-        assert both.trim(turn) > 0
+        for place in reversed(places[2:]):
+            assert both.trim(place) == 0
+        assert both.trim(places[1]) > 0
+        assert both.trim(places[0]) == 0
 
 
 def test_a_place_at_the_edge_of_passes_is_remembered() -> None:
@@ -286,7 +291,7 @@ def test_places_thin_out_with_their_distance() -> None:
     places: list[int] = []
     for place in range(64, 64 * 400, 64):
         if len(places) == CONV_CHECKPOINTS:
-            del places[least_missed(places, place, (640, 0))]
+            del places[least_missed(places, place, (640,))]
         places.append(place)
     assert 640 in places
     assert places[-2:] == [64 * 398, 64 * 399]
@@ -399,7 +404,7 @@ def test_no_device_has_them() -> None:
 # Snapshots
 
 
-HELD, WANTED, CHECKPOINTS, EARLIER, PLACES = (HEADER + 4 * i for i in range(5))
+HELD, CHECKPOINTS, WANTED, OLDEST, PLACES = (HEADER + 4 * i for i in (0, 1, 2, 9, 10))
 
 
 @pytest.mark.parametrize(
@@ -415,8 +420,8 @@ HELD, WANTED, CHECKPOINTS, EARLIER, PLACES = (HEADER + 4 * i for i in range(5))
         (CHECKPOINTS, 2),
         (CHECKPOINTS, CONV_CHECKPOINTS + 1),
         (CHECKPOINTS, 1 << 28),
-        (EARLIER, -1),
-        (EARLIER, CONTEXT + 1),
+        (OLDEST, -1),
+        (OLDEST, CONTEXT + 1),
         (PLACES, 0),
         (PLACES, -5),
         (PLACES, 2 * CHUNK - 1),
@@ -434,8 +439,8 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(
     both.grow(3 * CHUNK + 5)
     cache = both.caches[0]
     own = cache.state()
-    fields = np.frombuffer(own, np.int32, 8, HEADER).tolist()
-    assert fields == [10, 0, 3, 0, CHUNK - 1, 2 * CHUNK - 1, 3 * CHUNK - 1, 0]
+    fields = np.frombuffer(own, np.int32, 14, HEADER).tolist()
+    assert fields == [10, 3, *[0] * MOST_WANTED, CHUNK - 1, 2 * CHUNK - 1, 3 * CHUNK - 1, 0]
     with pytest.raises(SnapshotError):
         cache.load_state(damaged(own, at % len(own), number))
     assert cache.state() == own

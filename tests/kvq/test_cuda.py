@@ -21,8 +21,8 @@ from emulated import DEVICES, SOURCE, ready
 from kvq import devices, reference, reference_linear
 from kvq.config import AttentionParams
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
-from kvq.reference_linear import WIDTHS, Blocks, Grid, PanelFormat, View
-from matrices import matrix
+from kvq.reference_linear import Blocks, Grid, PanelFormat, View
+from matrices import KINDS, matrix
 from shelf import Shelf
 
 ENTRY = np.dtype(
@@ -541,6 +541,7 @@ def shape_of(form: PanelFormat) -> dict[str, int]:
         (1, 8, 32, Grid.SYMMETRIC, "full"), (8, 8, 64, Grid.SYMMETRIC, "full"),
         (5, 8, 64, Grid.ZERO_POINT, "full"), (16, 8, 64, Grid.SYMMETRIC, "hi"),
         (5, 8, 32, Grid.MINIMUM, "hi"),
+        (1, 4, 32, Grid.E2M1, "full"), (16, 4, 64, Grid.E2M1, "hi"),
     ],
 )  # fmt: skip
 def test_products_are_those_of_the_weights(
@@ -594,6 +595,7 @@ def test_products_are_those_of_the_weights(
         (17, 35, 8, 32, Grid.SYMMETRIC, "full"), (17, 35, 8, 128, Grid.ZERO_POINT, "full"),
         (17, 35, 8, 32, Grid.MINIMUM, "full"), (17, 35, 8, 64, Grid.SYMMETRIC, "hi"),
         (17, 35, 8, 64, Grid.ZERO_POINT, "hi"),
+        (17, 35, 4, 32, Grid.E2M1, "full"), (70, 270, 4, 64, Grid.E2M1, "hi"),
     ],
 )  # fmt: skip
 def test_products_of_many_tokens_are_those_of_the_reference(
@@ -683,8 +685,7 @@ def test_a_head_in_two_passes_is_exact_in_its_best(
     np.testing.assert_array_equal(found, np.where(rows, whole, scores))
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("grid", Grid)
+@pytest.mark.parametrize(("bits", "grid"), KINDS)
 def test_embeddings_are_rows_of_the_matrix(bits: int, grid: Grid, library: Library) -> None:
     rng = np.random.default_rng(bits)
     form = PanelFormat(rows=35, columns=200, bits=bits, block=64, grid=grid)

@@ -18,7 +18,16 @@ from kvq.cache import Cache
 from kvq.config import FOLD_TOKENS, AttentionParams, Budget, CacheShape, DeltaShape, KvPlan
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
 from kvq.reference_delta import DeltaWeights, Recurrence, base_of
-from kvq.sizing import DELTA_STATES, TIGHT_DELTA_STATES, Arena, CacheSpec, delta_newest
+from kvq.sizing import (
+    DELTA_PLACES,
+    LEAST_DELTA_STATES,
+    MOST_WANTED,
+    PLACES_SHARE,
+    Arena,
+    CacheSpec,
+    delta_newest,
+    delta_state_bytes,
+)
 from snapshot_bytes import HEADER, damaged
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -28,6 +37,7 @@ SHARED = DeltaShape(num_layers=2, key_heads=2, value_heads=4, key_dim=16, value_
 ALONE = DeltaShape(num_layers=1, key_heads=3, value_heads=3, key_dim=32, value_dim=16, taps=2)
 PLAN = KvPlan(k_bits=4, v_bits=4)
 CONTEXT, CHUNK, DRAFT = 1500, 64, 8
+STATES = LEAST_DELTA_STATES + DELTA_PLACES
 ENGINES = ("native", "numpy")
 # Outputs are of the order of 1.
 TOLERANCE = 2e-4
@@ -304,30 +314,48 @@ def test_a_place_that_was_gone_back_to_is_remembered(both: Both) -> None:
     both.check()
 
 
-def test_the_two_places_that_were_wanted_last_are_remembered(both: Both) -> None:
+def test_the_places_that_were_wanted_last_are_remembered(both: Both) -> None:
     """Marked before they are passed, within chunks; who is gone back to is wanted anew."""
-    system, turn, other = CHUNK + 41, 4 * CHUNK + 13, 5 * CHUNK + 9
-    both.mark(turn)
-    both.mark(system)
+    system, first, second, third, fourth = (CHUNK * turn + 13 for turn in range(1, 6))
+    for place in (third, second, first, system):
+        both.mark(place)
     both.grow(7 * CHUNK)
     for _ in range(3 * FOLD_TOKENS):
         both.add(1)
         both.commit(1)
-    assert both.trim(turn) == turn % FOLD_TOKENS
-    both.grow(3 * CHUNK)
     both.reload()
-    assert both.trim(system) == system % FOLD_TOKENS
+    # All four of them, the third place included, which two would not have had room for.
+    for place in (third, second, first):
+        assert both.trim(place) == place % FOLD_TOKENS
     both.grow(6 * CHUNK)
-    assert both.trim(turn) == turn % FOLD_TOKENS
-    # A third takes the place of that which was wanted earliest.
-    both.mark(system)
-    both.mark(other)
-    both.grow(4 * CHUNK)
-    assert both.trim(other) == other % FOLD_TOKENS
-    both.grow(3 * CHUNK)
-    assert both.trim(turn) > FOLD_TOKENS
-    assert both.tokens == base_of(system)
+    assert both.trim(first) == first % FOLD_TOKENS
+    # Used last are now the first turn and the system prompt, then the second: the third leaves.
+    for place in (second, system, first, fourth):
+        both.mark(place)
+    both.grow(6 * CHUNK)
+    assert both.trim(fourth) == fourth % FOLD_TOKENS
+    both.grow(CHUNK)
+    assert both.trim(third) == third - base_of(second)
+    for place in (first, system):
+        assert both.trim(place) == place % FOLD_TOKENS
     both.check()
+
+
+def test_a_budget_decides_of_how_many_places_states_are_kept() -> None:
+    """A share of it; the least opens with none, and what holds so many tokens still does."""
+    asked, one = spec(), delta_state_bytes(SHARED, 1)
+    found = list[int]()
+    for num_bytes in range(asked.minimum_bytes, asked.whole_bytes, one // 2):
+        arena = asked.changed(budget=Budget(num_bytes=num_bytes)).resolved()
+        found.append(arena.delta_states - LEAST_DELTA_STATES)
+        assert found[-1] * one <= (num_bytes - asked.minimum_bytes) * PLACES_SHARE
+        assert arena.pool_bytes >= 0
+        assert arena.regions.num_bytes + arena.pool_bytes == num_bytes
+    assert found == sorted(found)
+    assert {0, 1} <= set(found)
+    for tokens in range(200, CONTEXT, 100):
+        arena = asked.changed(budget=Budget(tokens=tokens)).resolved()
+        assert arena.whole_tokens >= tokens
 
 
 def test_places_that_are_none_are_refused(both: Both) -> None:
@@ -343,7 +371,7 @@ def test_random_traces(seed: int) -> None:
     if seed % 3 == 0:
         asked = asked.changed(budget=Budget(num_bytes=asked.minimum_bytes + 30_000))
     arena = asked.resolved()
-    assert arena.delta_states == (DELTA_STATES if seed % 3 else TIGHT_DELTA_STATES)
+    assert seed % 3 == 0 or arena.delta_states == STATES
     with closing(Both(arena, seed)) as both:
         draw, most = np.random.default_rng(seed + 100), arena.draft_tokens
         for _ in range(50):
@@ -457,7 +485,7 @@ def test_no_device_has_them() -> None:
 # Snapshots
 
 
-HELD, WANTED, LIVE, EARLIER, BASES = (HEADER + 4 * i for i in range(5))
+HELD, LIVE, WANTED, OLDEST, BASES = (HEADER + 4 * i for i in (0, 1, 2, 9, 10))
 
 
 @pytest.mark.parametrize(
@@ -471,9 +499,9 @@ HELD, WANTED, LIVE, EARLIER, BASES = (HEADER + 4 * i for i in range(5))
         (WANTED, CONTEXT + 1),
         (LIVE, -1),
         (LIVE, 1),
-        (LIVE, DELTA_STATES),
-        (EARLIER, -1),
-        (EARLIER, CONTEXT + 1),
+        (LIVE, STATES),
+        (OLDEST, -1),
+        (OLDEST, CONTEXT + 1),
         (BASES, -2),
         (BASES, -1),
         (BASES, 3),
@@ -489,10 +517,9 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(
     both.grow(tokens)
     cache = both.caches[0]
     own = cache.state()
-    held, wanted, live, earlier, *bases = np.frombuffer(
-        own, np.int32, 4 + DELTA_STATES, HEADER
-    ).tolist()
-    assert (held, wanted, earlier) == (delta_newest(SHARED), 0, 0)
+    held, live, *rest = np.frombuffer(own, np.int32, 2 + MOST_WANTED + STATES, HEADER).tolist()
+    wanted, bases = rest[:MOST_WANTED], rest[MOST_WANTED:]
+    assert (held, wanted) == (delta_newest(SHARED), [0] * MOST_WANTED)
     assert bases[live] == base_of(tokens)
     assert live != 1
     assert sorted(bases)[-2:] == [base_of(tokens) - FOLD_TOKENS, base_of(tokens)]
@@ -576,7 +603,7 @@ def test_the_library_counts_the_same_bytes(delta: DeltaShape, draft_tokens: int)
 def test_the_least_budget_opens_and_remembers_less() -> None:
     asked = spec()
     least = asked.changed(budget=Budget(num_bytes=asked.minimum_bytes)).resolved()
-    assert (least.delta_states, asked.resolved().delta_states) == (2, 4)
+    assert (least.delta_states, asked.resolved().delta_states) == (2, 6)
     for engine in ENGINES:
         with closing(Cache(least, engine=engine)) as cache:
             assert cache.used_bytes <= least.num_bytes

@@ -51,7 +51,7 @@ def read(cache: Cache, rng: np.random.Generator, tokens: int) -> list[NDArray[np
 
 
 def test_a_layer_with_a_window_takes_its_window_and_no_context() -> None:
-    window, whole = asked().geometry(tight=False, probes=False), asked(windows=())
+    window, whole = asked().geometry(tight=False, probes=False, places=0), asked(windows=())
     columns = window.wanted_columns
     assert columns > MOST_COLUMNS
     assert window.held_pages(columns) == columns + 2 * MOST_COLUMNS
@@ -192,4 +192,4 @@ def test_under_a_budget_the_windows_pages_go_before_any_bit(policy: str) -> None
 
 def test_a_second_tier_keeps_all() -> None:
     wanted = asked(offload_bytes=1 << 30)
-    assert wanted.geometry(tight=False, probes=False).windows == ()
+    assert wanted.geometry(tight=False, probes=False, places=0).windows == ()

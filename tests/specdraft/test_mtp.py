@@ -373,13 +373,26 @@ def test_models_without_a_head_are_refused(shelf: Shelf) -> None:
             session.drafter = drafter_named("mtp")
 
 
-def test_heads_that_are_not_computed_are_left_out(source: Path, tmp_path: Path) -> None:
-    """One of two layers; and an incomplete one says what is missing."""
+def test_heads_that_are_not_computed_are_left_out(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of two layers, or of experts; a line says so. Of an incomplete one what is missing."""
     tensors = read_safetensors(source / "model.safetensors")
     two = Path(shutil.copytree(source, tmp_path / "two"))
     more = {name.replace("s.0.", "s.1."): one for name, one in tensors.items() if HEAD in name}
     write_safetensors(two / "model.safetensors", tensors | more)
     assert export_model(two, tmp_path / "of-two", EIGHT).config.draft_head is None
+    assert "the draft head of two (mtp) is left out: it has several layers" in caplog.text
+    caplog.clear()
+    mixed = make_checkpoint("qwen3-5-moe", tmp_path / "mixed")
+    own = read_safetensors(mixed / "model.safetensors")
+    whole = {f"{HEAD}fc.weight": tensors[f"{HEAD}fc.weight"]}
+    write_safetensors(mixed / "model.safetensors", own | whole)
+    assert export_model(mixed, tmp_path / "of-experts", EIGHT).config.draft_head is None
+    assert "(mtp) is left out: heads of qwen3_5_moe_text models are none" in caplog.text
+    caplog.clear()
+    assert export_model(source, tmp_path / "of-one", EIGHT).config.draft_head is not None
+    assert "left out" not in caplog.text
     del tensors["mtp.norm.weight"]
     write_safetensors(two / "model.safetensors", tensors)
     with pytest.raises(KvqError, match=r"mtp\.norm\.weight"):

@@ -4,7 +4,7 @@ from typing import Any
 
 from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan
-from kvq.sizing import CacheSpec, Geometry
+from kvq.sizing import DELTA_PLACES, CacheSpec, Geometry
 
 
 def open_cache(
@@ -44,7 +44,9 @@ def geometry(
     shape: CacheShape, plan: KvPlan, *, context_tokens: int, probes: bool = False, **options: Any
 ) -> Geometry:
     """What decides how the bytes of such a cache divide."""
-    return spec(shape, plan, context_tokens, **options).geometry(tight=False, probes=probes)
+    return spec(shape, plan, context_tokens, **options).geometry(
+        tight=False, probes=probes, places=DELTA_PLACES
+    )
 
 
 def spec(

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq import reference_linear as reference
-from kvq.reference_linear import Blocks, Bytes, Float, Grid, PanelFormat
+from kvq.reference_linear import WIDTHS, BlockFormat, Blocks, Bytes, Float, Grid, PanelFormat
 
 
 def matrix(form: PanelFormat, seed: int = 0) -> tuple[Blocks, Bytes]:
@@ -13,10 +13,21 @@ def matrix(form: PanelFormat, seed: int = 0) -> tuple[Blocks, Bytes]:
     half = 1 << (form.bits - 1)
     codes = np.full((form.rows, form.blocks * form.block), half, np.uint8)
     codes[:, : form.columns] = random.integers(0, 2 * half, (form.rows, form.columns))
+    if form.grid is Grid.E2M1:
+        exponents = random.integers(120, 126, (form.rows, form.blocks)).astype(np.uint8)
+        # What is far smaller decides ties of a fused addition, which the reference does not see.
+        exponents[::5, -1] = 110
+        return Blocks(codes, exponents), reference.pack(form, Blocks(codes, exponents))
     scales = random.standard_normal((form.rows, form.blocks)).astype(np.float16)
     scales[::7, 0], scales[::5, -1] = 0, np.float16(3e-6)
     blocks = Blocks(codes, scales, _offsets(form, random))
     return blocks, reference.pack(form, blocks)
+
+
+# Every width and grid that a matrix can have.
+KINDS = [
+    (bits, grid) for bits in WIDTHS for grid in Grid if BlockFormat(bits=bits, grid=grid).possible
+]
 
 
 def _offsets(form: PanelFormat, random: np.random.Generator) -> NDArray[np.generic] | None:

@@ -21,10 +21,10 @@ from kvq import abi, native_linear, reference_linear
 from kvq.config import PAGE_WIDTHS, AttentionParams, Budget, CacheShape, KvPlan, PageForm
 from kvq.reference import encode, normalize, planes
 from kvq.reference_cache import ReferenceCache
-from kvq.reference_linear import ACTIVATIONS, WIDTHS, Bytes, Grid, PanelFormat, View
+from kvq.reference_linear import ACTIVATIONS, Bytes, Grid, PanelFormat, View
 from kvq.sizing import Arena
 from kvq_models.reference import ACTIVATIONS as FUNCTIONS
-from matrices import activations, matrix
+from matrices import KINDS, activations, matrix
 from pairs import (
     UNROTATED,
     Float,
@@ -270,7 +270,7 @@ def add_product(
 def products(cases: Cases) -> None:
     """Every width, grid and view, of shapes that fill panels and blocks and that do not."""
     shapes = (((5, 7), 32), ((50, 200), 64), ((33, 449), 128))
-    for (shape, block), bits, grid in itertools.product(shapes, WIDTHS, Grid):
+    for (shape, block), (bits, grid) in itertools.product(shapes, KINDS):
         form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block, grid=grid)
         _, panels = matrix(form)
         for rows, view in itertools.product((1, 2, 5, 17), VIEWS):
@@ -307,7 +307,7 @@ def products_with_more(cases: Cases) -> None:
         add_product(cases, form, panels, x, gated, PREPARED, activation=activation)
     ids = rng.integers(0, 50, (7, 3))
     weights = rng.uniform(0, 1, (7, 3)).astype(np.float32)
-    for bits, grid in itertools.product(WIDTHS, Grid):
+    for bits, grid in KINDS:
         form = PanelFormat(rows=50, columns=200, bits=bits, block=64, grid=grid)
         _, panels = matrix(form)
         table = reference_linear.restore(form, panels)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import UsageError, argument
+from kvq.reference_linear import WIDTHS, BlockFormat, Grid
 from kvq.settings import cache_folder
 from kvq_apps.model_path import made_once
 from kvq_models.config import ModelConfig
@@ -176,6 +177,103 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "bos_token_id": None,
         "eos_token_id": 50279,
     },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "eos_token_id": 200002,
+    },
+    "qwen3.5-35b-a3b": {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "tie_word_embeddings": False,
+        "eos_token_id": 248044,
+    },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 48,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000_000.0,
+        "partial_rotary_factor": 0.25,
+        "tie_word_embeddings": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+    "lfm2-8b-a1b": {
+        "model_type": "lfm2_moe",
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "moe_intermediate_size": 1792,
+        "num_hidden_layers": 24,
+        "full_attn_idxs": [2, 6, 10, 14, 18, 21],
+        "num_dense_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "conv_L_cache": 3,
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 7,
+    },
     "gemma-4-e2b": {
         "model_type": "gemma4_text",
         "vocab_size": 262144,
@@ -277,6 +375,10 @@ def _first_layers(shape: Mapping[str, Any], count: int) -> dict[str, Any]:
     said: dict[str, Any] = {"num_hidden_layers": count}
     if "layer_types" in shape:
         said["layer_types"] = shape["layer_types"][:count]
+    if "full_attn_idxs" in shape:
+        said["full_attn_idxs"] = [layer for layer in shape["full_attn_idxs"] if layer < count]
+    if "num_dense_layers" in shape:
+        said["num_dense_layers"] = min(shape["num_dense_layers"], count)
     if "num_kv_shared_layers" in shape:
         owners = shape["num_hidden_layers"] - shape["num_kv_shared_layers"]
         said["num_kv_shared_layers"] = max(0, count - owners)
@@ -287,6 +389,15 @@ def shape_config(name: str) -> ModelConfig:
     """The model of shape `name`, as in `shape_json`."""
     config_json = shape_json(name)
     return family_for(config_json).config(config_json)
+
+
+def _published(config: ModelConfig) -> dict[str, BlockFormat]:
+    """Formats of the matrices that a checkpoint has in 4 bits: the experts of gpt-oss."""
+    if config.model_type != "gpt_oss":
+        return {}
+    sources = family_for({"model_type": config.model_type}).weights(config)
+    form = BlockFormat(bits=4, block=32, grid=Grid.E2M1)
+    return {name: form for name, one in sources.items() if "experts" in name and one.quantised}
 
 
 def shape_bundle(name: str, *, bits: int = 4) -> Path:
@@ -300,7 +411,7 @@ def shape_bundle(name: str, *, bits: int = 4) -> Path:
 
     config = shape_config(name)
     called = name.replace(":layers=", "-layers-")
-    weights = WeightFormat(bits=bits)
+    weights = WeightFormat(bits=bits, others=_published(config) if bits == min(WIDTHS) else {})
     options = ExportOptions(name=called, weights=weights)
     parts = [VERSION, asdict(weights), dict(shape_json(name))]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()

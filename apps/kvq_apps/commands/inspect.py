@@ -133,7 +133,7 @@ def _located(name: str) -> Path:
 def _bundle(bundle: "Bundle") -> dict[str, Any]:
     from kvq.config import DEFAULT_DRAFT_TOKENS
     from kvq.formats import bytes_per_token, seen_tokens
-    from kvq.sizing import DELTA_STATES, conv_bytes, delta_row_bytes, delta_state_bytes
+    from kvq.sizing import Geometry, conv_bytes, delta_row_bytes, delta_state_bytes
 
     config, manifest = bundle.config, bundle.manifest.to_json()
     experts = bundle.experts
@@ -151,7 +151,7 @@ def _bundle(bundle: "Bundle") -> dict[str, Any]:
         "bytes_at_context": round(at_context),
         "conv_bytes": conv_bytes(config.conv_shape, DEFAULT_DRAFT_TOKENS),
         "delta_bytes": delta_row_bytes(config.delta_shape, DEFAULT_DRAFT_TOKENS)
-        + delta_state_bytes(config.delta_shape, DELTA_STATES),
+        + delta_state_bytes(config.delta_shape, Geometry.delta_states),
         "fp16_bytes_per_token": config.float_bytes_per_token,
         "experts": None if experts is None else experts.to_json(),
     }

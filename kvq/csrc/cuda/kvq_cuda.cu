@@ -174,7 +174,7 @@ KVQ_EXPORT int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream) {
     if (!kvq::is_matrix(matrix_of(c)) || c.tokens < 1 || c.exact_rows < 0 ||
         (c.exact_rows && (c.bias || c.residual)) ||
         (c.tokens > kFewTokens && !c.levels) ||
-        ((c.tokens > kFewTokens || c.grid != KVQ_SYMMETRIC) && !c.steps))
+        ((c.tokens > kFewTokens || has_offsets(c.grid)) && !c.steps))
         return KVQ_BAD_ARGUMENT;
     if (in_two_passes(c)) multiply_head(c, stream);
     else multiply(c, c.view == KVQ_HI ? 0 : layout_of(c).low_bits(), stream);

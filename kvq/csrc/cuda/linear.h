@@ -9,6 +9,7 @@
 namespace kvq::cuda {
 
 constexpr int kLinearWarps = 4;
+constexpr uint32_t k32768s = 0x78007800u;  // two halves
 
 template <class Call>
 constexpr kvq_matrix matrix_of(const Call& c) {
@@ -31,9 +32,11 @@ struct Constants {
         : bytes(panel + layout.plane_bytes + block * layout.block_constants),
           bits(layout.bits),
           grid(layout.grid) {}
-    KVQ_DEVICE_MEMBER float scale(int row) const { return half_at(row); }
+    KVQ_DEVICE_MEMBER float scale(int row) const {
+        return grid == KVQ_E2M1 ? float_of((127 - kE2m1Bias + bytes[row]) << 23) : half_at(row);
+    }
     KVQ_DEVICE_MEMBER float zero(int row) const {
-        if (grid == KVQ_MINIMUM) return 0;
+        if (grid == KVQ_MINIMUM || grid == KVQ_E2M1) return 0;
         const int parts = grid == KVQ_SYMMETRIC ? 128 : bytes[2 * kPanelRows + row];
         return static_cast<float>(parts << bits) / kZeroParts;
     }
@@ -46,6 +49,17 @@ private:
         return half_value(reinterpret_cast<const uint16_t*>(bytes)[i]);
     }
 };
+
+// Whether what codes are beyond zero differs from block to block.
+constexpr bool has_offsets(int grid) {
+    return grid == KVQ_ZERO_POINT || grid == KVQ_MINIMUM;
+}
+
+// Twice what the four bits of an e2m1 stand for.
+KVQ_DEVICE int e2m1_level(int code) {
+    const int below = code & 7, level = below < 2 ? below : (2 + below % 2) << (below / 2 - 1);
+    return code & 8 ? -level : level;
+}
 
 KVQ_DEVICE float activated(int kind, float gate, float up) {
     if (kind == KVQ_SILU) return gate / (1.0f + exp2_fast(-gate * kLog2E)) * up;
@@ -104,22 +118,24 @@ KVQ_KERNEL inputs(kvq_cuda_linear c) {
     for (int k = i; k < c.columns; k += thread_count())
         c.inputs[int64_t{token} * c.columns + k] = half_bits(input_at(c, x, inverse, k) / top);
     if (i == 0) c.tops[token] = top;
-    if (c.grid == KVQ_SYMMETRIC) return;
+    if (!has_offsets(c.grid)) return;
     sync_block();
     for (int block = i / kWarp; block < layout_of(c).blocks; block += thread_count() / kWarp)
         sum_block(c, token, block);
 }
 
 // Of codes: whole ones, `Low` bits included, or upper nibbles alone, each of which stands for the
-// middle of a step of codes. As halves, less the middle of the range, in steps.
+// middle of a step of codes. As halves, less the middle of the range, in steps; of e2m1 its levels.
 template <bool Low>
 struct Reading {
     int low_bits;
+    bool e2m1;
     uint32_t low_mask, less;
     float step;
 
     KVQ_DEVICE_MEMBER explicit Reading(const PanelLayout& layout)
         : low_bits(layout.low_bits()),
+          e2m1(layout.grid == KVQ_E2M1),
           low_mask(0x00010001u * ((1u << low_bits) - 1)),
           step(Low ? 1.0f : static_cast<float>(1 << low_bits)) {
         const float middle = static_cast<float>(1 << (layout.bits - 1));
@@ -135,6 +151,10 @@ struct Reading {
         if constexpr (Low) {
             codes = (word >> place & 0x000f000fu) << low_bits | kOneThousand24;
             codes |= low >> (low_bits * i + 8 * odd) & low_mask;
+        } else if (e2m1) {
+            // Its bits are a half's, but for an exponent that is less by 14, and twice it is wanted.
+            const uint32_t bits = word >> place;
+            return fma_halves((bits & 0x00070007u) << 9 | (bits & 0x00080008u) << 12, k32768s, 0);
         } else {
             codes = (place < 6 ? word << (6 - place) : word >> (place - 6)) & 0x03c003c0u;
             codes |= kSixteens;
@@ -219,7 +239,7 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
         }
     }
     // In a loop of its own, so that grids without offsets pay no registers for it.
-    for (int block = warp; block < layout.blocks && c.grid != KVQ_SYMMETRIC; block += kLinearWarps)
+    for (int block = warp; block < layout.blocks && has_offsets(c.grid); block += kLinearWarps)
         for (int i = 0; i < 4; i++) {
             const Constants constants(layout, panel, block);
             const float extra = reading.beyond(constants, g + i / 2 * 8);
@@ -266,6 +286,7 @@ KVQ_KERNEL embed(kvq_cuda_embed e) {
                 const int bits = low[i * low_bits / 32 * 64 + byte] >> (i / 4 * low_bits % 8);
                 code = code << low_bits | (bits & ((1 << low_bits) - 1));
             }
+            if (e.grid == KVQ_E2M1) code = e2m1_level(code);
             const Constants constants(layout, panel, i / e.block);
             const float scale = mul(constants.scale(lane), kScaleUnit);
             const float minimum = mul(constants.minimum(lane), kScaleUnit);

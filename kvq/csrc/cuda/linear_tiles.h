@@ -112,14 +112,22 @@ KVQ_DEVICE uint32_t signed_codes(uint32_t word, uint32_t low, int half) {
     return (upper | lower) ^ kSigns;
 }
 
+// Of four e2m1 the levels.
+KVQ_DEVICE uint32_t levels_of(uint32_t word, int half) {
+    uint32_t levels = 0;
+    KVQ_UNROLL for (int i = 0; i < 4; i++)
+        levels |= (e2m1_level(word >> (8 * i + 4 * half) & 15) & 255u) << 8 * i;
+    return levels;
+}
+
 struct LinearLane {
     int g, t, panel, token;  // the first of its warp's, within the block's
 };
 
 // Sums of one block of columns: [four outputs of each panel][eight tokens].
 template <int LowBits>
-KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, const uint8_t* stage,
-                               int32_t (*sums)[kWarpTokens / 8][4]) {
+KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, bool e2m1,
+                               const uint8_t* stage, int32_t (*sums)[kWarpTokens / 8][4]) {
     const uint8_t* levels = stage + room.levels_at();
     for (int octet = lane.t; octet < room.block / 8; octet += 4) {
         Quad word[2], low[2] = {};
@@ -145,15 +153,17 @@ KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, c
         KVQ_UNROLL for (int i = 0; i < 4; i++) {
             uint32_t codes[4];
             KVQ_UNROLL for (int j = 0; j < 4; j++) codes[j] =
-                signed_codes<LowBits>(word[j % 2].words[i], low[j % 2].words[i], j / 2);
+                !LowBits && e2m1
+                    ? levels_of(word[j % 2].words[i], j / 2)
+                    : signed_codes<LowBits>(word[j % 2].words[i], low[j % 2].words[i], j / 2);
             KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++) mma(sums[i][n], codes, inputs[n]);
         }
     }
 }
 
 // Grid: blocks of 64 tokens, blocks of 256 outputs. LowBits: of codes, read beside their upper
-// nibbles. What is multiplied are codes' distances from the middle, times 2^(8 - bits); what a code
-// is beyond that meets the sum of levels.
+// nibbles. What is multiplied are codes' distances from the middle, times 2^(8 - bits), or the levels
+// of e2m1; what a code is beyond that meets the sum of levels.
 template <int LowBits>
 KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
     KVQ_DYNAMIC_SHARED(bytes);
@@ -161,8 +171,9 @@ KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
     const LinearRoom room(c.block, LowBits);
     const int step = 1 << (layout.low_bits() - LowBits);  // of codes, for whose middle one stands
     const float middle = static_cast<float>((1 << layout.bits) + step - 1) / 2;
-    const float unit = static_cast<float>(1 << layout.bits) / 256.0f;
-    const bool shifted = layout.grid != KVQ_SYMMETRIC || step > 1;
+    const bool e2m1 = layout.grid == KVQ_E2M1;
+    const float unit = e2m1 ? 1.0f : static_cast<float>(1 << layout.bits) / 256.0f;
+    const bool shifted = has_offsets(layout.grid) || step > 1;
     const int warp = thread_index() / kWarp, blocks = layout.blocks;
     const LinearLane lane{thread_index() % kWarp / 4, thread_index() % 4,
                           warp % (kTilePanels / kWarpPanels) * kWarpPanels,
@@ -181,7 +192,7 @@ KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
         int32_t sums[4][kWarpTokens / 8][4];
         KVQ_UNROLL for (int i = 0; i < 4; i++) KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++)
             KVQ_UNROLL for (int j = 0; j < 4; j++) sums[i][n][j] = bits_of(kTwelveMillion);
-        multiply_block<LowBits>(room, lane, bytes + block % 2 * room.stage_bytes, sums);
+        multiply_block<LowBits>(room, lane, e2m1, bytes + block % 2 * room.stage_bytes, sums);
         KVQ_UNROLL for (int half = 0; half < 2; half++) {
             const int panel = min(first_panel + 2 * half, layout.panels - 1);
             const Constants constants(layout, c.panels + panel * layout.panel_bytes, block);

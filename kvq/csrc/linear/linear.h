@@ -15,11 +15,16 @@ constexpr float kScaleUnit = 1.0f / 256.0f;
 constexpr float kZeroParts = 256;  // of the range of codes, in offsets that are zero points
 constexpr float kSmallestActivation = 1e-30f;
 
+// What the four bits of an e2m1 stand for, doubled and around a middle; what a block's exponent is
+// greater by than that of its scale in kScaleUnit.
+constexpr int kE2m1Middle = 12, kE2m1Bias = 120;
+constexpr uint8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 // Whether there is such a matrix.
 constexpr bool is_matrix(const kvq_matrix& m) {
     return m.rows > 0 && m.columns > 0 && (m.block == 32 || m.block == 64 || m.block == 128) &&
            (m.bits == 4 || m.bits == 5 || m.bits == 6 || m.bits == 8) && m.grid >= KVQ_SYMMETRIC &&
-           m.grid <= KVQ_MINIMUM;
+           m.grid <= KVQ_E2M1 && (m.grid != KVQ_E2M1 || m.bits == 4);
 }
 
 // Whether `m` is of whole panels, so that another can lie behind it.
@@ -39,7 +44,7 @@ struct PanelLayout {
           block(m.block),
           bits(m.bits),
           grid(m.grid),
-          block_constants(size_t(kPanelRows) * (2 + m.grid)),
+          block_constants(size_t(kPanelRows) * (m.grid == KVQ_E2M1 ? 1 : 2 + m.grid)),
           plane_bytes(size_t(blocks) * block * kPanelRows / 2),
           constant_bytes((size_t(blocks) * block_constants + 63) / 64 * 64),
           panel_bytes(plane_bytes * bits / 4 + constant_bytes) {}

@@ -159,6 +159,16 @@ struct WholeCodes {
     }
 };
 
+// Nibbles that are looked up before they are multiplied.
+template <class Source>
+struct LookedUp {
+    Source source;
+    template <int I>
+    CodePair group(int first) const {
+        return looked_up(source.template group<I>(first), kvq::kE2m1Codes);
+    }
+};
+
 template <int R, int I, class Source>
 KVQ_INLINE void add_group(const Source& source, int first, const int8_t* x, size_t stride, Dots* dots) {
     const CodePair codes = source.template group<I>(first);
@@ -166,12 +176,13 @@ KVQ_INLINE void add_group(const Source& source, int first, const int8_t* x, size
                                                        x + m * stride + kPanelGroup * (first + I));
 }
 
-// Adds one block to the sums of R rows.
-template <int R, class Source>
+// Adds one block to the sums of R rows. Of codes above 15 Dots takes half as many between flushes.
+template <int R, bool High = false, class Source>
 KVQ_INLINE void add_block(const Source& source, int block, const int8_t* x, size_t stride, Dots* dots) {
     for (int j = 0; j < block / kPanelGroup; j += kFlushGroups) {
         add_group<R, 0>(source, j, x, stride, dots);
         add_group<R, 1>(source, j, x, stride, dots);
+        if constexpr (High) KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
         add_group<R, 2>(source, j, x, stride, dots);
         add_group<R, 3>(source, j, x, stride, dots);
         KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
@@ -194,13 +205,15 @@ inline Floats beyond_zero(const PanelLayout& layout, const Reading& reading,
         return fma(load_unsigned(constants + 2 * kPanelRows),
                    set1(-float(1 << layout.bits) / kvq::kZeroParts / reading.step),
                    set1(reading.beyond));
-    const float middle = layout.grid == KVQ_SYMMETRIC ? float(1 << (layout.bits - 1)) : 0.0f;
+    const float middle = layout.grid == KVQ_SYMMETRIC ? float(1 << (layout.bits - 1))
+                         : layout.grid == KVQ_E2M1    ? float(kvq::kE2m1Middle)
+                                                      : 0.0f;
     return set1(reading.beyond - middle / reading.step);
 }
 
-// LowBits: of codes, read beside their upper nibbles. Sums of products of codes are whole and below
+// LowBits: of codes, read beside their upper nibbles. E2m1: of such a grid. Sums of products of codes are whole and below
 // 2^23, so floats hold them exactly.
-template <int R, int LowBits, bool kOnce = false>
+template <int R, int LowBits, bool E2m1 = false, bool kOnce = false>
 void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x, int first,
                    float* out) {
     const size_t stride = layout.padded_columns();
@@ -225,11 +238,16 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
                 add_block<R>(first_plane, block, levels, stride, upper);
                 add_block<R>(second_plane, block, levels, stride, lower);
             }
+        } else if constexpr (E2m1) {
+            const LookedUp<Plane<4, kOnce>> found{first_plane};
+            add_block<R, true>(found, block, levels, stride, upper);
         } else {
             add_block<R>(first_plane, block, levels, stride, upper);
         }
         const uint8_t* constants = panel + layout.plane_bytes + b * layout.block_constants;
-        const Floats scale = load_half(constants);
+        Floats scale;
+        if constexpr (E2m1) scale = power_of_two(load_unsigned(constants) - set1(float(kvq::kE2m1Bias)));
+        else scale = load_half(constants);
         const Floats beyond = beyond_zero(layout, reading, constants);
         KVQ_UNROLL for (int m = 0; m < R; m++) {
             const size_t at = size_t(first + m) * layout.blocks + b;
@@ -247,15 +265,16 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
 
 using MultiplyRows = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, float*);
 
-template <int LowBits, int... R>
+template <int LowBits, bool E2m1 = false, int... R>
 MultiplyRows row_count(std::integer_sequence<int, R...>, int rows) {
-    constexpr MultiplyRows table[] = {multiply_rows<R + 1, LowBits>...};
+    constexpr MultiplyRows table[] = {multiply_rows<R + 1, LowBits, E2m1>...};
     if (rows == 1 && kvq::prefetching().past_caches.load(std::memory_order_relaxed))
-        return multiply_rows<1, LowBits, true>;
+        return multiply_rows<1, LowBits, E2m1, true>;
     return table[rows - 1];
 }
-MultiplyRows multiply_for(int low_bits, int rows) {
+MultiplyRows multiply_for(int low_bits, int grid, int rows) {
     using Counts = std::make_integer_sequence<int, kMaxRows>;
+    if (grid == KVQ_E2M1) return row_count<0, true>(Counts{}, rows);
     switch (low_bits) {
         case 1: return row_count<1>(Counts{}, rows);
         case 2: return row_count<2>(Counts{}, rows);
@@ -270,7 +289,7 @@ void multiply(const PanelLayout& layout, int view, const uint8_t* panel, const R
     int groups = (count + kMaxRows - 1) / kMaxRows;
     for (; groups > 0; groups--) {  // of as equal sizes as can be
         const int rows = (count + groups - 1) / groups;
-        multiply_for(low_bits, rows)(layout, panel, x, first, out);
+        multiply_for(low_bits, layout.grid, rows)(layout, panel, x, first, out);
         first += rows, count -= rows, out += kPanelRows * rows;
     }
 }
@@ -279,6 +298,11 @@ void multiply(const PanelLayout& layout, int view, const uint8_t* panel, const R
 struct Line {
     float scale, offset;
     Line(const PanelLayout& layout, const uint8_t* constants, int lane) {
+        if (layout.grid == KVQ_E2M1) {
+            scale = std::ldexp(kvq::kScaleUnit, constants[lane] - kvq::kE2m1Bias);
+            offset = float(kvq::kE2m1Middle);
+            return;
+        }
         scale = half_at(constants + 2 * lane) * kvq::kScaleUnit;
         const uint8_t* offsets = constants + 2 * kPanelRows;
         switch (layout.grid) {
@@ -315,6 +339,7 @@ void add_row(const PanelLayout& layout, const uint8_t* panel, int lane, float we
                 const size_t place = size_t(i / columns_of) * 64 + 4 * lane + i % 4;
                 code = code << low_bits | (low[place] >> shift & ((1 << low_bits) - 1));
             }
+            if (layout.grid == KVQ_E2M1) code = kvq::kE2m1Codes[code];
             const float value = layout.grid == KVQ_MINIMUM
                                     ? line.scale * float(code) + line.offset
                                     : line.scale * (float(code) - line.offset);

@@ -146,6 +146,14 @@ template <int LowBits>
 inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     return {merged<LowBits>(upper.first, lower.first), merged<LowBits>(upper.second, lower.second)};
 }
+inline Ints looked_up(const Ints& nibbles, __m256i table) {
+    return {_mm256_shuffle_epi8(table, nibbles.a), _mm256_shuffle_epi8(table, nibbles.b)};
+}
+inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
+    const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    const __m256i twice = _mm256_broadcastsi128_si256(sixteen);
+    return {looked_up(nibbles.first, twice), looked_up(nibbles.second, twice)};
+}
 inline __m256i broadcast_quad(const int8_t* quad) {
     int32_t bits;
     std::memcpy(&bits, quad, 4);
@@ -165,7 +173,8 @@ struct Dots {
     inline void flush() {}
 };
 #else
-// int16 holds eight nibble products (2 * 15 * 127 each): no more than four adds before flush().
+// int16 holds eight nibble products (2 * 15 * 127 each): no more than four adds before flush(), two
+// of codes up to 24.
 struct Dots {
     Ints total = set1(0);
     Ints words = set1(0);

@@ -113,6 +113,11 @@ inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     return {_mm512_or_si512(_mm512_slli_epi16(upper.first, LowBits), lower.first),
             _mm512_or_si512(_mm512_slli_epi16(upper.second, LowBits), lower.second)};
 }
+inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
+    const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    const __m512i all = _mm512_broadcast_i32x4(sixteen);
+    return {_mm512_shuffle_epi8(all, nibbles.first), _mm512_shuffle_epi8(all, nibbles.second)};
+}
 inline __m512i broadcast_quad(const int8_t* quad) {
     int32_t bits;
     std::memcpy(&bits, quad, 4);

@@ -157,6 +157,15 @@ template <int LowBits>
 inline CodePair merged(const CodePair& upper, const CodePair&) {
     return upper;
 }  // never called
+// Of nibbles what a table has in their places.
+inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
+    CodePair r;
+    for (int i = 0; i < 64; i++) {
+        r.first.v[i] = table[nibbles.first.v[i]];
+        r.second.v[i] = table[nibbles.second.v[i]];
+    }
+    return r;
+}
 // Sums of products of codes with four activations: lane i gathers codes[4i..4i+3] . quad.
 struct Dots {
     Ints total = set1(0);
@@ -166,7 +175,7 @@ struct Dots {
                 total.v[i] +=
                     codes.first.v[4 * i + c] * x[c] + codes.second.v[4 * i + c] * x[4 + c];
     }
-    inline void flush() {}  // to be called after every four calls of add
+    inline void flush() {}  // to be called after every four calls of add, two of codes above 15
 };
 
 }  // namespace

@@ -149,6 +149,15 @@ inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     }
     return r;
 }
+inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
+    const int8x16_t sixteen = vreinterpretq_s8_u8(vld1q_u8(table));
+    CodePair r;
+    for (int i = 0; i < 4; i++) {
+        r.first[i] = vqtbl1q_s8(sixteen, vreinterpretq_u8_s8(nibbles.first[i]));
+        r.second[i] = vqtbl1q_s8(sixteen, vreinterpretq_u8_s8(nibbles.second[i]));
+    }
+    return r;
+}
 struct Dots {
     Ints total = set1(0);
     inline void add(const CodePair& codes, const int8_t* x) {

@@ -4,17 +4,22 @@ is computed again, and that answers are those of a text that was never held."""
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.pilot import Pilot
 
+import chat_pilot
 from draft_heads import make_drafting
 from kvq import native
 from kvq.config import FOLD_TOKENS
+from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import Stream, Turn
 from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
+from kvq_apps.cli import main
 from kvq_apps.serve.server import Server
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_runtime.bundle import Bundle
@@ -113,6 +118,12 @@ def test_a_conversation_goes_on(server: Server, bundle: Path) -> None:
     assert fresh.json["choices"] == reply.json["choices"]
 
 
+def local(bundle: Path) -> LocalClient:
+    return LocalClient(
+        str(bundle), engine_options={"threads": 1}, session_options={"k_bits": 16, "v_bits": 16}
+    )
+
+
 def test_a_chat_edits_a_message(bundle: Path) -> None:
     def reply(client: LocalClient, *texts: str) -> tuple[str, Any]:
         roles, stream = ("user", "assistant"), Stream()
@@ -121,12 +132,7 @@ def test_a_chat_edits_a_message(bundle: Path) -> None:
         news = stream.take()
         return news.text, news.stats
 
-    def opened() -> LocalClient:
-        return LocalClient(
-            str(bundle), engine_options={"threads": 1}, session_options={"k_bits": 16, "v_bits": 16}
-        )
-
-    client, question = opened(), "a long question about pages and plans " * 9
+    client, question = local(bundle), "a long question about pages and plans " * 9
     client.open()
     first, _ = reply(client, question)
     second, _ = reply(client, question, first, "and now? " * 30)
@@ -138,12 +144,34 @@ def test_a_chat_edits_a_message(bundle: Path) -> None:
     (turn,) = turns_of(bundle, ids_of(bundle, user(question)))
     assert stats.cached_tokens > turn - FOLD_TOKENS
     for texts, wanted in (((question, first, "and later? " * 30), changed), ((question,), first)):
-        fresh = opened()
+        fresh = local(bundle)
         fresh.open()
         found, _ = reply(fresh, *texts)
         fresh.close()
         assert found == wanted
     assert second != changed
+
+
+def test_commands_answer_as_a_chat_does(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvq run --chat`, a message piped into `kvq chat`, and the chat's app, of several turns."""
+    words = ("--temp", "0", "--kv", "fp", "--threads", "1", "-n", "8")
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"")))
+    assert main(["run", str(bundle), "How many pages?", *words, "--chat"]) == 0
+    once = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"How many pages?")))
+    assert main(["chat", str(bundle), *words, "--no-log"]) == 0
+    assert capsys.readouterr().out == once
+    app = chat_pilot.run(conversation, local(bundle), max_tokens=8, asked={"temperature": 0})
+    first, again = (row.text for row in app.controller.conversation.messages[1::2])
+    assert first == once.removesuffix("\n")
+    assert again
+
+
+async def conversation(app: ChatApp, pilot: Pilot[Any]) -> None:
+    await chat_pilot.say(app, pilot, "How many pages?")
+    await chat_pilot.say(app, pilot, "And then?")
 
 
 def test_a_server_drafts_with_the_models_head(shelf: Shelf) -> None:
