@@ -96,13 +96,18 @@ def library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Name of the kernels in use: `generic`, `avx2`, `avxvnni`, `avx512vnni` or `neon`."""
+    """Name of the kernels in use: one of `kvq/README.md`, such as `avx2`."""
     return library().kvq_isa().decode()
 
 
 def isas() -> list[str]:
     """Names of the kernels this machine can run, best first."""
     return library().kvq_isa_available().decode().split(",")
+
+
+def isa_refused() -> str:
+    """`NAME: why` of kernels that the processor announces and that do not work here; or empty."""
+    return library().kvq_isa_refused().decode()
 
 
 def select_isa(name: str) -> None:

@@ -63,6 +63,9 @@ inline Ints to_int(Floats a) {
 inline Ints set1(int32_t x) {
     return {_mm512_set1_epi32(x)};
 }
+inline Ints load_ints(const int32_t* p) {
+    return {_mm512_loadu_si512(p)};
+}
 inline Ints operator+(Ints a, Ints b) {
     return {_mm512_add_epi32(a.v, b.v)};
 }
@@ -112,6 +115,10 @@ template <int LowBits>
 inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     return {_mm512_or_si512(_mm512_slli_epi16(upper.first, LowBits), lower.first),
             _mm512_or_si512(_mm512_slli_epi16(upper.second, LowBits), lower.second)};
+}
+inline void store_codes(uint8_t* p, const CodePair& codes) {
+    _mm512_storeu_si512(p, codes.first);
+    _mm512_storeu_si512(p + 64, codes.second);
 }
 inline __m512i broadcast_quad(const int8_t* quad) {
     int32_t bits;
