@@ -10,7 +10,7 @@ enum class Instructions { kAvx2, kAvxVnni, kAvx512Vnni, kAmxInt8, kDotProducts }
 // Whether the processor runs what the kernels of that name are compiled to, and the system keeps
 // its registers.
 bool runs(Instructions set);
-// What the processor says of itself: who makes it, as CPUID spells it (empty elsewhere), and how much
+// What the processor says of itself: who makes it, as CPUID spells it (empty elsewhere), and what
 // the second-level cache holds that a core reads through, alone or with others (0: not said).
 struct Processor {
     char maker[13];

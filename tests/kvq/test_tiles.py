@@ -100,6 +100,15 @@ def close(found: Float, wanted: Float) -> None:
     assert (np.abs(found - wanted) <= PRODUCT.top * size).all()
 
 
+def test_no_tile_reaches_beyond_the_rows(built: Path) -> None:
+    script = (
+        "import ctypes, sys; library = ctypes.CDLL(sys.argv[1])\n"
+        "for rows in map(int, sys.argv[2:]): library.kvq_multiply_at_the_end_of_memory(rows)"
+    )
+    rows = (str(count) for count in ROWS if count <= 48)
+    subprocess.run([sys.executable, "-c", script, built, *rows], check=True)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_shows_in_its_row_only(value: float, built: Path) -> None:
     form = PanelFormat(rows=20, columns=100, bits=6, block=32)

@@ -19,11 +19,11 @@
 
 namespace {
 
+using kvq::kMostTileRows;
+using kvq::kMostTiles;
 using kvq::kTileBytes;
 using kvq::kTileRows;
 
-constexpr int kMostTiles = 3;  // of rows: with their sums and the codes, seven of the eight
-constexpr int kMostTileRows = kMostTiles * kTileRows;
 constexpr int kWidestBlock = 128;
 
 template <class Source>
@@ -52,11 +52,11 @@ void unpack(const PanelLayout& layout, const uint8_t* panel, int b, size_t ahead
 }
 
 // Of kTileRows to kMostTileRows rows. They lie in as few tiles as can be, all of the same number of
-// rows: the last one begins within the one before where they do not divide, and what both compute is
-// the same. Sums are those of multiply_rows, in its order.
+// rows: where that does not divide them the last tile begins within the one before, and both compute
+// the same there. Sums are those of multiply_rows, in its order.
 template <int LowBits>
-void multiply_tiles(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x, int first,
-                    int count, float* out) {
+void multiply_tiles(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x,
+                    int first, int count, float* out) {
     const int tiles = (count + kTileRows - 1) / kTileRows, rows = (count + tiles - 1) / tiles;
     const int second = std::min(rows, count - rows), third = count - rows;
     const int width = std::min(layout.block, kTileBytes);  // columns of one product
@@ -119,13 +119,8 @@ MultiplyTiles tiles_for(int low_bits) {
 
 void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, const RoundedRows& x,
                    int first, int count, float* out) {
-    const MultiplyTiles by_tiles = tiles_for(view == KVQ_HI ? 0 : layout.low_bits());
-    while (count >= kTileRows) {
-        const int rows = std::min(count, kMostTileRows);
-        by_tiles(layout, panel, x, first, rows, out);
-        first += rows, count -= rows, out += kPanelRows * rows;
-    }
-    multiply(layout, view, panel, x, first, count, out);
+    if (count < kTileRows) return multiply(layout, view, panel, x, first, count, out);
+    tiles_for(view == KVQ_HI ? 0 : layout.low_bits())(layout, panel, x, first, count, out);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 
 #include "../kernels/kernels.h"
 #include "../platform.h"
+#include "tiles.h"
 
 namespace kvq {
 namespace {
@@ -22,6 +23,7 @@ namespace {
 constexpr size_t kUnitBytesLow = 32 << 10, kUnitBytesHigh = 512 << 10;
 constexpr size_t kUnits = 64;
 constexpr int kRowBlock = 48;
+static_assert(kRowBlock <= kMostTileRows, "all rows of one call of multiply have tiles");
 // Far enough ahead to hide a miss behind sixteen rows of work: a matter of memory's delay, not of the
 // caches, and as good or better than 2, 4 and 16 KiB on an AMD and on an Intel processor.
 constexpr int64_t kAheadBytes = 8 << 10;

@@ -1,6 +1,6 @@
-// AMX's tiles: eight registers of up to sixteen rows of 64 bytes, and one instruction that multiplies
-// two of them (Intel's Architecture Instruction Set Extensions and Future Features, chapter 3). With
-// KVQ_EMULATED_TILES a header of the tests has computed them in plain memory by the same names.
+// AMX's tiles: eight registers of up to sixteen rows of 64 bytes, and an instruction that multiplies
+// two of them (Intel's Architecture Instruction Set Extensions and Future Features, chapter 3). Where
+// KVQ_EMULATED_TILES is defined a header of the tests computes them, by the same names.
 #pragma once
 #include <cstdint>
 
@@ -15,6 +15,8 @@
 namespace kvq {
 
 constexpr int kTileRows = 16, kTileBytes = 64;
+// Rows' levels lie in up to three tiles: with as many of sums and one of codes, seven of the eight.
+constexpr int kMostTiles = 3, kMostTileRows = kMostTiles * kTileRows;
 
 // The shapes of a thread's tiles, as _tile_loadconfig reads them. A tile without rows is none.
 struct alignas(64) TileShapes {
@@ -29,8 +31,8 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64, "as the instruction reads it");
 
-// What was written before is in memory for the tile instructions that follow: GCC does not know that
-// they read it.
+// What was written before is in memory for the tile instructions that follow: GCC does not know
+// that they read it.
 inline void written() {
     __asm__ volatile("" ::: "memory");
 }
