@@ -67,7 +67,11 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     wanted = environment("isa")
     if wanted and library.kvq_isa_select(wanted.encode()):
         available = library.kvq_isa_available().decode()
-        raise BackendError(f"KVQ_ISA={wanted} is not possible here; this machine runs {available}")
+        name, _, reason = library.kvq_isa_refused().decode().partition(": ")
+        why = f", since {reason}" if name == wanted else ""
+        raise BackendError(
+            f"KVQ_ISA={wanted} is not possible here{why}; this machine runs {available}"
+        )
     return library, ""
 
 
