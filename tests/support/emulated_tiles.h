@@ -1,5 +1,5 @@
 // AMX's tile instructions in plain memory, by the names of their intrinsics, for processors without
-// them: kvq/csrc/linear/tiles.h takes them where KVQ_EMULATED_TILES is defined. What the processor
+// them: kvq/csrc/tiles.h takes them where KVQ_EMULATED_TILES is defined. What the processor
 // answers with a fault ends the program. The variable KVQ_TILES says what a machine has that is not
 // in order: `refused`, the system grants no tiles; `faults`, they are announced and not executed;
 // `wrong`, they compute something else.

@@ -2,8 +2,8 @@
 // Whether a processor has it is more than what it announces: see amxint8_refusal.
 #include <cstring>
 
-#include "../linear/tiles.h"
 #include "../platform.h"
+#include "../tiles.h"
 #include "kernels.h"
 #ifdef KVQ_TILES
 

@@ -6,8 +6,8 @@
 
 #include "../kernels/kernels.h"
 #include "../platform.h"
+#include "../tiles.h"
 #include "linear.h"
-#include "tiles.h"
 #ifdef KVQ_TILES
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include "vectors_avx512.h"

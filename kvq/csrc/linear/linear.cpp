@@ -14,7 +14,7 @@
 
 #include "../kernels/kernels.h"
 #include "../platform.h"
-#include "tiles.h"
+#include "../tiles.h"
 
 namespace kvq {
 namespace {
