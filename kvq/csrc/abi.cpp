@@ -301,6 +301,9 @@ const char* kvq_isa(void) {
 const char* kvq_isa_available(void) {
     return kvq::available_kernels();
 }
+const char* kvq_isa_refused(void) {
+    return kvq::refused_kernels();
+}
 int kvq_isa_select(const char* name) {
     return kvq::select_kernels(name) ? KVQ_OK : KVQ_BAD_ARGUMENT;
 }

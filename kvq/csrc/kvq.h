@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 21
+#define KVQ_ABI 22
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -325,6 +325,20 @@ KVQ_EXPORT int kvq_residency_stats_of(int64_t handle, kvq_residency_stats *stats
 #define KVQ_MOST_AHEAD (1 << 20)
 KVQ_EXPORT int kvq_tune(int32_t past_caches, int64_t ahead_bytes);
 
+/* What products do where kvq_tune said nothing else, by what the processor says of itself. */
+typedef struct {
+    char maker[16];        /* as CPUID spells it, such as "GenuineIntel"; or empty */
+    int64_t level2_bytes;  /* of the second-level cache that a core reads through; 0: not known */
+} kvq_processor;
+typedef struct {
+    int32_t past_caches;   /* whether one row's weights are fetched past the larger caches */
+    int64_t ahead_bytes;   /* how far ahead weights are fetched, */
+    int64_t panel_bytes;   /* but of panels up to so large the same place of the next one */
+    int64_t row_bytes;     /* of rounded rows that stay in the cache while panels pass by */
+} kvq_built_in;
+KVQ_EXPORT int kvq_processor_of(kvq_processor *here);
+KVQ_EXPORT int kvq_built_in_of(const kvq_processor *processor, kvq_built_in *out);
+
 /* Bytes of weights read by products since the library was loaded. */
 KVQ_EXPORT int64_t kvq_weight_bytes_read(void);
 
@@ -334,6 +348,8 @@ KVQ_EXPORT int kvq_abi(void);                      /* KVQ_ABI */
 KVQ_EXPORT const char *kvq_isa(void);              /* name of the kernels in use */
 KVQ_EXPORT const char *kvq_isa_available(void);    /* names this machine can run, comma separated */
 KVQ_EXPORT int kvq_isa_select(const char *name);
+/* `name: why` of kernels that the processor announces and that were tried and are not offered; or empty. */
+KVQ_EXPORT const char *kvq_isa_refused(void);
 
 #ifdef __cplusplus
 }

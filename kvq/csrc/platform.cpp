@@ -1,6 +1,7 @@
 #include "platform.h"
 
 #include <cstddef>
+#include <cstring>
 
 #ifdef _WIN32
 #define WIN32_LEAN_AND_MEAN
@@ -8,11 +9,18 @@
 #else
 #include <dlfcn.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <csignal>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
+#endif
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -29,18 +37,19 @@ namespace {
 // Of leaves 1 and 7 of CPUID, and what the system keeps of a thread's registers. Asked by hand: not
 // every compiler's library has what __builtin_cpu_supports reads.
 struct Cpuid {
-    unsigned ecx1 = 0, ebx7 = 0, ecx7 = 0, eax71 = 0;
-    bool keeps256 = false, keeps512 = false;
+    unsigned ecx1 = 0, ebx7 = 0, ecx7 = 0, edx7 = 0, eax71 = 0;
+    bool keeps256 = false, keeps512 = false, keeps_tiles = false;
 
     Cpuid() {
         unsigned a = 0, b = 0, c = 0, d = 0;
         if (__get_cpuid(1, &a, &b, &c, &d)) ecx1 = c;
-        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) ebx7 = b, ecx7 = c;
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) ebx7 = b, ecx7 = c, edx7 = d;
         if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) eax71 = a;
         if (!(ecx1 & bit_OSXSAVE)) return;
         unsigned low = 0, high = 0;
         __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
         keeps256 = (low & 0x06) == 0x06;
+        keeps_tiles = (low & 0x60000) == 0x60000;
 #ifdef __APPLE__
         keeps512 = keeps256;  // macOS keeps them from a thread's first use on
 #else
@@ -64,6 +73,8 @@ bool runs(Instructions set) {
             return avx2;
         case Instructions::kAvxVnni:
             return avx2 && all(cpu.eax71, 1u << 4);
+        case Instructions::kAmxInt8:  // amx-tile and amx-int8; their products beside AVX-512's
+            return cpu.keeps_tiles && all(cpu.edx7, 3u << 24) && runs(Instructions::kAvx512Vnni);
         case Instructions::kAvx512Vnni:
             return avx2 && cpu.keeps512 && all(cpu.ecx7, bit_AVX512VNNI) &&
                    all(cpu.ebx7, bit_AVX512F | bit_AVX512VL | bit_AVX512BW | bit_AVX512DQ);
@@ -72,10 +83,30 @@ bool runs(Instructions set) {
     }
 }
 
-bool processor_is_amd() {
+namespace {
+
+// Of the leaf that lists caches one after the other; AMD's is another than Intel's.
+int64_t level2_bytes(unsigned leaf) {
+    constexpr unsigned kData = 1, kBoth = 3;
     unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && d == signature_AMD_edx &&
-           c == signature_AMD_ecx;
+    for (unsigned i = 0; __get_cpuid_count(leaf, i, &a, &b, &c, &d) && (a & 31); i++)
+        if ((a >> 5 & 7) == 2 && ((a & 31) == kData || (a & 31) == kBoth))
+            return (int64_t{b >> 22} + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) *
+                   (int64_t{c} + 1);
+    return 0;
+}
+
+}  // namespace
+
+Processor processor() {
+    constexpr unsigned kIntelCaches = 4, kAmdCaches = 0x8000001d;
+    Processor found{};
+    unsigned most = 0, parts[3] = {};
+    if (!__get_cpuid(0, &most, &parts[0], &parts[2], &parts[1])) return found;
+    std::memcpy(found.maker, parts, sizeof parts);
+    found.level2_bytes = level2_bytes(kIntelCaches);
+    if (!found.level2_bytes) found.level2_bytes = level2_bytes(kAmdCaches);
+    return found;
 }
 #else
 bool runs(Instructions set) {
@@ -91,8 +122,55 @@ bool runs(Instructions set) {
 #endif
 }
 
-bool processor_is_amd() {
+Processor processor() {
+    Processor found{};
+#ifdef __linux__
+    const std::string folder = "/sys/devices/system/cpu/cpu0/cache/index";
+    for (int i = 0; i < 8; i++) {
+        int level = 0;
+        std::string type;
+        int64_t kib = 0;
+        std::ifstream(folder + std::to_string(i) + "/level") >> level;
+        std::ifstream(folder + std::to_string(i) + "/type") >> type;
+        std::ifstream(folder + std::to_string(i) + "/size") >> kib;  // such as 512K
+        if (level == 2 && type != "Instruction") found.level2_bytes = kib << 10;
+    }
+#endif
+    return found;
+}
+#endif
+
+#if defined(__linux__) && defined(__x86_64__)
+bool grants_tiles() {
+    constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+#else
+bool grants_tiles() {
     return false;
+}
+#endif
+
+#ifdef _WIN32
+bool survives(bool (*)()) {
+    return false;
+}
+#else
+bool survives(bool (*trial)()) {
+    const pid_t child = fork();
+    if (child == 0) {
+        // A fault is no news: nobody prints it, and no memory is written down.
+        for (int number : {SIGILL, SIGSEGV, SIGBUS, SIGFPE, SIGTRAP}) std::signal(number, SIG_DFL);
+        const rlimit none{0, 0};
+        setrlimit(RLIMIT_CORE, &none);
+        _exit(trial() ? 0 : 1);
+    }
+    if (child < 0) return false;
+    int status = 0;
+    pid_t ended = 0;
+    do ended = waitpid(child, &status, 0);
+    while (ended < 0 && errno == EINTR);
+    return ended == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 #endif
 

@@ -6,11 +6,22 @@
 
 namespace kvq::platform {
 
-enum class Instructions { kAvx2, kAvxVnni, kAvx512Vnni, kDotProducts };
+enum class Instructions { kAvx2, kAvxVnni, kAvx512Vnni, kAmxInt8, kDotProducts };
 // Whether the processor runs what the kernels of that name are compiled to, and the system keeps
 // its registers.
 bool runs(Instructions set);
-bool processor_is_amd();
+// What the processor says of itself: who makes it, as CPUID spells it (empty elsewhere), and what
+// the second-level cache holds that a core reads through, alone or with others (0: not said).
+struct Processor {
+    char maker[13];
+    int64_t level2_bytes;
+};
+Processor processor();
+// Whether this process, its threads and its children may use AMX's tiles from now on; asks for them.
+bool grants_tiles();
+// What trial() says in a process of its own; false, too, if it ends there otherwise, such as by an
+// instruction that faults. trial must allocate nothing and take no lock.
+bool survives(bool (*trial)());
 
 // Memory at a multiple of 64 bytes, in huge pages where `huge` and the system has such; null: there
 // is none.

@@ -25,7 +25,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 21
+ABI = 22
 
 
 class Config(Structure):
@@ -154,6 +154,23 @@ class ResidencyStats(Structure):
     )
 
 
+class Processor(Structure):
+    """`kvq_processor`: what a processor says of itself."""
+
+    _fields_ = (("maker", c_char * 16), ("level2_bytes", c_int64))
+
+
+class BuiltIn(Structure):
+    """`kvq_built_in`: what products do where nobody has measured."""
+
+    _fields_ = (
+        ("past_caches", c_int32),
+        ("ahead_bytes", c_int64),
+        ("panel_bytes", c_int64),
+        ("row_bytes", c_int64),
+    )
+
+
 _FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
 _BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(Stats)
 POINTERS = {
@@ -213,6 +230,8 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
     "kvq_pack": (c_int32, (c_int32, c_int32, _FLOATS, c_int32, c_int32, _BYTES, _BYTES)),
     "kvq_tune": (c_int32, (c_int32, c_int64)),
+    "kvq_processor_of": (c_int32, (POINTER(Processor),)),
+    "kvq_built_in_of": (c_int32, (POINTER(Processor), POINTER(BuiltIn))),
     "kvq_residency_open": (c_int32, (c_int64, POINTER(c_int64))),
     "kvq_residency_close": (c_int32, (c_int64,)),
     "kvq_residency_stats_of": (c_int32, (c_int64, POINTER(ResidencyStats))),
@@ -221,6 +240,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_isa": (c_char_p, ()),
     "kvq_isa_available": (c_char_p, ()),
     "kvq_isa_select": (c_int32, (c_char_p,)),
+    "kvq_isa_refused": (c_char_p, ()),
 }
 
 

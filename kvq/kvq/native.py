@@ -67,7 +67,11 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     wanted = environment("isa")
     if wanted and library.kvq_isa_select(wanted.encode()):
         available = library.kvq_isa_available().decode()
-        raise BackendError(f"KVQ_ISA={wanted} is not possible here; this machine runs {available}")
+        name, _, reason = library.kvq_isa_refused().decode().partition(": ")
+        why = f", since {reason}" if name == wanted else ""
+        raise BackendError(
+            f"KVQ_ISA={wanted} is not possible here{why}; this machine runs {available}"
+        )
     return library, ""
 
 
@@ -96,13 +100,18 @@ def library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Name of the kernels in use: `generic`, `avx2`, `avxvnni`, `avx512vnni` or `neon`."""
+    """Name of the kernels in use: one of `kvq/README.md`, such as `avx2`."""
     return library().kvq_isa().decode()
 
 
 def isas() -> list[str]:
     """Names of the kernels this machine can run, best first."""
     return library().kvq_isa_available().decode().split(",")
+
+
+def isa_refused() -> str:
+    """`NAME: why` of kernels that the processor announces and that do not work here; or empty."""
+    return library().kvq_isa_refused().decode()
 
 
 def select_isa(name: str) -> None:

@@ -3,6 +3,7 @@
 Owns the file it is kept in. No result depends on it, only speed. Measures nothing.
 """
 
+import ctypes
 import json
 import logging
 from dataclasses import asdict, dataclass, fields
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from kvq import native
+from kvq import abi, native
 from kvq.errors import BackendError, DataError
 from kvq.files import replace_file
 from kvq.json_values import is_object
@@ -37,6 +38,64 @@ class Tuning:
     threads: int | None = None
     past_caches: bool | None = None
     ahead_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processor:
+    """What a processor says of itself: its maker, as CPUID spells it, and its second-level cache.
+
+    Empty and 0 where it does not say.
+    """
+
+    maker: str
+    level2_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltIn:
+    """What products do on a processor where nobody has measured.
+
+    `past_caches` as in `Tuning`; weights are fetched `ahead_bytes` before their use, but of panels
+    up to `panel_bytes` the same place of the next one; of a prompt's rounded rows so many are
+    multiplied at once that they fill `row_bytes`.
+    """
+
+    past_caches: bool
+    ahead_bytes: int
+    panel_bytes: int
+    row_bytes: int
+
+
+def processor() -> Processor:
+    """This machine's."""
+    here = abi.Processor()
+    native.library().kvq_processor_of(ctypes.byref(here))
+    return Processor(maker=here.maker.decode(), level2_bytes=here.level2_bytes)
+
+
+def built_in_of(processor: Processor) -> BuiltIn:
+    """What is built in for a processor, this machine's or another."""
+    given, found = abi.Processor(processor.maker.encode(), processor.level2_bytes), abi.BuiltIn()
+    native.library().kvq_built_in_of(ctypes.byref(given), ctypes.byref(found))
+    return BuiltIn(
+        past_caches=bool(found.past_caches),
+        ahead_bytes=found.ahead_bytes,
+        panel_bytes=found.panel_bytes,
+        row_bytes=found.row_bytes,
+    )
+
+
+def reason(processor: Processor) -> str:
+    """Why that is built in for it, in words."""
+    maker = processor.maker or "a maker that it does not name"
+    past = "past the larger caches, which pays on AMD's design"
+    into = "into all caches, since only on AMD's design it pays to fetch them past the larger ones"
+    cache = f"the second-level cache holds {processor.level2_bytes >> 10} KiB"
+    return (
+        f"the processor is of {maker}: one row's weights are fetched "
+        f"{past if built_in_of(processor).past_caches else into}; "
+        f"{cache if processor.level2_bytes else 'the size of the second-level cache is not known'}"
+    )
 
 
 def tuning_path() -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +14,16 @@ from kvq import native, native_linear
 from kvq.errors import BackendError, DataError
 from kvq.reference_linear import PanelFormat
 from kvq_runtime import device, tuning
-from kvq_runtime.tuning import MOST_AHEAD_BYTES, built_in, default_threads, keep, kept
+from kvq_runtime.tuning import (
+    MOST_AHEAD_BYTES,
+    BuiltIn,
+    Processor,
+    built_in,
+    built_in_of,
+    default_threads,
+    keep,
+    kept,
+)
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no native library")
 
@@ -87,3 +97,48 @@ def test_no_result_depends_on_how_weights_are_fetched(bits: int) -> None:
 def test_the_library_refuses_to_fetch_from_too_far() -> None:
     with pytest.raises(BackendError, match=f"at most {MOST_AHEAD_BYTES}"):
         tuning.set_prefetching(replace(built_in(), ahead_bytes=MOST_AHEAD_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    ("maker", "level2_kib", "past_caches", "panel_kib", "row_kib"),
+    [
+        # Zen 3 and Zen 4, as they always were.
+        ("AuthenticAMD", 512, True, 32, 256),
+        ("AuthenticAMD", 1024, True, 32, 256),
+        ("HygonGenuine", 512, True, 32, 256),
+        ("GenuineIntel", 256, False, 16, 128),
+        ("GenuineIntel", 1280, False, 32, 320),
+        ("GenuineIntel", 2048, False, 32, 512),
+        # A cache of several cores, or one that a virtual machine makes up.
+        ("GenuineIntel", 16 << 10, False, 32, 512),
+        ("CentaurHauls", 256, False, 16, 128),
+        ("", 0, False, 32, 256),
+    ],
+)
+def test_what_is_built_in_goes_by_the_maker_and_the_cache(
+    maker: str, level2_kib: int, past_caches: bool, panel_kib: int, row_kib: int
+) -> None:
+    of = Processor(maker=maker, level2_bytes=level2_kib << 10)
+    assert built_in_of(of) == BuiltIn(
+        past_caches=past_caches,
+        ahead_bytes=8 << 10,
+        panel_bytes=panel_kib << 10,
+        row_bytes=row_kib << 10,
+    )
+    said = tuning.reason(of)
+    assert (maker or "does not name") in said
+    assert (f"{level2_kib} KiB" if level2_kib else "not known") in said
+    assert ("which pays on AMD's design" in said) == past_caches
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of the processor")
+def test_a_processor_says_who_made_it_and_what_its_cache_holds() -> None:
+    found = tuning.processor()
+    said = Path("/proc/cpuinfo").read_text()
+    assert f"vendor_id\t: {found.maker}\n" in said or "vendor_id" not in said
+    sizes = {
+        folder.joinpath("size").read_text().strip()
+        for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")
+        if folder.joinpath("level").read_text().strip() == "2"
+    }
+    assert sizes <= {f"{found.level2_bytes >> 10}K"}

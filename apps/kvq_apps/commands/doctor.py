@@ -78,6 +78,7 @@ def _report(arguments: Namespace) -> dict[str, Any]:
         "huge_pages": huge_pages.state(),
         "threads": tuning.default_threads(),
         "tuning": _tuning(),
+        "built_in": _built_in(),
         "model": _model(arguments),
         "servers": _servers(),
         "editors": {name: path for name in EDITORS if (path := shutil.which(name)) is not None},
@@ -131,7 +132,7 @@ def _native(path: Path | None) -> dict[str, Any]:
         "path": str(path),
         "kernels": native.isa(),
         "kernels_available": native.isas(),
-    }
+    } | ({"kernels_refused": refused} if (refused := native.isa_refused()) else {})
 
 
 def _tuning() -> dict[str, Any]:
@@ -148,6 +149,17 @@ def _tuning() -> dict[str, Any]:
         return {"measured": False, "reason": f"{other}kvq bench --tune measures it"}
     shown = {key: getattr(found, key) for key in ("threads", "past_caches", "ahead_bytes")}
     return {"measured": True} | shown | {"remove": str(path)}
+
+
+def _built_in() -> dict[str, Any]:
+    """How products fetch weights where nobody has measured, and why."""
+    from kvq import native
+    from kvq_runtime import tuning
+
+    if not native.available():
+        return {}
+    here = tuning.processor()
+    return asdict(here) | asdict(tuning.built_in_of(here)) | {"reason": tuning.reason(here)}
 
 
 def _gpu() -> dict[str, Any]:

@@ -118,9 +118,13 @@ const Kernels* generic_kernels();
 const Kernels* avx2_kernels();        // null where not compiled or not supported
 const Kernels* avxvnni_kernels();     // likewise
 const Kernels* avx512vnni_kernels();  // likewise
+const Kernels* amxint8_kernels();     // likewise
+// Why a processor that announces AMX is not offered its kernels; empty where it is, or announces none.
+const char* amxint8_refusal();
 const Kernels* neon_kernels();        // likewise
 const Kernels& kernels();
 bool select_kernels(const char* name);
 const char* available_kernels();
+const char* refused_kernels();  // kvq_isa_refused
 
 }  // namespace kvq

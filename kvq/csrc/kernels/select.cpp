@@ -9,8 +9,8 @@ namespace kvq {
 namespace {
 
 using Getter = const Kernels* (*)();
-constexpr Getter kBestFirst[] = {avx512vnni_kernels, avxvnni_kernels, avx2_kernels, neon_kernels,
-                                  generic_kernels};
+constexpr Getter kBestFirst[] = {amxint8_kernels, avx512vnni_kernels, avxvnni_kernels, avx2_kernels,
+                                 neon_kernels,    generic_kernels};
 
 const Kernels* find(const char* name) {
     for (Getter getter : kBestFirst) {
@@ -46,6 +46,12 @@ const char* available_kernels() {
         return all;
     }();
     return names.c_str();
+}
+
+const char* refused_kernels() {
+    static const std::string refused =
+        *amxint8_refusal() ? std::string("amxint8: ") + amxint8_refusal() : "";
+    return refused.c_str();
 }
 
 }  // namespace kvq

@@ -52,13 +52,14 @@ struct PanelLayout {
     constexpr size_t padded_columns() const { return size_t(blocks) * block; }
 };
 
-// How weights are asked of memory before they are read; no result depends on it. kvq_tune sets it.
+// What products do on a processor where nobody has measured; no result depends on it.
+kvq_built_in built_in(const kvq_processor& processor);
+const kvq_built_in& built_in();  // of this machine
+
+// How weights are asked of memory before they are read. kvq_tune sets it.
 struct Prefetching {
-    // Whether what one row reads, once, is fetched past the larger caches. On AMD's processors it
-    // then takes 1 to 3 % less. On Intel's, whose second level does not see such fetches and
-    // fetches nothing ahead by itself, it takes half as long again.
     std::atomic<bool> past_caches;
-    // How far ahead, in bytes; 0: by the size of a panel.
+    // How far ahead, in bytes; 0: as is built in.
     std::atomic<size_t> ahead{0};
 
     Prefetching();
@@ -92,6 +93,7 @@ const LinearKernels* generic_linear();
 const LinearKernels* avx2_linear();        // null where not compiled or not supported
 const LinearKernels* avxvnni_linear();     // likewise
 const LinearKernels* avx512vnni_linear();  // likewise
+const LinearKernels* amxint8_linear();     // likewise
 const LinearKernels* neon_linear();        // likewise
 
 // Runs work(user, i) for i in [0, count), on as many threads as it has.

@@ -131,7 +131,9 @@ void gate_row(const float* gate, const float* up, int columns, int activation, f
 inline size_t prefetch_bytes(const PanelLayout& layout, bool whole) {
     const size_t asked = kvq::prefetching().ahead.load(std::memory_order_relaxed);
     if (asked && whole) return asked;
-    return layout.panel_bytes <= 32 << 10 ? layout.panel_bytes : 8 << 10;
+    const kvq_built_in& here = kvq::built_in();
+    return layout.panel_bytes <= size_t(here.panel_bytes) ? layout.panel_bytes
+                                                          : size_t(here.ahead_bytes);
 }
 
 // A plane of `Bits` bits of a block's codes, a group of eight columns after the other. `Once`: see
@@ -211,8 +213,39 @@ inline Floats beyond_zero(const PanelLayout& layout, const Reading& reading,
     return set1(reading.beyond - middle / reading.step);
 }
 
-// LowBits: of codes, read beside their upper nibbles. E2m1: of such a grid. Sums of products of codes are whole and below
-// 2^23, so floats hold them exactly.
+template <bool E2m1>
+inline Floats block_scale(const uint8_t* constants) {
+    if constexpr (!E2m1) return load_half(constants);
+    return power_of_two(load_unsigned(constants) - set1(float(kvq::kE2m1Bias)));
+}
+
+// A block's constants, which turn sums of products of its codes into a part of results.
+template <bool E2m1>
+struct BlockTerms {
+    const PanelLayout& layout;
+    const Reading& reading;
+    const uint8_t* constants;
+    Floats scale, beyond;
+
+    KVQ_INLINE BlockTerms(const PanelLayout& of, const Reading& read, const uint8_t* panel, int b)
+        : layout(of),
+          reading(read),
+          constants(panel + of.plane_bytes + b * of.block_constants),
+          scale(block_scale<E2m1>(constants)),
+          beyond(beyond_zero(of, read, constants)) {}
+    // A row's results so far and what the block adds to them; `sum` and `unit` are the sum of the
+    // row's levels there and their scale.
+    KVQ_INLINE Floats added(Floats total, Ints raw, float sum, float unit) const {
+        const Floats dot = fma(beyond, set1(sum), to_float(raw));
+        total = fma(dot, scale * set1(unit * reading.step), total);
+        if (layout.grid == KVQ_MINIMUM)
+            total = fma(load_half(constants + 2 * kPanelRows), set1(sum * unit), total);
+        return total;
+    }
+};
+
+// LowBits: of codes, read beside their upper nibbles. E2m1: of such a grid. Sums of products of
+// codes are whole and below 2^23, so floats hold them exactly.
 template <int R, int LowBits, bool E2m1 = false, bool kOnce = false>
 void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x, int first,
                    float* out) {
@@ -244,20 +277,12 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
         } else {
             add_block<R>(first_plane, block, levels, stride, upper);
         }
-        const uint8_t* constants = panel + layout.plane_bytes + b * layout.block_constants;
-        Floats scale;
-        if constexpr (E2m1) scale = power_of_two(load_unsigned(constants) - set1(float(kvq::kE2m1Bias)));
-        else scale = load_half(constants);
-        const Floats beyond = beyond_zero(layout, reading, constants);
+        const BlockTerms<E2m1> terms(layout, reading, panel, b);
         KVQ_UNROLL for (int m = 0; m < R; m++) {
             const size_t at = size_t(first + m) * layout.blocks + b;
             Ints raw = upper[m].total;
             if constexpr (kTwice) raw = shifted<LowBits>(raw) + lower[m].total;
-            const Floats dot = fma(beyond, set1(x.sums[at]), to_float(raw));
-            total[m] = fma(dot, scale * set1(x.scales[at] * reading.step), total[m]);
-            if (layout.grid == KVQ_MINIMUM)
-                total[m] = fma(load_half(constants + 2 * kPanelRows),
-                               set1(x.sums[at] * x.scales[at]), total[m]);
+            total[m] = terms.added(total[m], raw, x.sums[at], x.scales[at]);
         }
     }
     KVQ_UNROLL for (int m = 0; m < R; m++) store(out + kPanelRows * m, total[m]);

@@ -63,6 +63,9 @@ inline Ints to_int(Floats a) {
 inline Ints set1(int32_t x) {
     return {_mm512_set1_epi32(x)};
 }
+inline Ints load_ints(const int32_t* p) {
+    return {_mm512_loadu_si512(p)};
+}
 inline Ints operator+(Ints a, Ints b) {
     return {_mm512_add_epi32(a.v, b.v)};
 }
@@ -117,6 +120,10 @@ inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
     const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     const __m512i all = _mm512_broadcast_i32x4(sixteen);
     return {_mm512_shuffle_epi8(all, nibbles.first), _mm512_shuffle_epi8(all, nibbles.second)};
+}
+inline void store_codes(uint8_t* p, const CodePair& codes) {
+    _mm512_storeu_si512(p, codes.first);
+    _mm512_storeu_si512(p + 64, codes.second);
 }
 inline __m512i broadcast_quad(const int8_t* quad) {
     int32_t bits;

@@ -77,6 +77,9 @@ inline Ints to_int(Floats a) {  // of whole numbers within int32
 inline Ints set1(int32_t x) {
     return int_lanes([&](int) { return x; });
 }
+inline Ints load_ints(const int32_t* p) {
+    return int_lanes([&](int i) { return p[i]; });
+}
 inline Ints operator+(Ints a, Ints b) {
     return int_lanes([&](int i) { return a.v[i] + b.v[i]; });
 }
@@ -153,10 +156,21 @@ inline CodePair load_codes(const uint8_t* p) {
     }
     return r;
 }
+// 2^LowBits * upper + lower.
 template <int LowBits>
-inline CodePair merged(const CodePair& upper, const CodePair&) {
-    return upper;
-}  // never called
+inline Codes merged(const Codes& upper, const Codes& lower) {
+    Codes r;
+    for (int i = 0; i < 64; i++) r.v[i] = static_cast<uint8_t>(upper.v[i] << LowBits | lower.v[i]);
+    return r;
+}
+template <int LowBits>
+inline CodePair merged(const CodePair& upper, const CodePair& lower) {
+    return {merged<LowBits>(upper.first, lower.first), merged<LowBits>(upper.second, lower.second)};
+}
+inline void store_codes(uint8_t* p, const CodePair& codes) {  // what a tile is loaded from
+    std::memcpy(p, codes.first.v, 64);
+    std::memcpy(p + 64, codes.second.v, 64);
+}
 // Of nibbles what a table has in their places.
 inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
     CodePair r;

@@ -447,6 +447,8 @@ def test_doctor_says_what_runs(home: dict[str, str]) -> None:
     # Whatever else is installed, a bundle then runs on numpy.
     assert (report["backend"], without["backend"]) == ("onnx", "reference")
     assert report["runs"]["bundle"]["slower"] is None
+    assert report["built_in"]["ahead_bytes"] == 8 << 10
+    assert report["built_in"]["maker"] in report["built_in"]["reason"]
     assert "KVQ_NATIVE=0" in without["runs"]["bundle"]["slower"]
     assert report["runs"]["gguf"] == without["runs"]["gguf"]
     ends = [kvq("doctor", home=home, **own).stderr.decode().splitlines()[-1] for own in ({}, off)]

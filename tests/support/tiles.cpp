@@ -1,0 +1,58 @@
+// Products by emulated tiles as a library of their own (tests/kvq/test_tiles.py): kvq_linear_run by
+// the set `amxint8`, and whether it is offered. Attention and the other sets are left out.
+#include <sys/mman.h>
+
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "linear/linear.h"
+
+namespace kvq {
+
+const Kernels* generic_kernels() {
+    static const Kernels none{};
+    return &none;
+}
+const Kernels& kernels() {
+    return *amxint8_kernels();
+}
+const LinearKernels* generic_linear() {
+    return amxint8_linear();
+}
+const LinearKernels* avx2_linear() {
+    return nullptr;
+}
+const LinearKernels* avxvnni_linear() {
+    return nullptr;
+}
+const LinearKernels* avx512vnni_linear() {
+    return nullptr;
+}
+const LinearKernels* neon_linear() {
+    return nullptr;
+}
+
+}  // namespace kvq
+
+extern "C" {
+const char* kvq_isa() {
+    return kvq::amxint8_kernels() ? "amxint8" : "";
+}
+const char* kvq_isa_refused() {
+    return kvq::amxint8_refusal();
+}
+// Multiplies rows, kMostTileRows at most, whose levels end where memory ends: to read beyond them
+// ends the process.
+void kvq_multiply_at_the_end_of_memory(int rows) {
+    constexpr int kColumns = 96;
+    constexpr size_t kRoom = 1 << 16;
+    const kvq::PanelLayout layout({kvq::kPanelRows, kColumns, 4, 32, KVQ_SYMMETRIC});
+    const std::vector<uint8_t> panel(layout.panel_bytes);
+    std::vector<float> constants(size_t(rows) * layout.blocks), out(size_t(rows) * kvq::kPanelRows);
+    void* memory = mmap(nullptr, 2 * kRoom, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(static_cast<char*>(memory) + kRoom, kRoom, PROT_NONE);
+    int8_t* levels = static_cast<int8_t*>(memory) + kRoom - size_t(rows) * kColumns;
+    const kvq::RoundedRows x{levels, constants.data(), constants.data()};
+    kvq::amxint8_linear()->multiply(layout, KVQ_FULL, panel.data(), x, 0, rows, out.data());
+}
+}
