@@ -25,7 +25,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 21
+ABI = 22
 
 
 class Config(Structure):
@@ -245,7 +245,7 @@ def as_config(arena: Geometry) -> Config:
         arena.pass_tokens,
         arena.context_tokens,
         arena.splits,
-        arena.probes,
+        arena.probes + arena.heard_readers,
         arena.draft_tokens,
         arena.value_groups,
         PAGE_VERSION,
