@@ -277,7 +277,7 @@ class ReferenceCache:
         q = rotate(q, positions, inv_freq, params.rope_factor)
         if self.arena.probes and not self._silent:
             own = self._branch_tokens()
-            asking = (self.branch_rows - self._pass_rows + rows).tolist()
+            asking: list[int] = (self.branch_rows - self._pass_rows + rows).tolist()
             newest = [own[row] not in own[row + 1 :] for row in asking]
             tokens = [own[row] for row in asking]
             self._probes.keep_look(params, q, tokens, newest, positions, inv_freq)
@@ -496,9 +496,7 @@ class ReferenceCache:
         for layer in range(shape.num_layers):
             askers = self._probes.askers(layer)
             asked = {
-                asker: kinds
-                for asker in askers
-                if any(kinds := self._probes.kinds(asker, tokens))
+                asker: kinds for asker in askers if any(kinds := self._probes.kinds(asker, tokens))
             }
             for head in range(heads if asked else 0):
                 looks = [self._looks(asker, head, *kinds) for asker, kinds in asked.items()]

@@ -59,8 +59,8 @@ class Probes:
     def askers(self, layer: int) -> list[int]:
         """The layer and those that read its keys."""
         layers = self._geometry.shape.num_layers
-        last = layer == layers - 1
-        return [layer, *(layers + reader for reader in range(self._geometry.readers if last else 0))]
+        readers = range(layers, layers + self._geometry.readers) if layer == layers - 1 else ()
+        return [layer, *readers]
 
     def keep(
         self,
