@@ -341,7 +341,9 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     )
     if not options.gguf:
         return model
-    settings = rope_settings(read_keys(family.model_type, family.keys, config_json))
+    values = read_keys(family.model_type, family.keys, config_json)
+    whole = (values["rope_parameters"] or {}).get("full_attention")
+    settings = rope_settings(values, parameters=whole)
     gguf = GgufExport(
         model=gguf_model(config, settings),
         checkpoint=checkpoint,

@@ -80,6 +80,14 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"hidden_size": 128, "head_dim": 32, "sliding_window": None},
     "starcoder2": {"hidden_size": 256},
     "olmo2": {"head_dim": 32, "tie_word_embeddings": False},
+    "olmo3": {"head_dim": 32, "tie_word_embeddings": False},
+    "olmoe": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-moe": {"mlp_only_layers": []},
     "smollm3": {"no_rope_layer_interval": 4},
     "granite": {"tie_word_embeddings": False},
 }
