@@ -110,7 +110,7 @@ class Metadata:
             prefix, _, key = name.partition(".")
             known = prefix != self.architecture or key in self._asked or key in _HARMLESS
             if not known and (len(value) if isinstance(value, list | np.ndarray) else value):
-                what = " (a mixture of experts)" if key == "expert_count" else ""
+                what = " (a mixture of experts)" if key.startswith("expert_") else ""
                 raise UnsupportedModelError(
                     f"{self.path} has {name} = {str(value)[:60]}{what}, which kvq does not compute "
                     f"for {self.architecture}"

@@ -70,7 +70,7 @@ class GgufRows:
 
     def parts(self, experts: int) -> dict[str, "GgufRows"]:
         """By name what is read of it as one matrix: of a tensor of so many experts each one's."""
-        if not experts or len(self.shape) != 3 or self.shape[0] != experts:  # noqa: PLR2004
+        if not experts or len(self.shape) != 3 or self.shape[0] != experts:
             return {self.name: self}
         shape = self.shape[1:]
         one_bytes = math.prod(shape) // self.kind.block * self.kind.block_bytes

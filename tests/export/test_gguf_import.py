@@ -377,7 +377,15 @@ def test_the_files_of_a_split_model_are_read_together(tmp_path: Path) -> None:
     ("keys", "words"),
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba', which kvq does not compute"),
-        ({"llama.expert_count": 8}, r"llama\.expert_count = 8 \(a mixture of experts\)"),
+        (
+            {"llama.expert_shared_count": 2},
+            r"llama\.expert_shared_count = 2 \(a mixture of experts\)",
+        ),
+        ({"llama.expert_count": 8}, r"lacks llama\.expert_used_count"),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2},
+            r"tensor 'blk\.0\.ffn_gate_inp\.weight' is missing",
+        ),
         ({"llama.attention.temperature_scale": 0.5}, r"llama\.attention\.temperature_scale = 0.5"),
         ({"llama.attention.value_length": 32}, "keys of 64 channels and values of another"),
         ({"llama.attention.head_count": [4, 2]}, r"layers of different shapes \(llama\.attention"),
@@ -531,7 +539,7 @@ def test_what_kvq_does_not_compute_is_left_to_llama_cpp(
     from kvq_apps.model_path import resolve_model
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file = write_gguf(tmp_path / "tiny.gguf", keys={"llama.expert_count": 4})
+    file = write_gguf(tmp_path / "tiny.gguf", keys={"llama.expert_shared_count": 4})
     assert resolve_model(str(file)) == file
     assert "llama.cpp is to run tiny.gguf, kvq cannot" in capsys.readouterr().err
 
