@@ -20,8 +20,8 @@ class ThinkingForm:
 
     `known_by` stands in the templates of models that write it. `tokens` are the parts of the marks
     that a vocabulary may have as control tokens. Before an answer without a thought stands `plain`.
-    With `breaks` lines end behind the opening and around the closing mark. `turns` are marks that
-    end a thought which a call follows, each with what of it belongs to the call.
+    With `breaks` lines end behind the opening and around the closing mark. `turns` are other
+    marks that end a thought, before a call or what is said beside it, each with what of it stays.
     """
 
     known_by: str
@@ -49,9 +49,12 @@ FORMS = (
         tokens=("<|channel|>", "<|message|>", "<|end|>", "<|start|>"),
         plain="<|channel|>final<|message|>",
         breaks=False,
-        turns=tuple(
-            (f"<|end|><|start|>assistant{call}", call)
-            for call in ("<|channel|>commentary", " to=functions.")
+        turns=(
+            ("<|end|><|start|>assistant<|channel|>commentary<|message|>", ""),
+            *(
+                (f"<|end|><|start|>assistant{call}", call)
+                for call in ("<|channel|>commentary to=functions.", " to=functions.")
+            ),
         ),
     ),
     # Qwen 3 and 3.5, SmolLM 3, LFM 2.5, DeepSeek R1
