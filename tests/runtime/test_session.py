@@ -468,7 +468,8 @@ def test_sessions_of_another_version_are_refused(saved: Path, version: int, word
     content = saved.read_bytes()
     length = struct.unpack_from("<I", content, 8)[0]
     header = content[12 : 12 + length].replace(b'"version": 9', b'"version": %d' % version)
-    body = content[:12] + header + content[12 + length : -32]
+    prefix = content[:8] + struct.pack("<I", len(header))
+    body = prefix + header + content[12 + length : -32]
     saved.write_bytes(body + sha256(body).digest())
     assert f"is a session of {words}" in refused(saved)
 
