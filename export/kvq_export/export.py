@@ -342,8 +342,8 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     if not options.gguf:
         return model
     values = read_keys(family.model_type, family.keys, config_json)
-    whole = (values["rope_parameters"] or {}).get("full_attention")
-    settings = rope_settings(values, parameters=whole)
+    ropes: dict[str, Any] = values["rope_parameters"] or {}
+    settings = rope_settings(values, parameters=ropes.get("full_attention"))
     gguf = GgufExport(
         model=gguf_model(config, settings),
         checkpoint=checkpoint,

@@ -177,7 +177,8 @@ def read_config(
         kind = UnsupportedModelError if refused else CheckpointError
         raise kind(f"{metadata.path}, its metadata as a config.json: {error}") from error
     ropes = (_rope_of_factors(metadata, tensors, config),) if tensors.rope else config.ropes
-    if (config_json["rope_scaling"] or {}).get("rope_type", "default") in ("default", "linear"):
+    scaling: dict[str, Any] = config_json["rope_scaling"] or {}
+    if scaling.get("rope_type", "default") in ("default", "linear"):
         # llama.cpp multiplies by it whatever the table is; that of YaRN has its own way to say it.
         attention = metadata.real("rope.scaling.attn_factor", 1.0)
         ropes = tuple(replace(rope, factor=attention) for rope in ropes)

@@ -199,7 +199,7 @@ class GgufSource:
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
         """See `Source.checkpoint`; the tensors of the rotary table are in the config already."""
         known = {one.name: one for one in tensors_of(config, self.metadata.architecture)}
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, GgufRows] = {}
         for name, rows in self._rows.items():
             own = known.get(name)
             if own is not None:
