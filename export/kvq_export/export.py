@@ -348,7 +348,9 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     )
     if not options.gguf:
         return model
-    settings = rope_settings(read_keys(family.model_type, family.keys, config_json))
+    values = read_keys(family.model_type, family.keys, config_json)
+    ropes: dict[str, Any] = values["rope_parameters"] or {}
+    settings = rope_settings(values, parameters=ropes.get("full_attention"))
     gguf = GgufExport(
         model=gguf_model(config, settings),
         checkpoint=checkpoint,

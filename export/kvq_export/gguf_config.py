@@ -25,11 +25,14 @@ ARCHITECTURES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "granite": "granite",
     "llama": "llama",
+    "mistral3": "ministral3",
     "olmo2": "olmo2",
+    "olmoe": "olmoe",
     "phi2": "phi",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "smollm3": "smollm3",
     "starcoder2": "starcoder2",
 }
@@ -38,7 +41,7 @@ _LAYER_NORMS: Mapping[str, str] = {"phi2": "layer_norm_eps", "starcoder2": "norm
 # What llama.cpp takes for the ends of an answer by their texts alone.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>")
 _CONTROL = 3
-_GEMMA3_PERIOD = 6
+_GEMMA3_PERIOD, _OLMO3_PERIOD = 6, 4
 _LOCAL_BASE = 10_000.0
 # Keys that say nothing of the arithmetic, or what a shape says too.
 _HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
@@ -107,7 +110,7 @@ class Metadata:
             prefix, _, key = name.partition(".")
             known = prefix != self.architecture or key in self._asked or key in _HARMLESS
             if not known and (len(value) if isinstance(value, list | np.ndarray) else value):
-                what = " (a mixture of experts)" if key == "expert_count" else ""
+                what = " (a mixture of experts)" if key.startswith("expert_") else ""
                 raise UnsupportedModelError(
                     f"{self.path} has {name} = {str(value)[:60]}{what}, which kvq does not compute "
                     f"for {self.architecture}"
@@ -174,7 +177,8 @@ def read_config(
         kind = UnsupportedModelError if refused else CheckpointError
         raise kind(f"{metadata.path}, its metadata as a config.json: {error}") from error
     ropes = (_rope_of_factors(metadata, tensors, config),) if tensors.rope else config.ropes
-    if config_json["rope_scaling"] is None or config_json["rope_scaling"]["rope_type"] == "linear":
+    scaling: dict[str, Any] = config_json["rope_scaling"] or {}
+    if scaling.get("rope_type", "default") in ("default", "linear"):
         # llama.cpp multiplies by it whatever the table is; that of YaRN has its own way to say it.
         attention = metadata.real("rope.scaling.attn_factor", 1.0)
         ropes = tuple(replace(rope, factor=attention) for rope in ropes)
@@ -184,8 +188,12 @@ def read_config(
 def _model_type(metadata: Metadata, tensors: GgufShapes, tokens: list[str]) -> str:
     """The family; many models call themselves llama, and few say which one they are."""
     model_type = ARCHITECTURES[metadata.architecture]
+    if model_type == "olmo2" and metadata.whole("attention.sliding_window", 0):
+        return "olmo3"
     if model_type != "llama":
         return model_type
+    if metadata.whole("expert_count", 0):
+        return "mixtral"
     if "[INST]" in tokens or _window(metadata) is not None:
         return "mistral"
     biased = "blk.0.attn_q.bias" in tensors.shapes
@@ -319,6 +327,36 @@ def _mistral(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     return {"sliding_window": _window(metadata)}
 
 
+def _experts(metadata: Metadata) -> dict[str, Any]:
+    width = metadata.whole("feed_forward_length")
+    return {
+        "intermediate_size": metadata.whole("expert_feed_forward_length", width),
+        "num_local_experts": metadata.whole("expert_count"),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+    }
+
+
+def _mixtral(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    return {**_mistral(metadata, tensors), **_experts(metadata)}
+
+
+def _ministral3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    """A file of llama.cpp's own says by another key how YaRN scales cos and sin."""
+    scaling = _scaling(metadata, tensors) or {"rope_type": "default"}
+    multiplier = metadata.real("rope.scaling.yarn_log_multiplier", 0.0)
+    if multiplier and scaling["rope_type"] == "yarn":
+        scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    growth = metadata.real("attention.temperature_scale", 0.0)
+    trained = metadata.whole(
+        "rope.scaling.original_context_length", metadata.whole("context_length")
+    )
+    return {
+        **_mistral(metadata, tensors),
+        "rope_scaling": scaling | {"llama_4_scaling_beta": growth},
+        "original_max_position_embeddings": trained,
+    }
+
+
 def _qwen2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     _whole_rotation(metadata)
     if _window(metadata) is not None:
@@ -334,6 +372,15 @@ def _qwen3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
         **_qwen2(metadata, tensors),
         "attention_bias": "blk.0.attn_output.bias" in tensors.shapes,
     }
+
+
+def _qwen3_moe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    experts = _experts(metadata)
+    # llama.cpp's own guess where a file does not say it.
+    guess = metadata.whole("feed_forward_length") // max(experts["num_experts_per_tok"], 1)
+    width = metadata.whole("expert_feed_forward_length", guess)
+    own = {"norm_topk_prob": True, "moe_intermediate_size": width}
+    return {**_qwen3(metadata, tensors), **experts, **own}
 
 
 def _rotated_share(metadata: Metadata) -> float:
@@ -382,12 +429,20 @@ def _granite(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
 
 def _olmo2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     _whole_rotation(metadata)
-    if _window(metadata) is not None:
-        raise UnsupportedModelError(
-            f"{metadata.path} has windows of {_window(metadata)} tokens, as OLMo 3 has; export the "
-            "original checkpoint"
-        )
     return {}
+
+
+def _olmo3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    _whole_rotation(metadata)
+    return {
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": _layer_types(metadata, _OLMO3_PERIOD),
+    }
+
+
+def _olmoe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    _whole_rotation(metadata)
+    return {**_experts(metadata), "norm_topk_prob": False}
 
 
 def _gemma(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
@@ -395,17 +450,35 @@ def _gemma(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     return {"hidden_activation": "gelu_pytorch_tanh"}
 
 
+def _query_scalar(metadata: Metadata, large_layers: int) -> float:
+    """What queries are divided by the root of: in the model of so many layers it is another."""
+    if metadata.whole("block_count") != large_layers:
+        return float(_head_dim(metadata))
+    heads = max(metadata.whole("attention.head_count"), 1)
+    return float(metadata.whole("embedding_length") // heads)
+
+
+def _layer_types(metadata: Metadata, period: int) -> list[str]:
+    """Which layers have a window: as a list says, or all but every so many-th."""
+    key, layers = "attention.sliding_window_pattern", metadata.whole("block_count")
+    windowed = metadata.flags(key)
+    if windowed is None:
+        period = max(1, metadata.whole(key, period))
+        windowed = [(layer + 1) % period != 0 for layer in range(layers)]
+    if len(windowed) != layers:
+        raise CheckpointError(
+            f"{metadata.path} is damaged: it says of {len(windowed)} layers whether they have a "
+            f"window, and has {layers}"
+        )
+    return ["sliding_attention" if one else "full_attention" for one in windowed]
+
+
 def _gemma2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    layers, heads = metadata.whole("block_count"), metadata.whole("attention.head_count")
-    large = layers == GEMMA2_27B_LAYERS
-    scaled_by = (
-        metadata.whole("embedding_length") // max(heads, 1) if large else _head_dim(metadata)
-    )
     # Every second layer has a window, whatever a list of ours says.
     metadata.flags("attention.sliding_window_pattern")
     return _gemma(metadata, tensors) | {
         "sliding_window": metadata.whole("attention.sliding_window", 4096),
-        "query_pre_attn_scalar": float(scaled_by),
+        "query_pre_attn_scalar": _query_scalar(metadata, GEMMA2_27B_LAYERS),
         "attn_logit_softcapping": metadata.real("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0),
     }
@@ -413,30 +486,11 @@ def _gemma2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
 
 def _gemma3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     _whole_rotation(metadata)
-    layers, heads = metadata.whole("block_count"), metadata.whole("attention.head_count")
-    large = layers == GEMMA3_27B_LAYERS
-    scaled_by = (
-        metadata.whole("embedding_length") // max(heads, 1) if large else _head_dim(metadata)
-    )
-    windowed = metadata.flags("attention.sliding_window_pattern")
-    types = None
-    if windowed is not None:
-        types = ["sliding_attention" if flag else "full_attention" for flag in windowed]
-        if len(types) != layers:
-            raise CheckpointError(
-                f"{metadata.path} is damaged: it says of {len(types)} layers whether they have a "
-                f"window, and has {layers}"
-            )
     return {
         "sliding_window": metadata.whole("attention.sliding_window"),
-        "sliding_window_pattern": (
-            _GEMMA3_PERIOD
-            if windowed is not None
-            else max(1, metadata.whole("attention.sliding_window_pattern", _GEMMA3_PERIOD))
-        ),
-        "layer_types": types,
+        "layer_types": _layer_types(metadata, _GEMMA3_PERIOD),
         "rope_local_base_freq": metadata.real("rope.freq_base_swa", _LOCAL_BASE),
-        "query_pre_attn_scalar": float(scaled_by),
+        "query_pre_attn_scalar": _query_scalar(metadata, GEMMA3_27B_LAYERS),
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0),
     }
 
@@ -447,12 +501,17 @@ _OWN = {
     "gemma3_text": _gemma3,
     "granite": _granite,
     "llama": _llama,
+    "ministral3": _ministral3,
     "mistral": _mistral,
+    "mixtral": _mixtral,
     "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "olmoe": _olmoe,
     "phi": _phi,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,
 }

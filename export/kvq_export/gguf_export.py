@@ -116,17 +116,17 @@ class GgufExport:
         return {tensor.name: self._kind(tensor) for tensor in self.model.tensors}
 
     def _kind(self, tensor: GgufTensor) -> StoredKind:
-        if len(tensor.shape) == 1:
+        if len(tensor.shape) == 1 or self.sources[tensor.source].exact:
             return StoredKind(kind="f32")
         kind = self._written_type
         wide = self.options.weights is None or self.options.weights.embedding_bits == 8
         if kind == "q4_0" and wide and tensor.source in ("embed", "head"):
             kind = "q8_0"
-        return StoredKind.fitting(kind, tensor.shape[1])
+        return StoredKind.fitting(kind, tensor.shape[-1])
 
     def _chunks(self, tensor: GgufTensor) -> Iterator[np.ndarray]:
-        rows = range(tensor.start, tensor.stop)
         source = self.sources[tensor.source]
         multiple = max(1, tensor.interleave)
-        for chunk in self.checkpoint.chunks(source, rows=rows, multiple=multiple):
-            yield tensor.arrange(chunk)
+        for rows in tensor.rows:
+            for chunk in self.checkpoint.chunks(source, rows=rows, multiple=multiple):
+                yield tensor.arrange(chunk)

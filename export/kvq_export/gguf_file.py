@@ -4,6 +4,7 @@ Owns the order of the bytes. What the model is comes from `gguf_model`, the voca
 `gguf_vocabulary`, the bytes of a tensor from whoever calls: a few row chunks are in memory.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from kvq_export.gguf_blocks import StoredKind
 from kvq_export.gguf_model import GgufModel, GgufRope, GgufTensor
 from kvq_export.gguf_vocabulary import Vocabulary
 from kvq_export.writer import Progress
+from kvq_models.config import Experts
 
 ALIGNMENT = 32
 _PHI3_TOKENS = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
@@ -111,7 +113,7 @@ def write_gguf(
 def _num_bytes(tensor: GgufTensor, kind: StoredKind) -> int:
     if len(tensor.shape) == 1:
         return kind.row_bytes(tensor.shape[0])
-    return tensor.shape[0] * kind.row_bytes(tensor.shape[1])
+    return math.prod(tensor.shape[:-1]) * kind.row_bytes(tensor.shape[-1])
 
 
 def _padded(num_bytes: int) -> int:
@@ -159,6 +161,11 @@ def _add_model(gguf: ModuleType, writer: Any, model: GgufModel) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.widest_feed)
+    feed = config.layers[0].feed
+    if isinstance(feed, Experts):
+        writer.add_expert_count(feed.count)
+        writer.add_expert_used_count(feed.chosen)
+        writer.add_expert_feed_forward_length(feed.width)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 
 from kvq.errors import UnsupportedModelError, argument
-from kvq_models.config import Dense, ModelConfig, RopeConfig
-from kvq_models.family import layer_shapes
+from kvq_models.config import Dense, Experts, ModelConfig, RopeConfig
+from kvq_models.family import is_stack, layer_shapes
 from kvq_models.rope import RopeSettings
 
 # Any base serves where tensors of factors describe a table: they are relative to it.
@@ -33,6 +33,8 @@ class GgufTensor:
     """Rows [start, stop) of a canonical weight, times `factor`, under a name llama.cpp reads.
 
     `interleave` is 0, or the rows of a head whose pairs (i, i + interleave/2) become neighbours.
+    `experts` is 0, or how many there are: the canonical weight has `stretch` rows of each, of which
+    [start, stop) are taken, and the shape begins with their number.
     """
 
     name: str
@@ -41,11 +43,20 @@ class GgufTensor:
     start: int = 0
     interleave: int = 0
     factor: float = 1.0
+    experts: int = 0
+    stretch: int = 0
 
     @property
-    def stop(self) -> int:
-        """The row of the canonical weight after the last one taken."""
-        return self.start + self.shape[0]
+    def rows(self) -> tuple[range, ...]:
+        """Which rows of the canonical weight are taken, in their order."""
+        count = self.shape[1] if self.experts else self.shape[0]
+        starts = (one * self.stretch + self.start for one in range(max(1, self.experts)))
+        return tuple(range(start, start + count) for start in starts)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of what is read of it as one matrix each, as `GgufRows.parts` has them."""
+        return part_names(self.name, self.experts)
 
     def arrange(self, rows: np.ndarray) -> np.ndarray:
         """Whole heads of the canonical rows [n, ...] in this tensor's order, scaled."""
@@ -53,6 +64,11 @@ class GgufTensor:
             heads = rows.reshape(-1, 2, self.interleave // 2, *rows.shape[1:])
             rows = heads.swapaxes(1, 2).reshape(rows.shape)
         return rows if self.factor == 1 else rows * np.float32(self.factor)
+
+
+def part_names(name: str, experts: int) -> tuple[str, ...]:
+    """Of a tensor that holds the matrices of all experts those of each; else its own."""
+    return tuple(f"{name}.{one}" for one in range(experts)) if experts else (name,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +115,8 @@ class _Architecture:
     `interleaved`: it rotates neighbouring channels, checkpoints rotate halves. `rope_tensors`: it
     reads tensors of rotary factors. `fused`: it wants one tensor for q, k and v, and one for gate
     and up. `windows`: layers may have one. `keyed_scales`: its embedding and its attention are
-    multiplied by what keys say.
+    multiplied by what keys say. `windowed_base`: a key says by which base layers with a window
+    rotate; else it is that of all others, whose scaling they leave out.
     """
 
     name: str
@@ -110,6 +127,7 @@ class _Architecture:
     fused: bool = False
     windows: bool = False
     keyed_scales: bool = False
+    windowed_base: bool = False
 
 
 _QK_NORM = "norms on queries and keys"
@@ -140,20 +158,52 @@ _WINDOWS_OTHERWISE = "windows in other layers than every second, from the first 
 _UNTIED = "an output head of its own"
 _TIED = "an output head that is its embedding"
 _UNCAPPED = "attention and logits without soft caps"
+_GROWTH = "queries that grow with their position"
+_GROUPED = "fewer heads of keys than of queries"
+_DENSE = "layers without experts"
+_EXPERTS = "experts"
+_NORMALISED = "shares of experts that are divided by their sum"
+_UNNORMALISED = "shares of experts that are not divided by their sum"
 # What an architecture need not name to compute it, because most do.
-_USUAL = frozenset({_RMS_NORM, _GATED, _TIED, _UNTIED, _UNCAPPED, _WINDOWS_OTHERWISE, _OTHER_STILL})
+_USUAL = frozenset(
+    {
+        *(_RMS_NORM, _GATED, _TIED, _UNTIED, _UNCAPPED, _WINDOWS_OTHERWISE, _OTHER_STILL),
+        *(_GROUPED, _DENSE),
+    }
+)
 
 _ARCHITECTURES = {
     row.name: row
     for row in (
         _Architecture(
             name="llama",
-            computes=frozenset({_QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS, _WIDTH, _LONG_ROPE}),
+            computes=frozenset(
+                {
+                    *(_QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS, _WIDTH, _LONG_ROPE),
+                    *(_EXPERTS, _NORMALISED),
+                }
+            ),
+            interleaved=True,
+            rope_tensors=True,
+        ),
+        _Architecture(
+            name="mistral3",
+            computes=frozenset({_QKV_BIAS, _OUTPUT_BIAS, _MLP_BIAS, _WIDTH, _GROWTH}),
             interleaved=True,
             rope_tensors=True,
         ),
         _Architecture(name="qwen2", computes=frozenset({_QKV_BIAS})),
         _Architecture(name="qwen3", computes=frozenset({_QKV_BIAS, _QK_NORM, _WIDTH})),
+        _Architecture(
+            name="qwen3moe",
+            computes=frozenset({_QKV_BIAS, _QK_NORM, _WIDTH, _EXPERTS, _NORMALISED}),
+            lacks=frozenset({_DENSE}),
+        ),
+        _Architecture(
+            name="olmoe",
+            computes=frozenset({_ROW_NORM, _EXPERTS, _UNNORMALISED}),
+            lacks=frozenset({_TIED, _GROUPED, _DENSE}),
+        ),
         _Architecture(
             name="phi3",
             computes=frozenset({_PARTIAL, _LONG_ROPE}),
@@ -166,6 +216,7 @@ _ARCHITECTURES = {
                 {_QKV_BIAS, _QK_NORM, _SANDWICH, _GELU, _FINAL_CAP, _WIDTH, _SCALED, _TWO_ROPES}
             ),
             windows=True,
+            windowed_base=True,
         ),
         _Architecture(
             name="gemma",
@@ -197,8 +248,9 @@ _ARCHITECTURES = {
         ),
         _Architecture(
             name="olmo2",
-            computes=frozenset({_ROW_NORM, _ONLY_AFTER}),
+            computes=frozenset({_ROW_NORM, _ONLY_AFTER, _TWO_ROPES}),
             lacks=frozenset({_TIED}),
+            windows=True,
         ),
         _Architecture(
             name="starcoder2",
@@ -221,8 +273,11 @@ _ARCHITECTURES = {
 CANDIDATES: Mapping[str, tuple[str, ...]] = {
     "llama": ("llama",),
     "mistral": ("llama",),
+    "mixtral": ("llama",),
+    "ministral3": ("mistral3",),
     "qwen2": ("qwen2", "llama"),
     "qwen3": ("qwen3",),
+    "qwen3_moe": ("qwen3moe",),
     "phi3": ("phi3", "llama"),
     "gemma3_text": ("gemma3",),
     "gemma": ("gemma",),
@@ -230,6 +285,8 @@ CANDIDATES: Mapping[str, tuple[str, ...]] = {
     "smollm3": ("smollm3", "llama"),
     "granite": ("granite",),
     "olmo2": ("olmo2",),
+    "olmo3": ("olmo2",),
+    "olmoe": ("olmoe",),
     "starcoder2": ("starcoder2",),
     "phi": ("phi2",),
 }
@@ -271,6 +328,7 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
     """What some architecture there does not compute, and whether any layer has it."""
     mixers = [layer.attention for layer in config.layers]
     feeds = [layer.feed for layer in config.layers]
+    experts = [feed for feed in feeds if isinstance(feed, Experts)]
     turning = [rope for rope in config.ropes if any(rope.inv_freq)]
     still = [not any(config.ropes[mixer.rope].inv_freq) for mixer in mixers]
     return {
@@ -292,7 +350,14 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
         _PARTIAL: any(2 * len(rope.inv_freq) != config.head_dim for rope in turning),
         _LONG_ROPE: config.has_long_rope,
         _SCALED: config.embedding_scale != 1,
-        "queries that grow with their position": any(mixer.growth for mixer in mixers),
+        _GROWTH: any(mixer.growth for mixer in mixers),
+        _GROUPED: any(mixer.kv_heads != mixer.heads for mixer in mixers),
+        _DENSE: len(experts) < len(feeds),
+        _EXPERTS: bool(experts),
+        _NORMALISED: any(feed.normalised for feed in experts),
+        _UNNORMALISED: any(not feed.normalised for feed in experts),
+        "experts in some layers alone": 0 < len(experts) < len(feeds),
+        "experts of another kind": any(feed != _plain_experts(feed) for feed in experts),
         _PARALLEL: any(layer.parallel for layer in config.layers),
         _HEAD_BIAS: config.head_bias,
         _TWO_ROPES: len(turning) > 1,
@@ -310,12 +375,22 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
     }
 
 
+def _plain_experts(feed: Experts) -> Experts:
+    """What every architecture with experts computes of their arithmetic."""
+    return Experts(
+        count=feed.count, chosen=feed.chosen, width=feed.width, normalised=feed.normalised
+    )
+
+
 def _describe(config: ModelConfig, architecture: _Architecture, rope: GgufRope) -> GgufModel:
     windows = config.windows
     windowed = tuple(tokens > 0 for tokens in windows)
     context_length = config.context_length
     if not architecture.windows and any(windowed):
         context_length = min(context_length, *filter(None, windows))
+    mixer = config.layers[0].attention
+    if mixer.growth:
+        rope = replace(rope, original_context=mixer.growth_tokens)
     return GgufModel(
         architecture=architecture.name,
         config=config,
@@ -332,10 +407,10 @@ def _multipliers(config: ModelConfig, architecture: _Architecture) -> dict[str, 
     """Keys of scales and caps; those of residuals and logits are in the weights already."""
     scales = {"embedding_scale": config.embedding_scale, "residual_scale": 1.0, "logit_scale": 1.0}
     keyed = scales | {"attention.scale": config.layers[0].attention.scale}
-    cap = config.layers[0].attention.softcap
-    return (keyed if architecture.keyed_scales else {}) | (
-        {"attn_logit_softcapping": cap} if cap else {}
-    )
+    mixer = config.layers[0].attention
+    found = keyed if architecture.keyed_scales else {}
+    found |= {"attn_logit_softcapping": mixer.softcap} if mixer.softcap else {}
+    return found | ({"attention.temperature_scale": mixer.growth} if mixer.growth else {})
 
 
 # Tensors
@@ -362,27 +437,32 @@ def _tensors(config: ModelConfig, architecture: _Architecture) -> Iterator[GgufT
     for layer in range(config.num_layers):
         shapes, gain = layer_shapes(config, layer), _query_gain(config, layer, architecture)
         for source, parts in _parts(config, layer, architecture).items():
-            row = 0
+            feed, row = config.layers[layer].feed, 0
+            experts = feed.count if isinstance(feed, Experts) and is_stack(source) else 0
+            stretch = shapes[source][0] // max(1, experts)
             for name, rows, interleave in parts:
                 # A norm of the queries carries it, else what makes them does.
                 carries = source == "q_norm" or (name == "attn_q" and "q_norm" not in shapes)
                 yield GgufTensor(
                     name=f"blk.{layer}.{name}.{'bias' if source.endswith('bias') else 'weight'}",
                     source=f"layers.{layer}.{source}",
-                    shape=(rows, *shapes[source][1:]),
+                    shape=(*([experts] if experts else []), rows, *shapes[source][1:]),
                     start=row,
                     interleave=interleave,
                     factor=gain if carries else 1.0,
+                    experts=experts,
+                    stretch=stretch,
                 )
                 row += rows
-            assert row == shapes[source][0]
+            assert row == stretch
 
 
 def _parts(
     config: ModelConfig, layer: int, architecture: _Architecture
 ) -> dict[str, tuple[tuple[str, int, int], ...]]:
     """Canonical weight of a layer -> (tensor, its rows, interleave) in the order of its rows."""
-    mixer, inner = config.layers[layer].attention, config.layers[layer].feed.width
+    mixer, feed = config.layers[layer].attention, config.layers[layer].feed
+    inner, experts = feed.width, feed.count if isinstance(feed, Experts) else 0
     hidden = config.hidden_size
     query, key, head = mixer.width, mixer.kv_width, mixer.head_dim
     turned = head if architecture.interleaved else 0
@@ -411,6 +491,9 @@ def _parts(
         "down": (("ffn_down", hidden, 0),),
         "down_bias": (("ffn_down", hidden, 0),),
         "post_mlp_norm": (("post_ffw_norm", hidden, 0),),
+        "router": (("ffn_gate_inp", experts, 0),),
+        "experts_gate_up": (("ffn_gate_exps", inner, 0), ("ffn_up_exps", inner, 0)),
+        "experts_down": (("ffn_down_exps", hidden, 0),),
     }
     return {name: names[name] for name in layer_shapes(config, layer)}
 
@@ -441,6 +524,15 @@ def _query_gain(config: ModelConfig, layer: int, architecture: _Architecture) ->
 def _rope(
     config: ModelConfig, architecture: _Architecture, settings: RopeSettings | None
 ) -> GgufRope | None:
+    """Every layer's table, or None where no keys describe it."""
+    rope = _whole_rope(config, architecture, settings)
+    return None if rope is None else _with_windows(config, architecture, rope)
+
+
+def _whole_rope(
+    config: ModelConfig, architecture: _Architecture, settings: RopeSettings | None
+) -> GgufRope | None:
+    """The first table, of layers that see everything."""
     rope = config.ropes[0]
     dimensions = 2 * len(rope.inv_freq)
     if rope.long_inv_freq is not None:
@@ -460,15 +552,12 @@ def _rope(
     plain = _plain(rope)
     if plain is not None:
         base, factor = plain
-        return _with_window_base(
-            config,
-            GgufRope(
-                base=base,
-                dimensions=dimensions,
-                scaling="none" if factor == 1 else "linear",
-                factor=factor,
-                attention_factor=rope.factor,
-            ),
+        return GgufRope(
+            base=base,
+            dimensions=dimensions,
+            scaling="none" if factor == 1 else "linear",
+            factor=factor,
+            attention_factor=rope.factor,
         )
     if architecture.rope_tensors:
         return GgufRope(
@@ -480,7 +569,9 @@ def _rope(
     return _yarn(rope, settings)
 
 
-def _with_window_base(config: ModelConfig, rope: GgufRope) -> GgufRope | None:
+def _with_windows(
+    config: ModelConfig, architecture: _Architecture, rope: GgufRope
+) -> GgufRope | None:
     """Adds the base of windowed layers, where these have a plain table of their own."""
     for local in config.ropes[1:]:
         if not any(local.inv_freq):
@@ -488,7 +579,10 @@ def _with_window_base(config: ModelConfig, rope: GgufRope) -> GgufRope | None:
         plain = _plain(local)
         if plain is None or (plain[1], local.factor, rope.base_windowed) != (1, 1, None):
             return None
-        rope = replace(rope, base_windowed=plain[0])
+        if architecture.windowed_base:
+            rope = replace(rope, base_windowed=plain[0])
+        elif not math.isclose(plain[0], rope.base, rel_tol=1e-6):
+            return None
     return rope
 
 

@@ -6,10 +6,12 @@ Owns the parts of a split file and the order of rows in it. What a header says i
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from kvq_export.checkpoint import Checkpoint, read_bytes
 from kvq_export.config import WeightFormat
 from kvq_export.gguf_config import ROPE_TENSORS, GgufShapes, Metadata, read_config
 from kvq_export.gguf_groups import GRIDS, ROUNDED, blocks_of, check_type, decode
-from kvq_export.gguf_model import tensors_of
+from kvq_export.gguf_model import part_names, tensors_of
 from kvq_export.gguf_tokenizer import read_tokenizer, read_tokens
 from kvq_export.source import format_of_file
 from kvq_models.config import ModelConfig
@@ -65,6 +67,17 @@ class GgufRows:
     def exact(self) -> bool:
         """See `Tensor.exact`."""
         return self.kind.name not in ROUNDED
+
+    def parts(self, experts: int) -> dict[str, "GgufRows"]:
+        """By name what is read of it as one matrix: of a tensor of so many experts each one's."""
+        if not experts or len(self.shape) != 3 or self.shape[0] != experts:
+            return {self.name: self}
+        shape = self.shape[1:]
+        one_bytes = math.prod(shape) // self.kind.block * self.kind.block_bytes
+        return {
+            name: replace(self, name=name, shape=shape, start=self.start + one * one_bytes)
+            for one, name in enumerate(part_names(self.name, experts))
+        }
 
     def check(self) -> None:
         """See `Tensor.check`."""
@@ -174,25 +187,25 @@ class GgufSource:
 
     def weight_sources(self, family: Family, config: ModelConfig) -> Mapping[str, WeightSource]:
         """See `Source.weight_sources`. Norms are stored as they multiply: none has an offset."""
-        parts: dict[str, list[str]] = {}
+        parts: dict[str, list[tuple[str, ...]]] = {}
         for tensor in tensors_of(config, self.metadata.architecture):
-            parts.setdefault(tensor.source, []).append(tensor.name)
+            parts.setdefault(tensor.source, []).append(tensor.parts)
         return {
-            name: replace(source, parts=tuple(parts[name]), offset=0.0)
+            # Of experts one's matrices after the other's.
+            name: replace(source, parts=tuple(chain(*zip(*parts[name], strict=True))), offset=0.0)
             for name, source in family.weights(config).items()
         }
 
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
         """See `Source.checkpoint`; the tensors of the rotary table are in the config already."""
-        turned = {
-            tensor.name: tensor.interleave
-            for tensor in tensors_of(config, self.metadata.architecture)
-        }
-        tensors = {
-            name: replace(rows, interleave=turned.get(name, 0))
-            for name, rows in self._rows.items()
-            if name not in ROPE_TENSORS
-        }
+        known = {one.name: one for one in tensors_of(config, self.metadata.architecture)}
+        tensors: dict[str, GgufRows] = {}
+        for name, rows in self._rows.items():
+            own = known.get(name)
+            if own is not None:
+                tensors |= replace(rows, interleave=own.interleave).parts(own.experts)
+            elif name not in ROPE_TENSORS:
+                tensors[name] = rows
         return Checkpoint(path=self.path, tensors=tensors, described_by="its metadata")
 
     def tokenizer_files(self) -> TokenizerFiles:

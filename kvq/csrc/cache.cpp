@@ -82,6 +82,7 @@ int Cache::begin(int tokens, const int32_t* parents, int view, int at, const uin
     if (const int status = tail_.add(tokens, parents, staged, view == 1, in_gap ? at : -1))
         return status;
     silent_.assign(silent, silent ? silent + config().layers : silent);
+    probes_.begin();
     if (twin_) twin_->new_pass();
     return KVQ_OK;
 }
@@ -159,7 +160,7 @@ int Cache::prepare(const kvq_attention& a, const Inputs& in) {
     return device_status();
 }
 
-int Cache::prepare_to_read(const kvq_attention& a, const Inputs& in, int64_t* positions) const {
+int Cache::prepare_to_read(const kvq_attention& a, const Inputs& in, int64_t* positions) {
     if (state().broken || !tail_.open() || tail_.unattended() || twin_) return KVQ_BAD_STATE;
     // Of a chunk the rows of the last layer alone are still as they came.
     if (!fits_shape(a) || (tail_.branch().staged && a.layer != config().layers - 1))
@@ -171,22 +172,20 @@ int Cache::prepare_to_read(const kvq_attention& a, const Inputs& in, int64_t* po
     Inputs placed = in;
     placed.positions = positions;
     fill_ropes(a, placed);
+    if (silent_.empty()) probes_.keep_look(tail_, a, placed);
     return KVQ_OK;
 }
 
 void Cache::keep_probes(const kvq_attention& a, const Inputs& in) {
     if (!silent_.empty()) return probes_.forget_from(tail_, tail_.first_row());
-    const auto keep = [&](const Inputs& here) {
-        probes_.keep(tail_, a, here.tokens, here.qkv, here.positions, here.inv_freq, here.q_norm);
-    };
-    if (!twin_) return keep(in);
+    if (!twin_) return probes_.keep(tail_, a, in);
     std::vector<int> rows;
     for (int t = 0; t < in.tokens; t++)
         if (probes_.takes(tail_, t)) rows.push_back(t);
     if (rows.empty()) return;
     twin_->bring(a, in, rows, [&](const Inputs& here) {
         fill_ropes(a, here);
-        keep(here);
+        probes_.keep(tail_, a, here);
     });
 }
 

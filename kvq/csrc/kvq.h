@@ -40,7 +40,8 @@ typedef struct {
     int32_t chunk_tokens;       /* most tokens of one forward that does not fit the tail */
     int32_t context_tokens;     /* most tokens a session will ever hold */
     int32_t splits;             /* parts a KV head's pages are divided into for threads */
-    int32_t probes;             /* 1: keep probe queries, so that evidence can be asked for */
+    int32_t probes;             /* 1: keep probe queries, so that evidence can be asked for; 1 + n: also those of n
+                                   layers that read the last one's keys, in the order in which each pass looks */
     int32_t draft_tokens;       /* rows of the tail kept free for tokens that may be forgotten */
     int32_t value_groups;       /* of a page's values: 64, or head_dim if more and any form has KVQ_CHANNEL_VALUES */
     int32_t page_version;       /* of the pages' bytes: what the library writes, or it refuses */
@@ -168,7 +169,8 @@ KVQ_EXPORT int kvq_cache_recur(int64_t handle, int32_t layer, int32_t tokens, co
                                const float *dt_bias, const float *scale, float norm_eps, float *out);
 /* A layer that brings no keys and values and reads those of layer `attention->layer`, once every layer has seen
    the pass: q float32 [queries, heads * head_dim] of the pass's rows `rows` int64 [queries]; out as
-   large. Of a chunk that is longer than the tail only the last layer can be read so. Not on a device. */
+   large. Of a chunk that is longer than the tail only the last layer can be read so. Not on a device.
+   Of a pass the i-th look at the last layer is that of the i-th reader. */
 KVQ_EXPORT int kvq_cache_look(int64_t handle, const kvq_attention *attention, int32_t queries,
                               const int64_t *rows, const float *q, const float *inv_freq,
                               const float *q_norm, float *out);
@@ -215,7 +217,8 @@ KVQ_EXPORT int kvq_cache_views(int64_t handle, int32_t views, int64_t *facts);
 KVQ_EXPORT int kvq_cache_places(int64_t handle, int32_t rows, int64_t *places);
 /* Widths the next pages close at, uint8 [layers, kv_heads, 2]. */
 KVQ_EXPORT int kvq_cache_entering(int64_t handle, uint8_t *widths);
-/* What probes among the first `tokens` tokens see of every page: KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
+/* What probes among the first `tokens` tokens see of every page, of the last layer's what it and its readers
+   see in sum (of weights of single tokens the largest; the queries are all of theirs): KVQ_EVIDENCE_FACTS float32 arrays [layers, kv_heads,
    columns], in the order of kvq_evidence_fact, and float32 [3, layers, kv_heads, head_dim]: means and
    mean squares of the queries, mean squares of their attention's output. Counts as one observation in the pages' histories. */
 enum kvq_evidence_fact {

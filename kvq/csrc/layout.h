@@ -51,6 +51,9 @@ struct State {
 };
 static_assert(sizeof(State) == 200, "kvq/sizing.py counts these bytes too");
 
+// Layers that read the last one's keys and whose queries are kept too.
+constexpr int readers(const kvq_config& c) { return c.probes > 1 ? c.probes - 1 : 0; }
+
 // The token a probe slot holds a query of, -1 for none, and the position it looked from.
 struct Probe {
     int32_t token;
@@ -191,8 +194,8 @@ struct Arena {
     void move(void* to, const void* from, int64_t bytes) const;
     int most_views() const { return 2 * sizes.max_columns + kSpareViews; }
     int streams() const { return config().layers * config().kv_heads; }
-    LayerFacts& facts(int layer) const {
-        return *reinterpret_cast<LayerFacts*>(layers + layer * facts_bytes(config().head_dim));
+    LayerFacts& facts(int asker) const {  // a layer, or behind all of them a reader
+        return *reinterpret_cast<LayerFacts*>(layers + asker * facts_bytes(config().head_dim));
     }
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "attend.h"
 #include "rotary.h"
@@ -54,17 +55,20 @@ int sample_slot(int64_t run) {
 }
 
 void Probes::clear() {
-    for (int i = 0; i < slots(); i++) arena_.probes[i] = {-1, 0};
+    std::fill_n(arena_.probes, records(), Probe{-1, 0});
     if (!kept()) return;
     // All of it is part of a snapshot, slots that no query was kept in too.
     std::memset(arena_.probe_rows, 0, static_cast<size_t>(row_bytes()));
-    const kvq_config& c = arena_.config();
-    std::memset(arena_.layers, 0, static_cast<size_t>(c.layers * facts_bytes(c.head_dim)));
+    std::memset(arena_.layers, 0, static_cast<size_t>(facts_of_all()));
 }
 
 int64_t Probes::row_bytes() const {
     const kvq_config& c = arena_.config();
-    return int64_t{2} * slots() * c.layers * c.heads * c.head_dim;
+    return int64_t{2} * slots() * (c.layers + readers()) * c.heads * c.head_dim;
+}
+
+int64_t Probes::facts_of_all() const {
+    return (layers() + readers()) * facts_bytes(arena_.config().head_dim);
 }
 
 int Probes::slot(int64_t token) const {
@@ -75,34 +79,55 @@ int Probes::slot(int64_t token) const {
     return sample < 0 ? -1 : newest + sample;
 }
 
-void Probes::keep(const Tail& tail, const kvq_attention& a, int tokens, const float* qkv,
-                  const int64_t* positions, const float* inv_freq, const float* q_norm) {
-    LayerFacts& facts = arena_.facts(a.layer);
-    facts.attention = a;
-    std::memcpy(facts.inv_freq, inv_freq, sizeof(float) * static_cast<size_t>(a.rotary_pairs));
-    const int dim = a.head_dim, stride = (a.heads + 2 * a.kv_heads) * dim;
-    for (int t = 0; t < tokens; t++) {
+void Probes::keep(const Tail& tail, const kvq_attention& a, const Inputs& in) {
+    const int stride = (a.heads + 2 * a.kv_heads) * a.head_dim;
+    for (int t = 0; t < in.tokens; t++) {
         const int32_t token = token_of(tail, t);
         const int at = slot(token);
         if (at < 0) continue;
-        if (a.layer == 0) arena_.probes[at] = {token, static_cast<int32_t>(positions[t])};
-        const float* cos = arena_.rope + int64_t{t} * 2 * a.rotary_pairs;
-        for (int head = 0; head < a.heads; head++) {
-            float q[kMaxHeadDim];
-            std::memcpy(q, qkv + int64_t{t} * stride + head * dim,
-                        sizeof(float) * static_cast<size_t>(dim));
-            if (q_norm) normalize(q, q_norm, dim, a.norm_eps);
-            rotate(q, cos, cos + a.rotary_pairs, a.rotary_pairs);
-            for (int i = 0; i < dim; i++) q[i] *= a.scale;
-            // A query that float16 cannot hold is no probe.
-            if (!kernels().to_half(q, rows(at, a.layer) + head * dim, dim))
-                arena_.probes[at].token = -1;
+        if (a.layer == 0) {
+            // What readers asked at another token says nothing of this one.
+            for (int reader = layers(); reader < layers() + readers(); reader++)
+                record(reader, at).token = -1;
+            record(0, at) = {token, static_cast<int32_t>(in.positions[t])};
         }
+        keep_row(a.layer, at, a, in.qkv + int64_t{t} * stride, in, t);
+    }
+}
+
+void Probes::keep_look(const Tail& tail, const kvq_attention& a, const Inputs& in) {
+    if (a.layer != layers() - 1 || looks_ >= readers()) return;
+    const int reader = layers() + looks_++;
+    for (int t = 0; t < in.tokens; t++) {
+        const int at = slot(token_of(tail, in.row(t)));
+        // Rows that are not asked wrote nothing: what `settle` trusts is written by the newest alone.
+        if (at < 0 || !tail.newest_of_depth(tail.first_row() + in.row(t))) continue;
+        record(reader, at) = {token_of(tail, in.row(t)), static_cast<int32_t>(in.positions[t])};
+        keep_row(reader, at, a, in.qkv + int64_t{t} * a.heads * a.head_dim, in, t);
+    }
+}
+
+void Probes::keep_row(int asker, int slot, const kvq_attention& a, const float* queries,
+                      const Inputs& in, int t) const {
+    LayerFacts& facts = arena_.facts(asker);
+    facts.attention = a;
+    std::memcpy(facts.inv_freq, in.inv_freq, sizeof(float) * static_cast<size_t>(a.rotary_pairs));
+    const int dim = a.head_dim;
+    const float* cos = arena_.rope + int64_t{t} * 2 * a.rotary_pairs;
+    for (int head = 0; head < a.heads; head++) {
+        float q[kMaxHeadDim];
+        std::memcpy(q, queries + head * dim, sizeof(float) * static_cast<size_t>(dim));
+        if (in.q_norm) normalize(q, in.q_norm, dim, a.norm_eps);
+        rotate(q, cos, cos + a.rotary_pairs, a.rotary_pairs);
+        for (int i = 0; i < dim; i++) q[i] *= a.scale;
+        // A query that float16 cannot hold is no probe.
+        if (!kernels().to_half(q, rows(slot, asker) + head * dim, dim))
+            record(asker, slot).token = -1;
     }
 }
 
 void Probes::forget_tokens(int first) {
-    for (int i = 0; i < slots(); i++)
+    for (int i = 0; i < records(); i++)
         if (arena_.probes[i].token >= first) arena_.probes[i].token = -1;
 }
 
@@ -110,39 +135,41 @@ void Probes::forget_from(const Tail& tail, int kept_rows) {
     for (int row = kept_rows; kept() && row < tail.branch().rows; row++) {
         const int32_t token = tail.branch().at + tail.depth(row);
         const int at = slot(token);
-        if (at >= 0 && arena_.probes[at].token == token) arena_.probes[at].token = -1;
+        for (int i = at; at >= 0 && i < records(); i += slots())
+            if (arena_.probes[i].token == token) arena_.probes[i].token = -1;
     }
 }
 
 void Probes::settle(const Tail& tail, const int32_t* rows, int count) {
     if (!kept() || tail.branch().chain) return;
-    for (int i = 0; i < count; i++) {
-        const int at = slot(tail.branch().at + i);
-        if (at >= 0 && !tail.newest_of_depth(rows ? rows[i] : i)) arena_.probes[at].token = -1;
+    for (int row = 0; row < count; row++) {
+        const int at = slot(tail.branch().at + row);
+        if (at < 0 || tail.newest_of_depth(rows ? rows[row] : row)) continue;
+        for (int i = at; i < records(); i += slots()) arena_.probes[i].token = -1;
     }
 }
 
 void Probes::check() {
     const kvq_config& c = arena_.config();
-    for (int layer = 0; kept() && layer < c.layers; layer++) {
-        const kvq_attention& a = arena_.facts(layer).attention;
-        const bool sound = a.layer == layer && a.heads == c.heads && a.kv_heads == c.kv_heads &&
-                           a.head_dim == c.head_dim && a.rotary_pairs >= 0 &&
-                           a.rotary_pairs <= a.head_dim / 2;
-        for (int i = 0; !sound && i < slots(); i++) arena_.probes[i].token = -1;
+    for (int asker = 0; kept() && asker < layers() + readers(); asker++) {
+        const kvq_attention& a = arena_.facts(asker).attention;
+        const bool sound = is_of(asker, a.layer) && a.heads == c.heads &&
+                           a.kv_heads == c.kv_heads && a.head_dim == c.head_dim &&
+                           a.rotary_pairs >= 0 && a.rotary_pairs <= a.head_dim / 2;
+        for (int i = 0; !sound && i < slots(); i++) record(asker, i).token = -1;
     }
 }
 
-Probes::Chosen Probes::newest(int tokens) const {
+Probes::Chosen Probes::newest(int asker, int tokens) const {
     Chosen chosen;
     const int64_t last = (int64_t{tokens} + kProbeStride - 1) / kProbeStride;
     for (int64_t i = std::max<int64_t>(0, last - kNewest); i < last; i++)
-        if (const int at = slot(i * kProbeStride); arena_.probes[at].token == i * kProbeStride)
+        if (const int at = slot(i * kProbeStride); record(asker, at).token == i * kProbeStride)
             chosen.slots[chosen.count++] = at;
     return chosen;
 }
 
-Probes::Chosen Probes::samples(int tokens) const {
+Probes::Chosen Probes::samples(int asker, int tokens) const {
     // Of each slot the newest run that had it at most two drafts from now.
     int64_t newest[kSamples];
     std::fill(newest, newest + kSamples, int64_t{-1});
@@ -151,9 +178,9 @@ Probes::Chosen Probes::samples(int tokens) const {
         if (const int at = sample_slot(run); at >= 0) newest[at] = sampled_token(run);
     Chosen chosen;
     for (int64_t token : newest) {
-        if (token < 0 || token >= tokens || arena_.probes[slot(token)].token != token) continue;
+        if (token < 0 || token >= tokens || record(asker, slot(token)).token != token) continue;
         int at = chosen.count++;
-        for (; at > 0 && arena_.probes[chosen.slots[at - 1]].token > token; at--)
+        for (; at > 0 && record(asker, chosen.slots[at - 1]).token > token; at--)
             chosen.slots[at] = chosen.slots[at - 1];
         chosen.slots[at] = slot(token);
     }
@@ -162,30 +189,50 @@ Probes::Chosen Probes::samples(int tokens) const {
 
 namespace {
 
-// What the newest rows and the sampled ones, `sampled_rows` in all, saw of a page, as facts of it.
-template <class Fact>
-void record(PageTable& pages, int stream, int column, const PageEvidence& newest,
-            const PageEvidence& sampled, int sampled_rows, Fact&& fact) {
-    const int seen = newest.rows + sampled.rows;
-    if (seen) {
+// What the askers of a stream saw of a page, each in the mean over its rows, in sum.
+struct Seen {
+    bool any = false;
+    float mass = 0, recent = 0, total = 0, peak = 0, key_error = 0, value_error = 0,
+          evict_error = 0;
+
+    // Of one asker's newest rows and of its sampled ones, `sampled_rows` in all.
+    void add(const PageEvidence& newest, const PageEvidence& sampled, int sampled_rows) {
+        const int rows = newest.rows + sampled.rows;
+        if (!rows) return;
         const float share = newest.rows ? 1.0f / static_cast<float>(newest.rows) : 0.0f;
-        const float recent = newest.mass * share;
-        fact(KVQ_MASS) = (newest.mass + sampled.mass) / static_cast<float>(seen);
-        fact(KVQ_RECENT_MASS) = recent;
-        if (sampled_rows) fact(KVQ_TOTAL_MASS) = sampled.mass / static_cast<float>(sampled_rows);
-        fact(KVQ_KEY_ERROR) = newest.key_error * share;
-        fact(KVQ_VALUE_ERROR) = newest.value_error * share;
-        fact(KVQ_EVICT_ERROR) = newest.evict_error * share;
+        any = true;
+        mass += (newest.mass + sampled.mass) / static_cast<float>(rows);
+        recent += newest.mass * share;
+        if (sampled_rows) total += sampled.mass / static_cast<float>(sampled_rows);
+        peak = std::max({peak, newest.peak, sampled.peak});
+        key_error += newest.key_error * share;
+        value_error += newest.value_error * share;
+        evict_error += newest.evict_error * share;
+    }
+};
+
+// The same as facts of a page, whose history remembers the mean over so many askers: a byte counts up to 1.
+template <class Fact>
+void record(PageTable& pages, int stream, int column, const Seen& seen, int askers, Fact&& fact) {
+    const auto of_all = static_cast<float>(askers);
+    if (seen.any) {
+        fact(KVQ_MASS) = seen.mass;
+        fact(KVQ_RECENT_MASS) = seen.recent;
+        fact(KVQ_TOTAL_MASS) = seen.total;
+        fact(KVQ_KEY_ERROR) = seen.key_error;
+        fact(KVQ_VALUE_ERROR) = seen.value_error;
+        fact(KVQ_EVICT_ERROR) = seen.evict_error;
         const Entry& e = pages.entry(stream, column);
-        const int peak = mass_code(std::max(newest.peak, sampled.peak));
+        const float recent = seen.recent / of_all;
         const float before = e.mean_mass ? mass_of(e.mean_mass) : recent;
-        pages.remember(stream, column,
-                       static_cast<uint8_t>(std::max({1, peak, e.peak_weight - kPeakStep})),
-                       mass_code(before + kMeanShare * (recent - before)));
+        pages.remember(
+            stream, column,
+            static_cast<uint8_t>(std::max({1, int{mass_code(seen.peak)}, e.peak_weight - kPeakStep})),
+            mass_code(before + kMeanShare * (recent - before)));
     }
     const Entry& e = pages.entry(stream, column);
     fact(KVQ_PEAK_WEIGHT) = e.k_bits ? mass_of(e.peak_weight) : 0.0f;
-    fact(KVQ_MEAN_MASS) = e.k_bits ? mass_of(e.mean_mass) : 0.0f;
+    fact(KVQ_MEAN_MASS) = e.k_bits ? mass_of(e.mean_mass) * of_all : 0.0f;
 }
 
 }  // namespace
@@ -268,48 +315,75 @@ struct Observation {
     }
 };
 
+// Of so many probes' rows as many as a block takes.
+int Probes::block_rows(const Chosen& chosen) const {
+    const kvq_config& c = arena_.config();
+    return std::min(kBlockRows, chosen.count * (c.heads / c.kv_heads));
+}
+
 // Loads a KV head's probe rows into a block, the way attention loads queries: all of them, or as
 // many evenly spaced ones as a block takes, so that probes and heads take turns.
-void Probes::load(Observation& to, int kv_head, const Chosen& chosen) const {
+void Probes::load(Observation& to, int asker, int kv_head, const Chosen& chosen) const {
     const kvq_attention& a = to.layer.attention;
     const int group = a.heads / a.kv_heads, dim = a.head_dim, total = chosen.count * group;
     const float inverse = 1.0f / to.unit();
-    to.block.start(std::min(kBlockRows, total), dim, a.softcap);
+    to.block.start(block_rows(chosen), dim, a.softcap);
     for (int r = 0; r < to.block.rows; r++) {
         const int row = r * total / to.block.rows;
         const int slot = chosen.slots[row / group];
         float* q = to.block.q + r * dim;
-        kernels().from_half(rows(slot, a.layer) + (kv_head * group + row % group) * dim, q, dim);
+        kernels().from_half(rows(slot, asker) + (kv_head * group + row % group) * dim, q, dim);
         for (int i = 0; i < dim; i++) q[i] *= inverse;
-        to.sight.add(arena_.probes[slot].position, -1);
+        to.sight.add(record(asker, slot).position, -1);
     }
 }
 
 int Probes::evidence(PageTable& pages, const Tail& tail, int tokens, float* facts,
                      float* queries) const {
-    const Chosen newest = this->newest(tokens), samples = this->samples(tokens);
-    const int64_t columns = pages.columns(), heads = arena_.config().kv_heads;
-    const int64_t dim = arena_.config().head_dim, streams = arena_.streams();
+    const int heads = arena_.config().kv_heads, askers = layers() + readers();
+    const int64_t columns = pages.columns(), streams = arena_.streams();
+    const int64_t dim = arena_.config().head_dim;
     std::memset(facts, 0,
                 sizeof(float) * static_cast<size_t>(KVQ_EVIDENCE_FACTS * streams * columns));
     std::memset(queries, 0, sizeof(float) * static_cast<size_t>(3 * streams * dim));
-    if (newest.count + samples.count == 0) return KVQ_OK;
-    for (int s = 0; s < streams; s++) {
-        const LayerFacts& layer = arena_.facts(s / heads);
-        Observation recent(layer, pages, s), spread(layer, pages, s);
-        load(recent, s % static_cast<int>(heads), newest);
-        load(spread, s % static_cast<int>(heads), samples);
-        const float share = 1.0f / static_cast<float>(recent.block.rows + spread.block.rows);
-        for (Observation* one : {&recent, &spread}) {
-            one->attend(tail, arena_.tail_positions, arena_.tail_deltas);
-            one->average(share, queries + s * dim, queries + (streams + s) * dim,
-                         queries + (2 * streams + s) * dim);
+    struct Asker {
+        int number;
+        Chosen newest, samples;
+    };
+    for (int layer = 0; layer < layers(); layer++) {
+        std::vector<Asker> asking;
+        int rows = 0, all = 0;
+        for (int asker = 0; asker < askers; asker++) {
+            if (!is_of(asker, layer)) continue;
+            all++;
+            const Chosen newest = this->newest(asker, tokens), samples = this->samples(asker, tokens);
+            if (newest.count + samples.count) asking.push_back({asker, newest, samples});
+            rows += block_rows(newest) + block_rows(samples);
         }
-        for (int c = 0; c < columns; c++) {
-            const auto fact = [&](int which) -> float& {
-                return facts[(which * streams + s) * columns + c];
-            };
-            record(pages, s, c, recent.look(c, true), spread.look(c, false), spread.block.rows, fact);
+        if (asking.empty()) continue;
+        const float share = 1.0f / static_cast<float>(rows);
+        for (int head = 0; head < heads; head++) {
+            const int s = layer * heads + head;
+            std::vector<Seen> seen(static_cast<size_t>(columns));
+            for (const Asker& one : asking) {
+                const LayerFacts& asked = arena_.facts(one.number);
+                Observation recent(asked, pages, s), spread(asked, pages, s);
+                load(recent, one.number, head, one.newest);
+                load(spread, one.number, head, one.samples);
+                for (Observation* kind : {&recent, &spread}) {
+                    kind->attend(tail, arena_.tail_positions, arena_.tail_deltas);
+                    kind->average(share, queries + s * dim, queries + (streams + s) * dim,
+                                  queries + (2 * streams + s) * dim);
+                }
+                for (int c = 0; c < columns; c++)
+                    seen[static_cast<size_t>(c)].add(recent.look(c, true), spread.look(c, false),
+                                                     spread.block.rows);
+            }
+            for (int c = 0; c < columns; c++)
+                kvq::record(pages, s, c, seen[static_cast<size_t>(c)], all,
+                            [&](int which) -> float& {
+                                return facts[(which * streams + s) * columns + c];
+                            });
         }
     }
     return KVQ_OK;

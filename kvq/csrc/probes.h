@@ -6,6 +6,8 @@
 
 namespace kvq {
 
+struct Inputs;
+
 // Probes are the newest of every kProbeStride tokens, and a sample of the whole text: of runs of
 // kPageTokens, evenly spaced, one token each, chosen by a hash. Evidence is asked for as of a token
 // up to a draft ago, and a rejected draft may follow: the newest have room for what both may
@@ -29,13 +31,19 @@ public:
     void clear();
     bool kept() const { return arena_.config().probes; }
     int slots() const { return kept() ? probe_slots(arena_.config().draft_tokens) : 0; }
-    int64_t row_bytes() const;  // of all slots
+    // What slots hold, of all layers together and then of every reader.
+    int records() const { return slots() * arena_.config().probes; }
+    int64_t row_bytes() const;     // of all slots
+    int64_t facts_of_all() const;  // bytes
     // Whether row t of the pass under way is a probe.
     bool takes(const Tail& tail, int t) const { return slot(token_of(tail, t)) >= 0; }
 
-    // Keeps those rows of a pass that are probes; `rope` holds their cosines and sines.
-    void keep(const Tail& tail, const kvq_attention& a, int tokens, const float* qkv,
-              const int64_t* positions, const float* inv_freq, const float* q_norm);
+    // A pass begins: its first look at the last layer will be the first reader's.
+    void begin() { looks_ = 0; }
+    // Keeps those rows of a layer's pass that are probes; `rope` holds their cosines and sines.
+    void keep(const Tail& tail, const kvq_attention& a, const Inputs& in);
+    // Likewise of the next reader's, if `a.layer` is one whose readers are heard.
+    void keep_look(const Tail& tail, const kvq_attention& a, const Inputs& in);
     // Rows of the branch from `kept` on are forgotten.
     void forget_from(const Tail& tail, int kept);
     // Tokens from `first` on are no longer those that were seen.
@@ -49,24 +57,38 @@ public:
                  float* queries) const;
 
 private:
+    int layers() const { return arena_.config().layers; }
+    int readers() const { return kvq::readers(arena_.config()); }
+    // An asker is a layer or, behind all of them, a reader.
+    Probe& record(int asker, int slot) const {
+        return arena_.probes[(asker < layers() ? 0 : asker - layers() + 1) * slots() + slot];
+    }
+    bool is_of(int asker, int layer) const {
+        return asker == layer || (asker >= layers() && layer == layers() - 1);
+    }
+    void keep_row(int asker, int slot, const kvq_attention& a, const float* q, const Inputs& in,
+                  int t) const;
     int slot(int64_t token) const;               // -1: not a probe
     static int32_t token_of(const Tail& tail, int t) {
         return tail.branch().at + tail.depth(tail.first_row() + t);
     }
-    uint16_t* rows(int slot, int layer) const {  // float16 [heads, head_dim]
+    uint16_t* rows(int slot, int asker) const {  // float16 [heads, head_dim]
         const kvq_config& c = arena_.config();
-        return arena_.probe_rows + (int64_t{slot} * c.layers + layer) * c.heads * c.head_dim;
+        return arena_.probe_rows +
+               (int64_t{slot} * (c.layers + readers()) + asker) * c.heads * c.head_dim;
     }
     // Slots in order of their tokens; one lost to a rollback is left out until it is written again.
     struct Chosen {
         int count = 0;
         int slots[kSamples];
     };
-    Chosen newest(int tokens) const;
-    Chosen samples(int tokens) const;
-    void load(struct Observation& to, int kv_head, const Chosen& chosen) const;
+    Chosen newest(int asker, int tokens) const;
+    Chosen samples(int asker, int tokens) const;
+    int block_rows(const Chosen& chosen) const;
+    void load(struct Observation& to, int asker, int kv_head, const Chosen& chosen) const;
 
     const Arena& arena_;
+    int looks_ = 0;  // of the pass under way, at the last layer
 };
 
 }  // namespace kvq

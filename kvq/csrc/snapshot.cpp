@@ -33,9 +33,9 @@ void Cache::visit(Part&& part) const {
         for (int side = 0; side < 2; side++)
             part(tail_.rows(s, side), int64_t{2} * tail_.used() * config().head_dim);
     if (probes_.kept()) {
-        part(arena_.probes, static_cast<int64_t>(sizeof(Probe)) * probes_.slots());
+        part(arena_.probes, static_cast<int64_t>(sizeof(Probe)) * probes_.records());
         part(arena_.probe_rows, probes_.row_bytes());
-        part(arena_.layers, config().layers * facts_bytes(config().head_dim));
+        part(arena_.layers, probes_.facts_of_all());
     }
     for (int s = 0; s < arena_.streams(); s++)
         for (int c = 0; c < pages_.columns(); c++)
@@ -161,9 +161,8 @@ int64_t Cache::rest_bytes(const Parts& parts) const {
     const int64_t rows =
         parts.header.tail_used * (12 + int64_t{4} * arena_.streams() * config().head_dim);
     const int64_t probes = probes_.kept()
-                               ? static_cast<int64_t>(sizeof(Probe)) * probes_.slots() +
-                                     probes_.row_bytes() +
-                                     config().layers * facts_bytes(config().head_dim)
+                               ? static_cast<int64_t>(sizeof(Probe)) * probes_.records() +
+                                     probes_.row_bytes() + probes_.facts_of_all()
                                : 0;
     return rows + probes + page_bytes(parts) + conv_bytes(parts) + delta_bytes(parts);
 }

@@ -265,7 +265,7 @@ def as_config(arena: Geometry) -> Config:
         arena.pass_tokens,
         arena.context_tokens,
         arena.splits,
-        arena.probes,
+        arena.probes + arena.heard_readers,
         arena.draft_tokens,
         arena.value_groups,
         PAGE_VERSION,

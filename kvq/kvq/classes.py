@@ -191,6 +191,11 @@ class ClassedArena:
         """Whether any class keeps evidence."""
         return any(part.probes for part in self.parts)
 
+    @property
+    def heard_readers(self) -> int:
+        """Readers of all classes whose queries are kept."""
+        return sum(part.heard_readers for part in self.parts)
+
 
 class ClassedCache:
     """Caches of several classes behind the face of one; see `kvq.cache.Cache`.

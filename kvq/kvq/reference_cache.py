@@ -39,7 +39,7 @@ from kvq.reference import (
 from kvq.reference_conv import ConvRows
 from kvq.reference_delta import DeltaRows, DeltaWeights
 from kvq.reference_pages import NO_PLACES, Page, PageTable, Places, Rows, View, grid_axis
-from kvq.reference_probes import Look, Probes, record
+from kvq.reference_probes import Look, Looks, Probe, Probes, record
 from kvq.selectors import READ_ALL, ReadRule
 from kvq.sizing import GAP_VIEWS, Arena, Tiers
 
@@ -197,6 +197,7 @@ class ReferenceCache:
         self._parents += added
         self._pass_rows, self._view, self._silent = tokens, view, frozenset(silent)
         self._attended = set()
+        self._probes.begin()
         for other in self._others:
             other.begin(tokens)
 
@@ -270,12 +271,18 @@ class ReferenceCache:
         if len(rows) and not 0 <= rows.min() <= rows.max() < self._pass_rows:
             raise CacheError(f"the pass has rows 0 to {self._pass_rows - 1}")
         out = np.zeros((len(rows), params.num_heads * params.head_dim), np.float32)
-        if params.layer in self._silent:
-            return out
         q = queries.astype(np.float32).reshape(len(rows), params.num_heads, params.head_dim)
         positions = self._branch_positions[-self._pass_rows :][rows]
         q = q if q_norm is None else normalize(q, q_norm, params.norm_eps)
         q = rotate(q, positions, inv_freq, params.rope_factor)
+        if self.arena.probes and not self._silent:
+            own = self._branch_tokens()
+            asking: list[int] = (self.branch_rows - self._pass_rows + rows).tolist()
+            newest = [own[row] not in own[row + 1 :] for row in asking]
+            tokens = [own[row] for row in asking]
+            self._probes.keep_look(params, q, tokens, newest, positions, inv_freq)
+        if params.layer in self._silent:
+            return out
         return self._attention(params, q, positions, inv_freq, rows).reshape(out.shape)
 
     def _attention(
@@ -484,36 +491,46 @@ class ReferenceCache:
         """
         self._check_between_passes()
         shape, heads = self.arena.shape, self.arena.shape.num_kv_heads
-        kinds = [self._probes.newest(tokens), self._probes.sampled(tokens)]
         facts = np.zeros((8, shape.num_layers, heads, len(self.table)), np.float32)
         queries = np.zeros((3, shape.num_layers, heads, shape.head_dim), np.float32)
-        for layer in range(shape.num_layers if any(kinds) else 0):
-            for head in range(heads):
-                looks = [
-                    self._look(layer, head, *self._probes.rows(layer, head, probes))
-                    for probes in kinds
-                ]
-                rows = np.concatenate([look.rows for look in looks])
+        for layer in range(shape.num_layers):
+            askers = self._probes.askers(layer)
+            asked = {
+                asker: kinds for asker in askers if any(kinds := self._probes.kinds(asker, tokens))
+            }
+            for head in range(heads if asked else 0):
+                looks = [self._looks(asker, head, *kinds) for asker, kinds in asked.items()]
+                rows, outputs = (
+                    np.concatenate([getattr(look, name) for both in looks for look in both])
+                    for name in ("rows", "outputs")
+                )
                 rows = self._turned(layer * heads + head, 0, self._probes.layers[layer][1])(rows)
-                outputs = np.concatenate([look.outputs for look in looks])
                 queries[:, layer, head] = (
                     rows.mean(axis=0),
                     *(np.square(x).mean(axis=0) for x in (rows, outputs)),
                 )
                 held = self.table.of_stream(self.table.stream(layer, head))
                 columns = [c for c, _, _ in held]
-                facts[:, layer, head, columns] = record([page for _, page, _ in held], *looks)
+                pages = [page for _, page, _ in held]
+                facts[:, layer, head, columns] = record(pages, looks, len(askers))
         return facts, queries
 
-    def _look(self, layer: int, head: int, rows: Float, where: NDArray[np.int64]) -> Look:
+    def _looks(self, asker: int, head: int, *kinds: Sequence[Probe]) -> Looks:
+        """What an asker's newest probes saw of a stream's pages, and what its sampled ones."""
+        newest, sampled = (
+            self._look(asker, head, *self._probes.rows(asker, head, probes)) for probes in kinds
+        )
+        return newest, sampled
+
+    def _look(self, asker: int, head: int, rows: Float, where: NDArray[np.int64]) -> Look:
         """What probe rows [R, D] see of a stream's pages."""
-        params, inv_freq = self._probes.layers[layer]
+        params, inv_freq = self._probes.layers[asker]
         keys = self._keys(params, head, inv_freq, "full", branch=False)
         seen = keys.seen(where, params.window_tokens, np.zeros((len(rows), 0), np.bool_))
         weights = attention_weights(params, keys.logits(rows), seen)
         look = Look(rows, weights @ keys.values)
         start = 0
-        stream = self.table.stream(layer, head)
+        stream = self.table.stream(params.layer, head)
         for _, page, views in self.table.of_stream(stream):
             # What views of one page see adds up; the rows are those that see most of them.
             rows_seeing, mass, peak, errors = 0, 0.0, 0.0, np.zeros(3)
@@ -700,7 +717,7 @@ class ReferenceCache:
             arena.context_tokens,
             arena.pass_tokens,
             arena.draft_tokens,
-            arena.probes,
+            arena.heard_readers or arena.probes,
             arena.num_bytes,
             arena.conv,
             arena.delta,

@@ -133,7 +133,8 @@ class Geometry:
     `value_groups`: what a page has room for scales of, see `kvq.formats.value_groups`. `windows`:
     the sliding window of every layer whose pages go when it has passed them, 0 for one that sees
     all; empty: no page goes. `conv`: the convolutions beside the layers that attend, `delta`: the
-    delta nets, of which `delta_states` states are kept.
+    delta nets, of which `delta_states` states are kept. `readers`: layers of no keys that read
+    those of the last layer, and whose queries are probes like its own.
     """
 
     shape: CacheShape
@@ -148,6 +149,12 @@ class Geometry:
     conv: ConvShape | None = None
     delta: DeltaShape | None = None
     delta_states: int = LEAST_DELTA_STATES + DELTA_PLACES
+    readers: int = 0
+
+    @property
+    def heard_readers(self) -> int:
+        """Readers whose queries are kept."""
+        return self.readers if self.probes else 0
 
     @property
     def pass_tokens(self) -> int:
@@ -221,6 +228,7 @@ class Geometry:
         """Everything but pages: state, tables, tail, probes, scratch."""
         shape, dim = self.shape, self.shape.head_dim
         slots = probe_slots(self.draft_tokens) if self.probes else 0
+        askers = shape.num_layers + self.readers
         split_rows = self.splits * self.draft_tokens * shape.num_heads
         return Regions(
             state=STATE_BYTES,
@@ -233,9 +241,9 @@ class Geometry:
             places=self.tail_rows * PLACE_BYTES,
             tail=self.streams * self.tail_rows * dim * 4,
             branch=self.draft_tokens * BRANCH_ROW_BYTES,
-            probes=slots * PROBE_BYTES,
-            probe_rows=slots * shape.num_layers * shape.num_heads * dim * 2,
-            layers=shape.num_layers * _layer_bytes(dim) if slots else 0,
+            probes=slots * (1 + self.readers) * PROBE_BYTES,
+            probe_rows=slots * askers * shape.num_heads * dim * 2,
+            layers=askers * _layer_bytes(dim) if slots else 0,
             conv_state=CONV_STATE_BYTES + 4 * CONV_CHECKPOINTS if self.conv else 0,
             conv_rows=conv_bytes(self.conv, self.draft_tokens),
             delta_state=DELTA_STATE_BYTES + 4 * self.delta_states if self.delta else 0,
@@ -385,7 +393,7 @@ class CacheSpec:
     what steps read of the pages, as `--kv-read` writes it. `offload_bytes`: of the host's memory,
     for the pages of the context that the budget of a device does not hold; 0: they lose bits.
     `conv`: convolutions beside the layers that attend, whose rows are held here too. `delta`:
-    likewise delta nets.
+    likewise delta nets. `readers`: layers that own nothing and read the last one's pages.
     """
 
     shape: CacheShape
@@ -404,6 +412,7 @@ class CacheSpec:
     offload_bytes: int = 0
     conv: ConvShape | None = None
     delta: DeltaShape | None = None
+    readers: int = 0
 
     def __post_init__(self) -> None:
         streams = self.shape.num_layers * self.shape.num_kv_heads
@@ -494,6 +503,7 @@ class CacheSpec:
             conv=self.conv,
             delta=self.delta,
             delta_states=LEAST_DELTA_STATES + places,
+            readers=self.readers,
         )
 
     @cached_property

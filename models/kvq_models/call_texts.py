@@ -29,6 +29,11 @@ _RAW_QUOTE = '<|"|>'
 _QUOTED = {
     mark: re.compile(rf"[^{mark}\\]*(?:\\.[^{mark}\\]*)*{mark}", re.DOTALL) for mark in "\"'"
 }
+_HARMONY = re.compile(
+    r"(?: to=functions\.)?([\w.\-]+)(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:json)?\s*"
+    r"<\|message\|>(.*?)(?:<\|call\|>)?",
+    re.DOTALL,
+)
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
@@ -59,6 +64,21 @@ def python_calls(body: str, schemas: Schemas) -> list[Call] | None:
         return name, scanner.items("=", ")", depth=0)
 
     return _calls(body, call, listed=True)
+
+
+def harmony_calls(body: str, schemas: Schemas) -> list[Call] | None:
+    """`NAME <|constrain|>json<|message|>{..}`, or ` to=functions.NAME<|channel|>..<|message|>{..}`.
+
+    What says that the arguments are JSON may be left out.
+    """
+    found = _HARMONY.fullmatch(body)
+    if found is None:
+        return None
+    try:
+        arguments: Any = json.loads(found[2])
+    except (ValueError, RecursionError):
+        return None
+    return [(found[1], arguments)] if is_object(arguments) else None
 
 
 def json_calls(body: str) -> list[Call] | None:

@@ -255,12 +255,14 @@ class PerLayer:
 class CacheClass:
     """Layers whose keys and values lie in one cache: `layers` of the model, alike in shape.
 
-    `windows`: the sliding window of each, 0 for one that sees all.
+    `windows`: the sliding window of each, 0 for one that sees all. `readers`: how many layers of
+    the model own nothing and read what the last of them has stored.
     """
 
     shape: CacheShape
     layers: tuple[int, ...]
     windows: tuple[int, ...]
+    readers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -506,6 +508,7 @@ class ModelConfig:
                 ),
                 layers=tuple(layers),
                 windows=tuple(self.windows[layer] for layer in layers),
+                readers=sum(mixer.kv_from == layers[-1] for mixer in attending),
             )
             for (heads, kv_heads, head_dim, _), layers in members.items()
         )

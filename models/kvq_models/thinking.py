@@ -6,7 +6,7 @@ by which variable its thinking is switched, its chat template says. Knows text, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ class ThinkingForm:
 
     `known_by` stands in the templates of models that write it. `tokens` are the parts of the marks
     that a vocabulary may have as control tokens. Before an answer without a thought stands `plain`.
-    With `breaks` lines end behind the opening and around the closing mark.
+    With `breaks` lines end behind the opening and around the closing mark. `turns` are other
+    marks that end a thought, before a call or what is said beside it, each with what of it stays.
     """
 
     known_by: str
@@ -29,6 +30,7 @@ class ThinkingForm:
     tokens: tuple[str, ...]
     plain: str = ""
     breaks: bool = True
+    turns: tuple[tuple[str, str], ...] = ()
 
 
 FORMS = (
@@ -47,6 +49,13 @@ FORMS = (
         tokens=("<|channel|>", "<|message|>", "<|end|>", "<|start|>"),
         plain="<|channel|>final<|message|>",
         breaks=False,
+        turns=(
+            ("<|end|><|start|>assistant<|channel|>commentary<|message|>", ""),
+            *(
+                (f"<|end|><|start|>assistant{call}", call)
+                for call in ("<|channel|>commentary to=functions.", " to=functions.")
+            ),
+        ),
     ),
     # Qwen 3 and 3.5, SmolLM 3, LFM 2.5, DeepSeek R1
     ThinkingForm(
@@ -126,21 +135,22 @@ class ThinkingReader:
         return True
 
     def _inside(self, pieces: list[Piece]) -> bool:
-        mark = self._form.closing
+        marks = {self._form.closing: ""} | dict(self._form.turns)
         text = self._held if self._told else self._held.lstrip()
-        thought, found, rest = text.partition(mark)
-        if found:
-            thought = thought.rstrip()
-            self._held, self._read = rest, self._gap
+        found = min(((text.find(mark), mark) for mark in marks if mark in text), default=None)
+        if found is not None:
+            place, mark = found
+            thought = text[:place].rstrip()
+            self._held, self._read = marks[mark] + text[place + len(mark) :], self._gap
         else:
-            longest = min(len(text), len(mark) - 1)
-            half = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
-            thought = text[: len(text) - half].rstrip()
+            longest = min(len(text), max(map(len, marks)) - 1)
+            ends = (n for n in range(longest, 0, -1) if _begins(marks, text[-n:]))
+            thought = text[: len(text) - next(ends, 0)].rstrip()
             self._held = text[len(thought) :]
         if thought:
             self._told = True
             pieces.append(Thought(thought))
-        return bool(found)
+        return found is not None
 
     def _gap(self, pieces: list[Piece]) -> bool:
         text = self._held.lstrip()
@@ -154,6 +164,11 @@ class ThinkingReader:
         pieces.append(self._held)
         self._held = ""
         return False
+
+
+def _begins(marks: Iterable[str], text: str) -> bool:
+    """Whether one of `marks` begins with `text`."""
+    return any(mark.startswith(text) for mark in marks)
 
 
 class ThinkingWriter:

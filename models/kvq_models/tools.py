@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NoReturn, Protocol, cast
 
-from kvq_models.call_texts import Call, Schemas, gemma_calls, python_calls, xml_calls
+from kvq_models.call_texts import (
+    Call,
+    Schemas,
+    gemma_calls,
+    harmony_calls,
+    python_calls,
+    xml_calls,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +32,9 @@ class ToolForm:
     A form without an opening is the whole answer; it may stand after the mark `before`.
     `known_by` stands in the templates that ask for it, `not_by` in those of another form. `calls`
     reads what stands between the marks where that is no JSON; None for what is no call. Then what
-    stands between the marks `bare`, with them, is read too, and `quote` is a mark within calls.
+    stands between the marks `bare`, with them, is read too. `tokens`: marks within calls, and
+    parts of marks, that a vocabulary may have as control tokens. `nobodys`: marks around what is
+    said, which are no part of it.
     """
 
     known_by: str
@@ -38,7 +47,8 @@ class ToolForm:
     not_by: str = "\0"
     calls: Callable[[str, Schemas], list[Call] | None] | None = None
     bare: tuple[str, str] | None = None
-    quote: str = ""
+    tokens: tuple[str, ...] = ()
+    nobodys: tuple[str, ...] = ()
 
 
 FORMS = (
@@ -55,10 +65,16 @@ FORMS = (
         calls=xml_calls, bare=("<function=", "</function>")),
     # Gemma 4
     ToolForm(known_by="<|tool_call>", opening="<|tool_call>", closing="<tool_call|>",
-        calls=gemma_calls, quote='<|"|>'),
+        calls=gemma_calls, tokens=('<|"|>',)),
     # LFM 2 and 2.5
     ToolForm(known_by="List of tools: ", opening="<|tool_call_start|>",
         closing="<|tool_call_end|>", calls=python_calls),
+    # gpt-oss, whose call is a message to a function; the recipient may stand before the channel
+    ToolForm(known_by="<|call|>", opening="<|channel|>commentary to=functions.",
+        closing="<|call|>", calls=harmony_calls, bare=(" to=functions.", "<|call|>"),
+        tokens=("<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|start|>"),
+        nobodys=("<|start|>assistant", "<|end|>", "<|channel|>commentary<|message|>",
+            "<|channel|>final<|message|>")),
     # Llama 3.1 to 3.3
     ToolForm(known_by='"parameters": ', arguments="parameters", before="<|python_tag|>"),
 )  # fmt: skip
@@ -147,6 +163,7 @@ class MarkedReader:
     ) -> None:
         self._own = form.opening
         self._closings = {form.opening: form.closing} | dict([form.bare] if form.bare else [])
+        self._nobodys = form.nobodys
         self._read = read
         self._schemas = schemas
         self._most = most
@@ -183,12 +200,14 @@ class MarkedReader:
 
     def _text(self, pieces: list[Piece]) -> bool:
         """Text up to where a call opens; its last spaces, and what may be a mark, are held."""
-        places = {mark: self._held.find(mark) for mark in self._closings}
+        places = {mark: self._held.find(mark) for mark in self._marks}
         found = [(place, mark) for mark, place in places.items() if place >= 0]
         place, mark = min(found, default=(len(self._held) - self._half(), ""))
         text = self._held[:place].rstrip()
         pieces += [text] if text else []
-        if mark:
+        if mark in self._nobodys:
+            self._held = self._held[place + len(mark) :]
+        elif mark:
             self._before, self._opening = self._held[len(text) : place] + mark, mark
             self._held = self._held[place + len(mark) :]
         else:
@@ -197,12 +216,16 @@ class MarkedReader:
 
     def _half(self) -> int:
         """How many of the last characters may be the beginning of a mark."""
-        longest = min(len(self._held), max(map(len, self._closings)) - 1)
+        longest = min(len(self._held), max(map(len, self._marks)) - 1)
         ends = (n for n in range(longest, 0, -1) if self._opens(self._held[-n:]))
         return next(ends, 0)
 
     def _opens(self, text: str) -> bool:
-        return any(mark.startswith(text) for mark in self._closings)
+        return any(mark.startswith(text) for mark in self._marks)
+
+    @property
+    def _marks(self) -> tuple[str, ...]:
+        return (*self._closings, *self._nobodys)
 
     def _call(self, pieces: list[Piece]) -> bool:
         """The call up to its closing mark, of which a beginning stays held."""

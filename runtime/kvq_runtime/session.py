@@ -605,7 +605,9 @@ class Session(Generic[C]):
 
     def _identity(self) -> dict[str, Any]:
         """What a saved session must agree on with the one that loads it."""
-        return {
+        arena = self.config.arena
+        heard = 0 if arena is None else arena.heard_readers
+        return ({"evidence": f"with {heard} readers"} if heard else {}) | {
             "model": self._backend.model.fingerprint,
             "plan": asdict(self.config.plan),
             "context_tokens": self.config.context_tokens,

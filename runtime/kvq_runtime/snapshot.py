@@ -25,6 +25,9 @@ from kvq_runtime.staleness import Ages
 
 FORMAT = "kvq-session"
 VERSION = 9
+# Version 8 kept no queries of layers that read others' keys; where they are kept now, what a
+# session must agree on says so.
+READ_VERSIONS = (8, VERSION)
 MAGIC = b"kvq-sess"
 PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32
@@ -77,10 +80,14 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """A session as it was at one moment, in memory, with what it must agree on to be restored."""
+    """A session as it was at one moment, in memory, with what it must agree on to be restored.
+
+    `version`: of the file that it was read from, or would be written to.
+    """
 
     identity: Mapping[str, Any]
     state: SessionState
+    version: int = VERSION
 
     def write(self, path: Path | str) -> None:
         """Writes a whole file or none, from any thread. Raises `SnapshotError`."""
@@ -167,7 +174,7 @@ def examine(path: Path) -> Snapshot:
         cache=cache,
         ages=np.frombuffer(ages, "<i4").astype(np.int32),
     )
-    return Snapshot(identity=header["identity"], state=state)
+    return Snapshot(identity=header["identity"], state=state, version=header["version"])
 
 
 def is_snapshot(path: Path) -> bool:
@@ -209,7 +216,7 @@ def _check_version(path: Path, version: int) -> None:
             f"{path} is a session of version {version}, newer than the {VERSION} this kvq reads; "
             "upgrade kvq-runtime, or read its text again and save the session again"
         )
-    if version < VERSION:
+    if version not in READ_VERSIONS:
         raise SnapshotError(
             f"{path} is a session of version {version}, older than the {VERSION} this kvq reads; "
             "read its text again and save the session again"

@@ -59,7 +59,10 @@ _YARN = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A row of `tiny.CASES` with some keys replaced, and what llama.cpp is told it is."""
+    """A row of `tiny.CASES` with some keys replaced, and what llama.cpp is told it is.
+
+    `flips`: the share of tokens for which rounding may choose other experts.
+    """
 
     row: str
     architecture: str
@@ -67,6 +70,13 @@ class Case:
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dtype: str = "float32"
     slack: float = 1.0
+    flips: float = 0.0
+
+    def settled(self, expected: np.ndarray, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Both without the rows that differ most, so many as may have flipped."""
+        order = np.argsort(np.abs(found - expected).max(axis=1))
+        rows = order[: len(order) - int(self.flips * len(order))]
+        return expected[rows], found[rows]
 
 
 CASES = {
@@ -124,6 +134,29 @@ CASES = {
     "olmo2": Case(
         row="olmo2", architecture="olmo2", keys={"head_dim": 32, "tie_word_embeddings": False}
     ),
+    "olmo3": Case(
+        row="olmo3", architecture="olmo2", keys={"head_dim": 32, "tie_word_embeddings": False}
+    ),
+    "olmoe": Case(
+        row="olmoe",
+        architecture="olmoe",
+        keys={
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "tie_word_embeddings": False,
+        },
+        slack=1.4,
+        flips=0.2,
+    ),
+    "mixtral": Case(row="mixtral", architecture="llama", context=24, flips=0.1),
+    "mixtral-whole": Case(
+        row="mixtral", architecture="llama", keys={"sliding_window": None}, flips=0.1
+    ),
+    "qwen3-moe": Case(
+        row="qwen3-moe", architecture="qwen3moe", keys={"mlp_only_layers": []}, flips=0.2
+    ),
+    "ministral3": Case(row="ministral3", architecture="mistral3"),
     "starcoder2": Case(
         row="starcoder2", architecture="starcoder2", context=24, keys={"hidden_size": 256}
     ),
@@ -173,11 +206,12 @@ def test_llama_cpp_computes_the_model(checkpoint: Callable[[str], Path], name: s
         type="f16", architecture=case.architecture, context_length=case.context
     )
     ids = np.random.default_rng(0).integers(0, tiny.VOCAB_SIZE, min(TOKENS, case.context))
-    expected, found = expected_logits(source, ids), found_logits(bundle, ids)
+    wanted = expected_logits(source, ids)
+    expected, found = case.settled(wanted, found_logits(bundle, ids))
     assert expected.std() > 2.5
     np.testing.assert_allclose(found, expected, rtol=0, atol=case.slack * F16_LOGIT)
-    assert divergence(expected, found) < F16_NATS
-    nats = divergence(expected, found_logits(export(source, "q8_0"), ids))
+    assert divergence(expected, found) < case.slack * F16_NATS
+    nats = divergence(*case.settled(wanted, found_logits(export(source, "q8_0"), ids)))
     assert F16_NATS / 100 < nats < case.slack * NATS["q8_0"]
 
 
@@ -320,6 +354,12 @@ def config_of(checkpoint: Callable[[str], Path], name: str, **changes: Any) -> M
     return tiny.altered(config, **changes)
 
 
+def tiny_rope(rope: RopeConfig) -> RopeConfig:
+    """Of another base: layers with a window rotate as all others do."""
+    pairs = len(rope.inv_freq)
+    return RopeConfig(inv_freq=tuple(500.0 ** -(np.arange(pairs) / pairs)))
+
+
 def test_what_llama_cpp_does_not_compute_is_refused_by_name(
     checkpoint: Callable[[str], Path],
 ) -> None:
@@ -350,6 +390,24 @@ def test_what_llama_cpp_does_not_compute_is_refused_by_name(
         ),
         "as smollm3, which does not compute layers that do not rotate other than": config_of(
             checkpoint, "smollm3", mixer={"rope": 1}
+        ),
+        "as qwen3moe, .* layers without experts, experts in some layers alone": dataclasses.replace(
+            mixed := config_of(checkpoint, "qwen3-moe"),
+            layers=(mixed.layers[0], config_of(checkpoint, "qwen3").layers[0]),
+        ),
+        "as qwen3moe, which does not compute shares of experts that are not": config_of(
+            checkpoint, "qwen3-moe", feed={"normalised": False}
+        ),
+        "as qwen3moe, which does not compute experts of another kind": config_of(
+            checkpoint, "qwen3-moe", feed={"scoring": "sigmoid"}
+        ),
+        "as olmoe, which does not compute fewer heads of keys than": config_of(
+            checkpoint, "olmoe", mixer={"kv_heads": 2}
+        ),
+        "as olmo2, which does not compute a rotary table": config_of(
+            checkpoint,
+            "olmo3",
+            ropes=(other := config_of(checkpoint, "olmo3").ropes[1], tiny_rope(other)),
         ),
         "kvq writes GGUF files of llama, mistral, .* not of mamba": config_of(
             checkpoint, "llama", model_type="mamba"

@@ -80,6 +80,14 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"hidden_size": 128, "head_dim": 32, "sliding_window": None},
     "starcoder2": {"hidden_size": 256},
     "olmo2": {"head_dim": 32, "tie_word_embeddings": False},
+    "olmo3": {"head_dim": 32, "tie_word_embeddings": False},
+    "olmoe": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-moe": {"mlp_only_layers": []},
     "smollm3": {"no_rope_layer_interval": 4},
     "granite": {"tie_word_embeddings": False},
 }
@@ -369,7 +377,15 @@ def test_the_files_of_a_split_model_are_read_together(tmp_path: Path) -> None:
     ("keys", "words"),
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba', which kvq does not compute"),
-        ({"llama.expert_count": 8}, r"llama\.expert_count = 8 \(a mixture of experts\)"),
+        (
+            {"llama.expert_shared_count": 2},
+            r"llama\.expert_shared_count = 2 \(a mixture of experts\)",
+        ),
+        ({"llama.expert_count": 8}, r"lacks llama\.expert_used_count"),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2},
+            r"tensor 'blk\.0\.ffn_gate_inp\.weight' is missing",
+        ),
         ({"llama.attention.temperature_scale": 0.5}, r"llama\.attention\.temperature_scale = 0.5"),
         ({"llama.attention.value_length": 32}, "keys of 64 channels and values of another"),
         ({"llama.attention.head_count": [4, 2]}, r"layers of different shapes \(llama\.attention"),
@@ -523,7 +539,7 @@ def test_what_kvq_does_not_compute_is_left_to_llama_cpp(
     from kvq_apps.model_path import resolve_model
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file = write_gguf(tmp_path / "tiny.gguf", keys={"llama.expert_count": 4})
+    file = write_gguf(tmp_path / "tiny.gguf", keys={"llama.expert_shared_count": 4})
     assert resolve_model(str(file)) == file
     assert "llama.cpp is to run tiny.gguf, kvq cannot" in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ from kvq.config import PAGE_TOKENS, CacheShape, KvPlan, PageForm
 from kvq.errors import CacheError
 from kvq.policies import Attention, Constants
 from kvq.reference import Grid, mass_code, mass_of, sample_slot, sampled_token
-from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads
+from pairs import UNROTATED, Pair, attention, forward, frequencies, pack_heads, random_heads
 from tolerances import EVIDENCE, HISTORY
 
 SHAPE = CacheShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=64)
@@ -326,18 +326,184 @@ def test_close_to_a_pages_end_evidence_stands_still(use_native: bool) -> None:
             np.testing.assert_allclose(later, first, rtol=0, atol=slack, err_msg=field.name)
 
 
+# Layers that read the last one's keys
+
+
+def look(cache: Cache, asked: Sequence[np.ndarray], rows: Sequence[int]) -> None:
+    """Every reader's queries [T, H * D] of these rows of the pass."""
+    picked = np.array(rows, np.int64)
+    for number, queries in enumerate(asked):
+        params = attention(SHAPE, 1, window_tokens=150, scale=0.06 * (1 + number))
+        cache.look(params, queries[picked], picked, frequencies(32))
+
+
+def questions(seed: int, tokens: int, readers: int = 2) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [2 * rng.standard_normal((tokens, 6 * 64), np.float32) for _ in range(readers)]
+
+
+def test_native_hears_of_readers_what_numpy_hears() -> None:
+    """Of chunks that ask for their last row alone, of steps, and of trees that ask in part."""
+    pair = opened(8, 8, readers=2)
+    layers = [attention(SHAPE, 0), attention(SHAPE, 1, window_tokens=150)]
+    rng = np.random.default_rng(3)
+    passes = [(200, None), (193, None), *[(1, None)] * 82, (7, None)]
+    passes += [(7, [-1, 0, 0, 1, 1, 2, 4])] * 16
+    heard: set[int] = set()
+    for number, (count, parents) in enumerate(passes):
+        new, asked = rows(number, count), questions(number, count)
+        asking = [count - 1] if count > 8 else np.flatnonzero(rng.random(count) < 0.8).tolist()
+        depths = np.arange(count) if parents is None else np.array([0, 1, 1, 2, 2, 2, 3])
+        for cache in pair:
+            forward(cache, layers, new, cache.tokens + depths, frequencies(32), parents=parents)
+            look(cache, asked, asking)
+            path = [0, 2, 5] if number % 2 else [0, 1, 4, 6]
+            cache.commit(path if parents else count)
+        if number > 82:
+            # Trees leave few rows to average over.
+            assert_alike(pair, 2 * EVIDENCE[8])
+            heard |= set(readers_alone(pair.numpy))
+    # Of the newest tokens and of the sample.
+    assert {token % 2 for token in heard} == {0, 1}
+    pair.close()
+
+
+def readers_alone(cache: Cache) -> list[int]:
+    """Tokens of the first reader's probes, of the definition."""
+    newest, sampled = cache.engine._probes.kinds(2, cache.tokens)  # type: ignore[attr-defined]
+    return [probe.token for probe in (*newest, *sampled)]
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_what_readers_see_adds_to_what_the_owner_sees(use_native: bool) -> None:
+    """All ask alike, so that of three askers masses and errors are three times those of one."""
+    plan = KvPlan(k_bits=8, v_bits=8)
+    budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
+    layers = [attention(SHAPE, layer) for layer in range(2)]
+    found = []
+    for readers in (0, 2):
+        cache = open_cache(
+            SHAPE, plan, budget, 1024, observed=True, native=use_native, readers=readers
+        )
+        # Half as sharp: no page has all of the weight, and no history is at its end.
+        for start in range(0, 320, 64):
+            part = [one[start : start + 64] / 2 for one in rows(5, 320)]
+            forward(cache, layers, part, np.arange(64) + start, frequencies(32))
+            for _ in range(readers):
+                queries = part[1][:, : 6 * 64]
+                cache.look(layers[1], queries, np.arange(64), frequencies(32))
+            cache.commit(64)
+        evidence = cache.evidence().attention
+        assert evidence is not None
+        found.append(evidence)
+        cache.close()
+    alone, summed = found
+    for field in fields(Attention):
+        a, b = getattr(alone, field.name), getattr(summed, field.name)
+        once = field.name == "peak_weight" or field.name.startswith(("query", "output"))
+        assert a[1].any()
+        np.testing.assert_array_equal(a[0], b[0], err_msg=field.name)
+        np.testing.assert_allclose(b[1], a[1] * (1 if once else 3), rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_a_page_that_readers_alone_look_at_is_kept(use_native: bool) -> None:
+    """The layer looks at its second page, a reader at its fourth; the budget gives pages up."""
+    shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64)
+    plan = KvPlan(k_bits=4, v_bits=4)
+    marks = np.zeros((2, 64), np.float32)
+    marks[0, 40], marks[1, 50] = 8, 8
+    q, k, v = random_heads(np.random.default_rng(0), shape, 1200)
+    q[:], k[:, :, [40, 50]] = marks[0], 0
+    k[4 + 64 : 4 + 128] += marks[0]
+    k[4 + 192 : 4 + 256] += marks[1]
+    packed = pack_heads(q, k, v)
+    asked = np.tile(marks[1], (1200, 2))
+    held = {}
+    for readers in (0, 1):
+        budget = budget_for_tokens(shape, plan, 400, context_tokens=1200, readers=readers)
+        cache = open_cache(
+            shape, plan, budget, 1200, policy="h2o", native=use_native, readers=readers
+        )
+        for start in range(0, 1200, 8):
+            forward(cache, [attention(shape)], [packed[start : start + 8]], start + np.arange(8))
+            cache.look(attention(shape), asked[start : start + 8], np.arange(8), UNROTATED)
+            cache.commit(8)
+        facts, widths = cache.columns()
+        held[readers] = set(facts[(widths[0, :, :, 0] > 0).all(axis=0), 2].tolist())
+        cache.close()
+    assert 4 + 64 in held[0]
+    assert 4 + 192 not in held[0]
+    assert held[1] >= {4 + 64, 4 + 192}
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_a_readers_probe_is_of_the_token_that_stayed(use_native: bool) -> None:
+    """Drafts are refused, and their tokens written again by passes that ask for no row of them."""
+    plan = KvPlan(k_bits=4, v_bits=2)
+    budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
+    layers = [attention(SHAPE, layer) for layer in range(2)]
+    drafting, plain = (
+        open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, readers=2)
+        for _ in range(2)
+    )
+    truth, wrong = rows(0, 400), rows(1, 400)
+    right, false = questions(0, 400), questions(1, 400)
+
+    def run(cache: Cache, count: int, kept: int, asking: Sequence[int]) -> None:
+        at = cache.tokens
+        pieces = [
+            [np.concatenate([a[at : at + kept], b[at + kept : at + count]]) for a, b in both]
+            for both in (zip(truth, wrong, strict=True), zip(right, false, strict=True))
+        ]
+        forward(cache, layers, pieces[0], np.arange(at, at + count), frequencies(32))
+        look(cache, pieces[1], asking)
+        cache.commit(kept)
+
+    for cache in (drafting, plain):
+        run(cache, 250, 250, [249])
+
+    def draft(count: int, kept: int) -> None:
+        run(drafting, count, kept, range(count))
+        for _ in range(kept):
+            run(plain, 1, 1, [0])
+
+    for count, kept in ((8, 3), (8, 0), (3, 3)):
+        draft(count, kept)
+    # Of two rows that might be token 256 the one asks that goes.
+    two = [np.concatenate([b[256:257], a[256:257]]) for a, b in zip(truth, wrong, strict=True)]
+    forward(drafting, layers, two, np.array([256, 256]), frequencies(32), parents=[-1, -1])
+    look(drafting, false, [0])
+    drafting.commit([1])
+    run(plain, 1, 1, [])
+    draft(8, 5)
+    # The next multiple of eight was guessed, and then comes in a chunk that asks for its end.
+    for cache in (drafting, plain):
+        run(cache, 20, 20, [19])
+    a, b = (cache.evidence().attention for cache in (drafting, plain))
+    assert a is not None
+    assert b is not None
+    for field in fields(Attention):
+        assert np.array_equal(getattr(a, field.name), getattr(b, field.name)), field.name
+    drafting.close()
+    plain.close()
+
+
 @pytest.mark.parametrize("use_native", [True, False])
 def test_a_snapshot_keeps_probes_and_history(use_native: bool) -> None:
+    """A session that a reader asked in, and one that it did not."""
     plan = KvPlan(k_bits=4, v_bits=2)
     budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
     layers = [attention(SHAPE, 0, window_tokens=150), attention(SHAPE, 1)]
     one, other = (
-        open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native) for _ in range(2)
+        open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, readers=2)
+        for _ in range(2)
     )
     packed = rows(4, 400)
     for start in (0, 200):
         part = [layer[start : start + 200] for layer in packed]
         forward(one, layers, part, np.arange(200) + start, frequencies(32))
+        look(one, questions(4, 200, 1), range(190, 200))
         one.commit(200)
         one.evidence()
     other.load_state(one.state())
@@ -368,9 +534,11 @@ def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
     tight.close()
 
 
-@pytest.mark.parametrize("budget", [1 << 19, 3 << 20])
-def test_python_counts_the_bytes_of_probes_as_the_library_does(budget: int) -> None:
-    probing = geometry(SHAPE, KvPlan(), context_tokens=5000, threads=2, probes=True)
+@pytest.mark.parametrize("readers", [0, 3])
+@pytest.mark.parametrize("budget", [1 << 20, 3 << 20])
+def test_python_counts_the_bytes_of_probes_as_the_library_does(budget: int, readers: int) -> None:
+    options = {"context_tokens": 5000, "threads": 2, "readers": readers}
+    probing = geometry(SHAPE, KvPlan(), probes=True, **options)
     columns, regions = probing.divide(budget)
     counted = native.layout(probing, budget, columns)
     assert (counted["max_columns"], counted["regions"]) == (columns, regions)

@@ -71,6 +71,27 @@ def read(
         ),
         (HARMONY, False, "<|channel|>final<|message|>  Four", (0, "  Four")),
         (HARMONY, False, "<|channel|>comm", (0, "<|channel|>comm")),
+        # What a call behind the thought begins with belongs to the call.
+        (
+            HARMONY,
+            False,
+            "<|channel|>analysis<|message|>One, two.\n\nThree."
+            "<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}",
+            (1, "<|channel|>commentary to=functions.f<|message|>{}"),
+        ),
+        (
+            HARMONY,
+            False,
+            "<|channel|>analysis<|message|>One, two.\n\nThree."
+            "<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}",
+            (1, " to=functions.f<|channel|>commentary json<|message|>{}"),
+        ),
+        (
+            HARMONY,
+            False,
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant b",
+            ("a<|end|><|start|>assistant b", ""),
+        ),
         (HARMONY, False, "<|channel|>final", (0, "<|channel|>final")),
         # Cut off within the thought, and within the mark after it.
         (QWEN, True, "One, two.\n\nThree.", (1, "")),

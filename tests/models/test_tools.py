@@ -17,7 +17,7 @@ from kvq_models.tools import (
     tool_form,
 )
 
-HERMES, PHI, MISTRAL, XML, GEMMA, PYTHON, LLAMA = FORMS
+HERMES, PHI, MISTRAL, XML, GEMMA, PYTHON, HARMONY, LLAMA = FORMS
 A = '{"name": "add", "%s": {"a": 1, "b": ["}", "\\"{"], "c": {"d": {}}}}'
 B = '{"%s": {"q": "é\\n"}, "name": "look_up"}'
 CALLS = [("add", {"a": 1, "b": ["}", '"{'], "c": {"d": {}}}), ("look_up", {"q": "é\n"})]
@@ -224,6 +224,12 @@ MARKED = {
         "]<|tool_call_end|>",
         "<|tool_call_start|>[look_up()]<|tool_call_end|>",
     ),
+    "harmony": (
+        HARMONY,
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+        '{"a": -3, "s": "4\\n\\"x\'", "l": [1.5, true, null, {"b": []}]}<|call|>',
+        "<|channel|>commentary to=functions.look_up<|message|>{}<|call|>",
+    ),
 }
 
 
@@ -263,9 +269,26 @@ def test_calls_in_a_notation_of_their_own(name: str) -> None:
     assert marked_every_way(form, open_end) == ("I look.", both[:1])
     assert marked(form, open_end, cut=True) == ("I look.", [])
     assert marked(form, f"{other}{one[:-30]}", cut=True) == ("", [("look_up", {})])
+    if form is HARMONY:
+        return
     # As other families write them.
     written = json.dumps({"name": "add", "arguments": ADDED[1]})
     assert marked_every_way(form, f"{form.opening}{written}{form.closing}") == ("", both[:1])
+
+
+def test_what_a_model_says_beside_its_calls_has_no_marks_of_messages() -> None:
+    """A preamble, calls whose recipient stands before the channel, and a call of nobody's."""
+    turn, call = "<|start|>assistant", "<|channel|>commentary json<|message|>{}<|call|>"
+    said = f"<|channel|>commentary<|message|>I look.<|end|>{turn}"
+    found = ("I look.", [("look_up", {})])
+    assert marked_every_way(HARMONY, f"{said} to=functions.look_up{call}") == found
+    assert marked_every_way(HARMONY, f"{said}{MARKED['harmony'][2]}") == found
+    assert marked_every_way(HARMONY, f" to=functions.look_up{call}") == ("", [("look_up", {})])
+    assert marked_every_way(HARMONY, f" to=functions.other{call}")[1] == []
+    assert marked_every_way(HARMONY, f"So.<|end|>{turn}<|channel|>final<|message|> It is.") == (
+        "So. It is.",
+        [],
+    )
 
 
 def test_several_calls_between_one_pair_of_marks() -> None:
@@ -304,6 +327,10 @@ def test_a_function_without_its_outer_mark_is_a_call_where_it_was_offered() -> N
         (PYTHON, "[add(s='\\\\\\')]"),
         (PYTHON, "[]"),
         (PYTHON, '[{"name": "add"}]'),
+        (HARMONY, "add"),
+        (HARMONY, "add<|message|>{"),
+        (HARMONY, "add<|message|>[1]"),
+        (HARMONY, 'add<|message|>{"a": 1e999}'),
     ],
 )
 def test_what_is_no_call_between_the_marks_is_text(form: ToolForm, body: str) -> None:
@@ -318,7 +345,7 @@ def test_hostile_text_is_read_and_never_an_error() -> None:
         *("<", "<function=", "</function>", "{", "[", "(", "'", '"', RAW, ":", "=", ",", "\\", "1"),
     ]
     for seed in range(600):
-        form = (XML, GEMMA, PYTHON)[seed % 3]
+        form = (XML, GEMMA, PYTHON, HARMONY)[seed % 4]
         text = "".join(random.Random(seed).choices([*parts, form.opening, form.closing], k=12))
         whole = marked(form, text)
         assert marked(form, text, list(range(1, len(text)))) == whole
@@ -329,6 +356,7 @@ def test_templates_ask_for_these_forms() -> None:
         (XML, "{{ tools }}<tool_call>\n<function=f>\n<parameter=p>"),
         (GEMMA, "{{ tools }}<|tool_call>call:"),
         (PYTHON, "List of tools: {{ tools | tojson }}"),
+        (HARMONY, "{{ tools }}<|start|>assistant to=functions.f<|channel|>commentary<|call|>"),
         (HERMES, "{{ tools }}<tool_call>"),
     ):
         assert tool_form(template) == form

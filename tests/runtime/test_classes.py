@@ -1,13 +1,14 @@
 """A model whose layers are of several classes, some of which read others' keys, in sessions."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvq import Engine, Sampling, native
-from kvq.errors import BackendError, UnsupportedModelError, UsageError
+from kvq.errors import BackendError, SnapshotError, UnsupportedModelError, UsageError
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_runtime.bundle import Bundle
@@ -89,6 +90,32 @@ def test_a_tight_budget_is_never_exceeded(engine: Engine, share: str) -> None:
         held = session.stats()
         assert 0 < held.kv_bytes_peak <= session.config.budget_bytes
     assert (held.evicted_share > 0) == (share != "60%")
+
+
+def test_policies_hear_of_every_layer_that_reads(engine: Engine, tmp_path: Path) -> None:
+    """Of pages without a window, which one reads; the budget holds all that windows see."""
+    tight = {"context_tokens": 4000, "kv_budget": "40%", "policy": "h2o"}
+    with engine.session(**tight) as session, engine.session(**tight) as other:
+        session.prefill(IDS * 2)
+        greedy(session, 20)
+        windowed, whole = session.sequence.cache.parts
+        assert (windowed.arena.readers, windowed.arena.heard_readers) == (2, 0)
+        assert whole.arena.heard_readers == 1
+        attention = whole.evidence().attention
+        assert attention is not None
+        # One asker gives all pages together less than 1.
+        assert attention.recent_mass.sum() > 1
+        session.save(tmp_path / "session")
+        expected = greedy(session)
+        other.load(tmp_path / "session")
+        assert greedy(other) == expected
+        # One that was saved before they were heard is none of such a session.
+        taken = session.capture()
+        before = {key: taken.identity[key] for key in taken.identity if key != "evidence"}
+        with pytest.raises(SnapshotError, match="another evidence: None, this session has with 1"):
+            other.restore(replace(taken, identity=before))
+    with engine.session(context_tokens=4000) as whole:
+        assert "evidence" not in whole.capture().identity
 
 
 def test_a_rollback_beyond_a_window_is_computed_anew(engine: Engine) -> None:

@@ -398,7 +398,7 @@ def _snapshot(path: Path) -> tuple[dict[str, Any], Rows]:
     identity = taken.identity
     report: dict[str, Any] = {
         "format": snapshot.FORMAT,
-        "version": snapshot.VERSION,
+        "version": taken.version,
         "path": str(path),
         "bytes": path.stat().st_size,
         "tokens": len(taken.state.tokens),
@@ -408,7 +408,7 @@ def _snapshot(path: Path) -> tuple[dict[str, Any], Rows]:
     try:
         return report, [
             ("session", report["path"]),
-            ("format", f"{snapshot.FORMAT} version {snapshot.VERSION}, sha256 ok"),
+            ("format", f"{snapshot.FORMAT} version {taken.version}, sha256 ok"),
             ("tokens", f"{report['tokens']}, of a context of {identity['context_tokens']}"),
             ("KV plan", output.kv_text(identity["plan"]["k_bits"], identity["plan"]["v_bits"])),
             ("KV budget", format_bytes(identity["budget_bytes"])),

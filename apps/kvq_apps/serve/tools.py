@@ -44,7 +44,7 @@ class Tools:
 
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The control tokens that are marks of calls, the model's own or another family's."""
-        own = (self.form.opening, self.form.closing, self.form.quote)
+        own = (self.form.opening, self.form.closing, *self.form.tokens)
         marks = {mark for pair in (*MARKS.items(), own) for mark in pair if mark}
         ids = [tokenizer.token_id(mark) for mark in sorted(marks)]
         return frozenset(one for one in ids if one is not None and tokenizer.is_control(one))
@@ -109,7 +109,7 @@ def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
             "tools",
             "this model's chat template asks for no form of tool calls that is known here; leave "
             "tools out, or serve a model that calls tools (Qwen, Llama 3, Phi 4, Mistral, Gemma 4, "
-            "SmolLM 3, LFM 2)",
+            "SmolLM 3, LFM 2, gpt-oss)",
             "unsupported",
         )
     called, one = _called(fields, choice, names)

@@ -209,7 +209,8 @@ def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[di
     for one in config.cache_classes:
         stop = start + one.shape.num_layers * one.shape.num_kv_heads
         own = tuple(forms[start:stop])
-        found.append({"shape": one.shape, "windows": one.windows, "forms": own})
+        shared = {"shape": one.shape, "windows": one.windows, "readers": one.readers}
+        found.append(shared | {"forms": own})
         start = stop
     found[0] |= {"conv": config.conv_shape, "delta": config.delta_shape}
     return found

@@ -208,6 +208,38 @@ def test_calls_come_after_a_thought(open_mark: bool) -> None:
         assert (thought, content, len(calls)) == ("Call <tool_call>?", "Now.", 1)
 
 
+CALLING = CHANNELS.replace("<|channel|>analysis", "<|channel|>analysis {{ tools }} <|call|>")
+HARMONY_CALL = (
+    'to=functions.weather <|constrain|>json<|message|>{"q": 1}<|call|>',
+    'to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{"q": 1}<|call|>',
+)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_call_may_be_a_message_of_its_own_behind_a_thought(special: bool, before: bool) -> None:
+    """As gpt-oss writes it, the recipient before the channel or in it; its end may end the text."""
+    call = f" {HARMONY_CALL[1]}" if before else f"<|channel|>commentary {HARMONY_CALL[0]}"
+    marks = (*CHANNEL_MARKS, "<|constrain|>", "<|call|>")
+    thought = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    for said, content, thinks in (
+        (f"{thought}{call}", None, THOUGHT),
+        (f"{thought}{preamble}{call.removesuffix('<|call|>')}", "I look.", THOUGHT),
+        (call, None, None),
+        (f"{thought}{FINAL}It rains.", "It rains.", THOUGHT),
+    ):
+        own = {"special": special, "template": CALLING, "marks": marks}
+        with served(said, **own) as server:  # type: ignore[arg-type]
+            found = message(server, tools=[WEATHER], max_tokens=200)
+            assert (found.get("reasoning_content"), found["content"] or None) == (thinks, content)
+            functions = [call["function"] for call in found.get("tool_calls", [])]
+            assert functions == [{"name": "weather", "arguments": '{"q": 1}'}] * (FINAL not in said)
+            told, text, calls, _ = streamed(server, tools=[WEATHER], max_tokens=200)
+            assert (told or None, text or None) == (thinks, content)
+            assert len(calls) == len(functions)
+
+
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("open_mark", [False, True])
 def test_a_budget_ends_a_thought(open_mark: bool, special: bool) -> None:
