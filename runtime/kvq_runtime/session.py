@@ -35,7 +35,7 @@ from kvq_runtime.generation import (
     Vocabulary,
     never,
 )
-from kvq_runtime.metrics import Meter, Rounds, SessionStats, Stopwatch
+from kvq_runtime.metrics import Meter, SessionStats, Stopwatch
 from kvq_runtime.prediction import prediction_named
 from kvq_runtime.sequence import Work
 
@@ -133,11 +133,6 @@ class Session(Generic[C]):
     def pending_tokens(self) -> int:
         """Tokens at the end that have not been through the model yet."""
         return self.sequence.pending_tokens
-
-    @property
-    def rounds(self) -> Rounds:
-        """What its rounds guessed and how long each part took, as `stats` has it."""
-        return self._meter.rounds
 
     @property
     def draft_bytes(self) -> int:
@@ -506,7 +501,7 @@ class Session(Generic[C]):
             kv_bytes_peak=cache.peak_bytes,
             kv_budget=cache.budget_bytes,
             bytes_per_token=cache.bytes_per_token,
-            holdings=cache.holdings(),
+            held=cache.holdings(),
             edits=self.sequence.edit_counts,
             recomputed_tokens=self.sequence.recomputed_tokens,
             draft_bytes=self.draft_bytes,

@@ -339,7 +339,7 @@ def test_a_right_draft_saves_its_passes() -> None:
     session = open_session(backend(), Oracle(0, 1, trees=False, greedy=list(tokens)), 5)
     list(session.generate(22, sampling=options.sampling, stop_ids=()))
     stats = session.stats()
-    assert (stats.drafted_tokens, stats.accepted_tokens) == (17, 17)
+    assert (stats.rounds.drafted_tokens, stats.rounds.accepted_tokens) == (17, 17)
     assert stats.tokens_per_round == 21 / 4
     # one token is due in every pass but the first, five or six are drafted, one more is chosen
     assert (passes, drafted_passes) == (22, 5)
@@ -420,7 +420,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(temperature: float) -> 
         )
         assert session.tokens == tokens
     assert len(steps) == 16
-    assert session.stats().draft_ms > 0
+    assert session.stats().rounds.draft_ms > 0
     assert drafter.opened is session.config
     session.close()
     assert not hasattr(drafter, "opened")
