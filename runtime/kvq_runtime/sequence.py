@@ -122,15 +122,12 @@ class Sequence(Generic[C]):
         self._cache: C = backend.open_cache(config)
         self._closed = False
         self._tokens: list[int] = []
-        self._unchanged = 0
+        self._unchanged, self._told = 0, object()
         # Of the last cached token; None: it goes through the model again before one is chosen.
         self._logits: Logits | None = None
         self._staleness = Staleness()
         self._edits = [0, 0, 0]
         self.recomputed_tokens = 0  # that were held, and could not be kept by going back
-        # What of the prompts to come may be predicted instead of computed, and who reads them.
-        self.prediction: Prediction | None = None
-        self.reader: PromptReader | None = None
         # Those of its cached tokens, for a drafter that reads them.
         self.states: States | None = None
         # A tight budget leaves room for shorter pieces only.
@@ -151,9 +148,13 @@ class Sequence(Generic[C]):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def changes(self) -> tuple[int, list[int]]:
-        """How many of the first tokens have stayed since the last call, and those after them."""
-        kept, self._unchanged = self._unchanged, len(self._tokens)
+    def changes(self, asker: object) -> tuple[int, list[int]]:
+        """How many of the first tokens have stayed since the last call, and those after them.
+
+        None have for who was not the last to ask.
+        """
+        kept = self._unchanged if asker is self._told else 0
+        self._told, self._unchanged = asker, len(self._tokens)
         return kept, self._tokens[kept:]
 
     @property
@@ -208,14 +209,14 @@ class Sequence(Generic[C]):
             )
         self.keep(len(self._tokens) - num_tokens)
 
-    def align(self, ids: Ids, *, edits: bool = False) -> int:
+    def align(self, ids: Ids, *, edits: bool = False, predicts: bool = False) -> int:
         """Becomes `ids`, keeping the beginning they share; how many of these are not computed.
 
         What is not kept is pending afterwards. `edits`: what follows a change is kept as well, as
         `edit` does; the places that changed are found by comparing the two texts. Predicted
-        tokens are kept only where predictions are still wanted.
+        tokens are kept only where it `predicts`.
         """
-        if self.prediction is None and self._staleness.computed is not None:
+        if not predicts and self._staleness.computed is not None:
             self.keep(self._staleness.computed)
         if edits:
             changes = hunks(self._tokens, ids)
@@ -327,7 +328,7 @@ class Sequence(Generic[C]):
             self._open_stale(max_tokens)
         before = len(self.due())
         if before:
-            yield from self.advancing(max_tokens, exact=True)
+            yield from self.advancing(max_tokens)
         return before - len(self.due())
 
     def drop_stale(self) -> int:
@@ -387,23 +388,28 @@ class Sequence(Generic[C]):
         finally:
             branch.forget()
 
-    def advancing(self, max_tokens: int | None = None, *, exact: bool = False) -> Work[C, float]:
+    def advancing(
+        self,
+        max_tokens: int | None = None,
+        prediction: Prediction | None = None,
+        reader: PromptReader | None = None,
+    ) -> Work[C, float]:
         """Brings one piece, at most `max_tokens`, of what is due into the cache; its seconds.
 
-        `exact`: it is computed, whatever `prediction` says.
+        It is computed, but for what `prediction` says, in whose place `reader` may read.
         """
         self.due()
         end = self.cache.tokens, len(self._tokens)
         (start, stop), mode = (self.gaps or [end])[0], WHOLE
-        if self.prediction is not None and not (exact or self.gaps):
+        if prediction is not None and not self.gaps:
             going_on = self._staleness.is_predicted(start - 1)
-            stop, mode = self.prediction.piece(start, stop, going_on=going_on)
+            stop, mode = prediction.piece(start, stop, going_on=going_on)
         stop = self._marked(start, stop)
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
-        if mode.predicted and self.reader is not None:
-            return (yield from self._taking(self.reader, start, start + count))
+        if mode.predicted and reader is not None:
+            return (yield from self._taking(reader, start, start + count))
         with self.branch(start if self.gaps else None) as branch:
             # A piece that is not the last needs no logits.
             last = [count - 1][: start + count == len(self._tokens)]

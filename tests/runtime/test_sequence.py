@@ -112,7 +112,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             other.close()
             followed = []
         if len(history) % 2 or action == "append":
-            kept, new = sequence.changes()
+            kept, new = sequence.changes("me")
             followed[kept:] = new
             assert followed == tokens
         assert sequence.tokens == tuple(tokens)

@@ -243,15 +243,13 @@ class LocalClient:
 
     def reread(self, stream: Stream) -> int:
         """Encodes from the first stale token on."""
+        from kvq_runtime.prediction import OFF
+
         self._settle()
         _, session = self._opened()
-        stale, predict = session.sequence.drop_stale(), session.predict
-        session.predict = None
-        try:
-            if stale:
-                session.prefill(progress=stream.prefilled, cancel=stream.cancelled)
-        finally:
-            session.predict = predict
+        stale = session.sequence.drop_stale()
+        if stale:
+            session.prefill(progress=stream.prefilled, cancel=stream.cancelled, predict=OFF)
         return stale
 
     def refine(self, stream: Stream) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq_runtime.alternatives import Writer
+from kvq_runtime.answering import Aids
 from kvq_runtime.generation import GenerationOptions, Step
 from kvq_runtime.metrics import SessionStats
 from kvq_runtime.sequence import Call, Work
@@ -75,27 +76,22 @@ class Job:
 
     def work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
         """Everything the request asked for, with the drafter and predictor that it asked for."""
-        session, asked = slot.session, self.request.draft
-        own, predict = session.drafter, session.predict
+        asked = self.request.draft
+        aids = slot.session.aids(asked() if callable(asked) else None, self.request.predict)
         try:
-            if callable(asked):
-                session.drafter = asked()
-            if self.request.predict is not None:
-                session.predict = self.request.predict
-            yield from self._work(slot, decoding)
+            yield from self._work(slot, decoding, aids)
         finally:
             if callable(asked):
-                session.drafter = own
-            session.predict = predict
+                aids.drafting.close()
 
-    def _work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
+    def _work(self, slot: Slot, decoding: Decoding, aids: Aids[Any]) -> Work[Any, None]:
         request, session = self.request, slot.session
         self._session = session
         self._before = session.stats()
         self._queued_s = monotonic() - self._arrived
         index = 0
         for ids, begin_with in request.read:
-            yield from self._read(slot, ids, decoding.chunk_tokens)
+            yield from self._read(slot, ids, decoding.chunk_tokens, aids)
             if request.max_tokens == 0:
                 self._finish(index, "length")
                 index += 1
@@ -112,7 +108,7 @@ class Job:
                 session.rollback(len(session.tokens) - len(ids))
                 session.reseed(request.seed + choice)
                 options = request.options(begin_with, choice)
-                yield from self._answer(session, index, options, decoding)
+                yield from self._answer(session, index, options, decoding, aids)
                 index += 1
         self.outbox.put(Done(report=self.report()))
 
@@ -140,14 +136,16 @@ class Job:
             stats=stats,
         )
 
-    def _read(self, slot: Slot, ids: Sequence[int], chunk_tokens: int) -> Work[Any, None]:
+    def _read(
+        self, slot: Slot, ids: Sequence[int], chunk_tokens: int, aids: Aids[Any]
+    ) -> Work[Any, None]:
         """Brings the session to `ids`, a chunk at a time."""
-        cached = slot.align(ids, reuse=self.request.reuse, edits=self.request.edits)
+        cached = slot.align(ids, reuse=self.request.reuse, edits=self.request.edits, aids=aids)
         self._cached += cached
         left = len(slot.session.sequence.due())
         self.progress = (self.progress[0] + len(ids) - left, self.progress[1])
         while left:
-            self._prompt_s += yield from slot.session.reading(chunk_tokens)
+            self._prompt_s += yield from slot.session.reading(chunk_tokens, aids)
             done, left = left, len(slot.session.sequence.due())
             self._encoded += done - left
             self.progress = (self.progress[0] + done - left, self.progress[1])
@@ -192,7 +190,12 @@ class Job:
             self._finish(choice, "stop")
 
     def _answer(
-        self, session: Session[Any], index: int, options: GenerationOptions, decoding: Decoding
+        self,
+        session: Session[Any],
+        index: int,
+        options: GenerationOptions,
+        decoding: Decoding,
+        aids: Aids[Any],
     ) -> Work[Any, None]:
         """One choice, token by token."""
         generation = session.begin(options)
@@ -200,7 +203,7 @@ class Job:
         indent = IndentLimit(self.request.indent)
         reason = None
         while reason is None:
-            steps, seconds = yield from session.stepping(generation)
+            steps, seconds = yield from session.stepping(generation, aids=aids)
             if not generation.begun:
                 self._prompt_s += seconds
                 continue

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 from kvq.errors import KvqError
+from kvq_runtime.answering import Aids
 from kvq_runtime.hunks import common_prefix, hunks
 from kvq_runtime.prediction import OFF
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
@@ -35,7 +36,14 @@ class Slot:
         self.released_at = 0.0
         self._squeezed = False
 
-    def align(self, ids: Sequence[int], *, reuse: bool = True, edits: bool = False) -> int:
+    def align(
+        self,
+        ids: Sequence[int],
+        *,
+        reuse: bool = True,
+        edits: bool = False,
+        aids: Aids[Any] | None = None,
+    ) -> int:
         """Makes `ids` the session's prompt; how many of them need not be computed.
 
         `edits`: what follows a change in the middle is kept; see `Sequence.align`.
@@ -45,7 +53,7 @@ class Slot:
         """
         if not reuse or (self._squeezed and not self._overflows(len(ids))):
             self.session.rollback(len(self.session.tokens))
-        cached = self.session.align(ids, edits=edits)
+        cached = self.session.align(ids, edits=edits, aids=aids)
         if cached == 0:
             self._squeezed = False
         return cached
