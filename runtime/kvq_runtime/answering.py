@@ -151,7 +151,7 @@ class Answering(Generic[C]):
         """
         sequence, drafting = self.sequence, (aids or self._aids).drafting
         # A cache that could not go back as far as a rollback did may owe a whole prompt.
-        while sequence.gaps or len(sequence.due()) > sequence.chunk_tokens:
+        while sequence.gaps or len(sequence.ready()) > sequence.chunk_tokens:
             yield from self.reading(aids=aids)
         due, held = sequence.due(), len(sequence)
         first, watch = len(due), Stopwatch()
@@ -217,7 +217,7 @@ class Answering(Generic[C]):
 
     def reading(self, max_tokens: int | None = None, aids: Aids[C] | None = None) -> Work[C, float]:
         """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""
-        left = len(self.sequence.due())
+        left = len(self.sequence.ready())
         prediction = (aids or self._aids).prediction
         reader = None if prediction is None or prediction.path is None else self._reader
         seconds = yield from self.sequence.advancing(max_tokens, prediction, reader)

@@ -223,12 +223,12 @@ class Sequence(Generic[C]):
             self._checked(token for hunk in changes for token in hunk.new_ids)
             for hunk in one_by_one(changes):
                 self.edit(*hunk)
-            return len(ids) - len(self.due())
+            return len(ids) - len(self.ready())
         shared = common_prefix(self._tokens, ids)
         new = self._checked(ids[shared:])
         self.keep(shared)
         self.append(new)
-        return len(ids) - len(self.due())
+        return len(ids) - len(self.ready())
 
     def edit(
         self,
@@ -326,7 +326,7 @@ class Sequence(Generic[C]):
         """One piece of `refresh`: how many tokens it encoded, what was pending first."""
         if not self.due() and self._staleness.stale:
             self._open_stale(max_tokens)
-        before = len(self.due())
+        before = len(self.ready())
         if before:
             yield from self.advancing(max_tokens)
         return before - len(self.due())
@@ -362,12 +362,22 @@ class Sequence(Generic[C]):
 
         What is pending, or the last token once more where its logits were dropped by a rollback.
         """
-        if self._tokens and not self.pending_tokens and self._logits is None:
-            self._trim(len(self._tokens) - 1)
+        if self._last_again:
+            return self._tokens[-1:]
         end = self._tokens[self.cache.tokens :]
         for start, stop in reversed(self._staleness.gaps):
             end[:0] = self._tokens[start:stop]
         return end
+
+    def ready(self) -> list[int]:
+        """Makes all that is due pending; the tokens, more where a cache goes back in steps."""
+        if self._last_again:
+            self._trim(len(self._tokens) - 1)
+        return self.due()
+
+    @property
+    def _last_again(self) -> bool:
+        return bool(self._tokens) and not self.pending_tokens and self._logits is None
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
@@ -398,7 +408,7 @@ class Sequence(Generic[C]):
 
         It is computed, but for what `prediction` says, in whose place `reader` may read.
         """
-        self.due()
+        self.ready()
         end = self.cache.tokens, len(self._tokens)
         (start, stop), mode = (self.gaps or [end])[0], WHOLE
         if prediction is not None and not self.gaps:

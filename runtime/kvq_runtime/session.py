@@ -230,7 +230,7 @@ class Session(Answering[C]):
         if self.pending_tokens:
             self._catch_up(unseen, never)
         self._append_prompt(ids)
-        while due := self.sequence.due():
+        while due := self.sequence.ready():
             piece = due[: self.sequence.chunk_tokens]
             found: list[NDArray[np.float32]] = []
             for start in range(0, len(piece), rows):
@@ -320,7 +320,7 @@ class Session(Answering[C]):
 
     def _catch_up(self, progress: Progress, cancel: Cancel, aids: Aids[C] | None = None) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""
-        left = total = len(self.sequence.due())
+        left = total = len(self.sequence.ready())
         while left:
             if cancel():
                 return False

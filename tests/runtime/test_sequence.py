@@ -185,6 +185,18 @@ def test_a_tree_keeps_one_path_and_its_logits() -> None:
         np.testing.assert_array_equal(held.logits[0], logits_after([1, 2, 3, 4, 7]))
 
 
+def test_what_is_due_is_told_without_changing_anything() -> None:
+    """The last token, after a rollback that dropped its logits; to be ready for it is another."""
+    sequence = open_sequence()
+    sequence.append([1, 2, 3, 4])
+    advance(sequence)
+    sequence.rollback(1)
+    for _ in range(2):
+        assert (sequence.due(), sequence.cache.tokens) == ([3], 3)
+    assert (sequence.ready(), sequence.cache.tokens) == ([3], 2)
+    assert sequence.due() == [3]
+
+
 def test_rows_of_one_branch_can_be_written_anew() -> None:
     sequence = open_sequence()
     sequence.append([1])

@@ -142,7 +142,7 @@ class Job:
         """Brings the session to `ids`, a chunk at a time."""
         cached = slot.align(ids, reuse=self.request.reuse, edits=self.request.edits, aids=aids)
         self._cached += cached
-        left = len(slot.session.sequence.due())
+        left = len(slot.session.sequence.ready())
         self.progress = (self.progress[0] + len(ids) - left, self.progress[1])
         while left:
             self._prompt_s += yield from slot.session.reading(chunk_tokens, aids)
