@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
-from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
 from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
 from kvq_runtime.sequence import Sequence, Work
 from kvq_runtime.session import Session
+from rule_backend import RuleBackend, RuleCache
 from sequences import advance
 
 VOCABULARY = 16

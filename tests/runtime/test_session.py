@@ -13,12 +13,12 @@ import pytest
 from kvq.config import KvPlan
 from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
 from kvq_runtime.backends import Pass
-from kvq_runtime.backends.rule import RULE_LOGIT, RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
 from kvq_runtime.hunks import common_prefix
 from kvq_runtime.sequence import run_all
 from kvq_runtime.session import Session
+from rule_backend import RULE_LOGIT, RuleBackend, RuleCache
 
 VOCABULARY = 64
 END = 63

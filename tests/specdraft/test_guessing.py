@@ -21,7 +21,6 @@ from kvq.native_linear import weight_bytes_read
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_runtime.backends import Mode
-from kvq_runtime.backends.rule import RuleBackend
 from kvq_runtime.config import Sampling, SessionRequest
 from kvq_runtime.drafter import Draft, Drafter, Ground, Round
 from kvq_runtime.engine import Engine
@@ -36,6 +35,7 @@ from kvq_specdraft.pace import TRIAL_ROUNDS, Pace
 from kvq_specdraft.quantspec import QuantSpec
 from kvq_specdraft.relay import Relay
 from kvq_specdraft.skip import parsed
+from rule_backend import RuleBackend
 from shelf import Shelf
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())

@@ -31,8 +31,8 @@ from kvq_apps.chat import engine_link, leaving
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import EngineLostError
 from kvq_apps.chat.commands import COMMANDS, parse_command
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.settings import ChatSettings
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 # Starting, queueing
 

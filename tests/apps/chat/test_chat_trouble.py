@@ -17,12 +17,12 @@ from kvq_apps.chat import leaving
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import Facts, Stream, Turn
 from kvq_apps.chat.drafts import DraftsScreen
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.history import History
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.plain import PlainChat
 from kvq_apps.chat.screens import HelpScreen, Question
 from kvq_apps.chat.settings import ChatSettings
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 # Another chat's
 
