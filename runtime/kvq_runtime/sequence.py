@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvq.errors import BackendError, CacheError, UsageError
 from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.hunks import common_prefix, hunks, one_by_one
+from kvq_runtime.hunks import Hunk, common_prefix, hunks, one_by_one
 from kvq_runtime.prediction import Prediction
 from kvq_runtime.staleness import Ages, EditCounts, Staleness, next_tokens
 from kvq_runtime.states import States
@@ -209,17 +209,25 @@ class Sequence(Generic[C]):
             )
         self.keep(len(self._tokens) - num_tokens)
 
-    def align(self, ids: Ids, *, edits: bool = False, predicts: bool = False) -> int:
+    def align(
+        self,
+        ids: Ids,
+        *,
+        edits: bool = False,
+        changes: list[Hunk] | None = None,
+        predicts: bool = False,
+    ) -> int:
         """Becomes `ids`, keeping the beginning they share; how many of these are not computed.
 
         What is not kept is pending afterwards. `edits`: what follows a change is kept as well, as
-        `edit` does; the places that changed are found by comparing the two texts. Predicted
-        tokens are kept only where it `predicts`.
+        `edit` does; the places that changed are `changes`, or found by comparing the two texts.
+        Predicted tokens are kept only where it `predicts`.
         """
         if not predicts and self._staleness.computed is not None:
             self.keep(self._staleness.computed)
+            changes = None
         if edits:
-            changes = hunks(self._tokens, ids)
+            changes = hunks(self._tokens, ids) if changes is None else changes
             self._checked(token for hunk in changes for token in hunk.new_ids)
             for hunk in one_by_one(changes):
                 self.edit(*hunk)

@@ -19,6 +19,7 @@ from kvq_runtime.backends import C
 from kvq_runtime.config import Sampling, check_seed
 from kvq_runtime.constraint import Constraint
 from kvq_runtime.generation import Cancel, GenerationOptions, Step, never
+from kvq_runtime.hunks import Hunk
 from kvq_runtime.metrics import SessionStats
 
 Progress = Callable[[int, int], None]
@@ -98,14 +99,21 @@ class Session(Answering[C]):
             self._keep(before)
             raise
 
-    def align(self, ids: Sequence[int], *, edits: bool = False, aids: Aids[C] | None = None) -> int:
+    def align(
+        self,
+        ids: Sequence[int],
+        *,
+        edits: bool = False,
+        changes: list[Hunk] | None = None,
+        aids: Aids[C] | None = None,
+    ) -> int:
         """Becomes the prompt `ids`, keeping the beginning that is held; see `Sequence.align`.
 
         What is not held is pending; `prefill()` runs it. Raises as `prefill` does.
         """
         self._check_length(len(ids), held=0)
         predicts = (aids or self._aids).prediction is not None
-        cached = self.sequence.align(ids, edits=edits, predicts=predicts)
+        cached = self.sequence.align(ids, edits=edits, changes=changes, predicts=predicts)
         self._prompt_end = len(ids)
         self._meter.prompt(len(ids))
         return cached
