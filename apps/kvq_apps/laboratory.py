@@ -8,9 +8,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvq.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvq_apps.chat.client import ChatClient
 
 PACKAGE = "kvq_lab"
 
@@ -48,12 +51,23 @@ def part(command: str) -> Part:
     return cast(Part, import_module(f"{PACKAGE}.{command}"))
 
 
+def scripted_chat(script: str) -> "ChatClient":
+    """An engine without a model, for tests and pictures. Raises `UsageError` for the script."""
+    if find_spec(PACKAGE) is None:
+        raise _only_there("--engine")
+    return import_module(f"{PACKAGE}.fake_chat").scripted(script)
+
+
 def runs(command: str, name: str, asked: str) -> Callable[..., int]:
     """What runs `name`. Raises `UsageError`, which names the flag `asked`, without a laboratory."""
     found: Any = part(command).RUNS.get(name)
     if found is None:
-        raise UsageError(
-            f"{asked} belongs to the laboratory, which only a checkout of kvq has; get one and "
-            "install it there with `pip install -e .`, or leave the flag out"
-        )
+        raise _only_there(asked)
     return found
+
+
+def _only_there(asked: str) -> UsageError:
+    return UsageError(
+        f"{asked} belongs to the laboratory, which only a checkout of kvq has; get one and "
+        "install it there with `pip install -e .`, or leave the flag out"
+    )

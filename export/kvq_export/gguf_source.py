@@ -32,7 +32,6 @@ from kvq_models.tokenizer import TokenizerFiles
 from kvq_runtime.gguf_format import GgufContents, Tensor, TensorType, read_gguf
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ draft, so there is one loop for both.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,34 +96,6 @@ class Round(NamedTuple):
         return len(self.path)
 
 
-class Drafter(Protocol):
-    """Guesses how one text goes on. It is told how the text changes, and never reads it again.
-
-    A drafter derives from this class. `branches`: its guesses may, which not every backend takes.
-    `reads_states`: it is a `ReadingDrafter`.
-    """
-
-    branches: bool = False
-    reads_states: bool = False
-
-    @property
-    def name(self) -> str:
-        """What messages call it, and `--draft` one of the table."""
-        return type(self).__name__.lower()
-
-    def follow(self, kept: int, new: Sequence[int]) -> None:
-        """The text is now its first `kept` tokens as they were, and then `new`."""
-        ...
-
-    def propose(self, room: int) -> Draft:
-        """At most `room` tokens that may follow the text."""
-        ...
-
-    def observe(self, outcome: Round) -> None:
-        """Notes what a pass made of the last draft; `follow` tells the tokens once more."""
-        ...
-
-
 class Foresight(Protocol):
     """The sampler of an answer, ahead of it: it goes along guesses and is then forgotten."""
 
@@ -154,37 +126,52 @@ class Ground:
     states: States | None = None
 
 
-@runtime_checkable
-class ComputingDrafter(Drafter, Protocol):
-    """A drafter that guesses with passes of its own, of this model or another.
+class Drafter(Protocol):
+    """Guesses how one text goes on. It is told how the text changes, and never reads it again.
 
-    A session opens it once, before anything else, and closes it. `held_bytes` is what it holds for
-    that session, beside the session's own cache.
+    A drafter derives from this class. `branches`: its guesses may, which not every backend takes.
+    `reads_states`: it guesses from the model's states. One that guesses with passes of its own, of
+    this model or another, has a `drafting` of its own, and is opened and closed by its session.
     """
 
+    branches: bool = False
+    reads_states: bool = False
+
     @property
-    def held_bytes(self) -> int: ...
+    def name(self) -> str:
+        """What messages call it, and `--draft` one of the table."""
+        return type(self).__name__.lower()
+
+    @property
+    def held_bytes(self) -> int:
+        """What it holds for its session, beside the session's own cache."""
+        return 0
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
-        """Gets ready to draft for a session of this model.
+        """Gets ready, before anything else, to draft for a session of this model.
 
         Raises `UsageError` or `BackendError` for a model that it cannot draft for.
         """
-        ...
 
     def close(self) -> None:
         """Gives back what `open` took."""
-        ...
 
-    def drafting(self, ground: Ground) -> Work[Any, Draft]:
-        """What `propose` would return, asked for in its place; yields the rows of its passes."""
-        ...
-
-
-@runtime_checkable
-class ReadingDrafter(ComputingDrafter, Protocol):
-    """A drafter that guesses from the model's states (`Drafter.reads_states`)."""
+    def follow(self, kept: int, new: Sequence[int]) -> None:
+        """The text is now its first `kept` tokens as they were, and then `new`."""
 
     def reading(self, states: States) -> Work[Any, float]:
         """Takes the states of a piece of a prompt, after it was told the text; its seconds."""
-        ...
+        yield from ()
+        return 0.0
+
+    def propose(self, room: int) -> Draft:
+        """At most `room` tokens that may follow the text."""
+        return NO_DRAFT
+
+    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+        """What is proposed there; yields the rows of the passes that this takes."""
+        yield from ()
+        return self.propose(ground.room)
+
+    def observe(self, outcome: Round) -> None:
+        """Notes what a pass made of the last draft; `follow` tells the tokens once more."""

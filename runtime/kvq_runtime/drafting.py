@@ -5,15 +5,7 @@ from typing import Generic
 
 from kvq.errors import BackendError, UsageError, argument
 from kvq_runtime.backends import Backend, C
-from kvq_runtime.drafter import (
-    NO_DRAFT,
-    ComputingDrafter,
-    Draft,
-    Drafter,
-    Ground,
-    ReadingDrafter,
-    Round,
-)
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, Taken
 from kvq_runtime.sequence import Branch, Passed, Work
 from kvq_runtime.sequence import Sequence as Held
@@ -21,32 +13,25 @@ from kvq_runtime.states import States
 
 
 class Drafting(Generic[C]):
-    """Who guesses how the text of a sequence goes on, if anybody does, and what he knows of it."""
+    """One drafter, or none, at the text of a sequence, and how far he has been told of it."""
 
-    def __init__(self, backend: Backend[C], sequence: Held[C]) -> None:
-        self.drafter: Drafter | None = None
-        self._computing: ComputingDrafter | None = None
+    def __init__(self, backend: Backend[C], sequence: Held[C], drafter: Drafter | None) -> None:
+        """Opens the drafter; raises `BackendError` where the backend cannot take its drafts."""
+        self.drafter = drafter
         self._backend = backend
         self._sequence = sequence
-        self._is_new = True
         # Rounds that the drafter is left alone for.
         self._pause = 0
-
-    def use(self, drafter: Drafter | None) -> None:
-        """From now on `drafter`; raises `BackendError` where the backend cannot take its drafts."""
-        if drafter is self.drafter:
-            return
         if drafter is not None:
             self._check_branches(drafter)
-        if isinstance(drafter, ComputingDrafter):
-            drafter.open(self._backend, self._sequence.config)
-        self.close()
-        self._sequence.states = None
-        if drafter is not None and drafter.reads_states:
-            config = self._sequence.config
-            self._sequence.states = States(1 + config.chunk_tokens + config.draft_tokens)
-        self.drafter, self._is_new, self._pause = drafter, True, 0
-        self._computing = drafter if isinstance(drafter, ComputingDrafter) else None
+            drafter.open(backend, sequence.config)
+
+    def states(self) -> States | None:
+        """Room for the states that the drafter reads, if he reads any."""
+        if self.drafter is None or not self.drafter.reads_states:
+            return None
+        config = self._sequence.config
+        return States(1 + config.chunk_tokens + config.draft_tokens)
 
     def _check_branches(self, drafter: Drafter) -> None:
         """Raises `BackendError` for drafts that branch, where passes take chains only."""
@@ -60,18 +45,17 @@ class Drafting(Generic[C]):
     @property
     def held_bytes(self) -> int:
         """What the drafter holds beside the cache; any thread may ask."""
-        computing = self._computing
-        return 0 if computing is None else computing.held_bytes
+        return 0 if self.drafter is None else self.drafter.held_bytes
 
     def close(self) -> None:
         """Frees what the drafter holds."""
-        if self._computing is not None:
-            self._computing.close()
+        if self.drafter is not None:
+            self.drafter.close()
 
     def reading(self) -> Work[C, float]:
         """The drafter takes the states of what was read, if it reads any; its seconds."""
         states = self._sequence.states
-        if states is None or not isinstance(self.drafter, ReadingDrafter):
+        if states is None or self.drafter is None:
             return 0.0
         self._tell(self.drafter)
         return (yield from self.drafter.reading(states))
@@ -90,19 +74,16 @@ class Drafting(Generic[C]):
         room = min(generation.room - 1, cache.draft_room - len(due))
         if room < 1:
             return NO_DRAFT
-        if self._computing is not None:
-            ground = Ground(
-                branch=branch,
-                due=due,
-                room=room,
-                exact_rows=generation.exact_rows,
-                foresight=generation.foresight,
-                states=self._sequence.states,
-            )
-            draft = yield from self._computing.drafting(ground)
-            branch.forget()
-        else:
-            draft = drafter.propose(room)
+        ground = Ground(
+            branch=branch,
+            due=due,
+            room=room,
+            exact_rows=generation.exact_rows,
+            foresight=generation.foresight,
+            states=self._sequence.states,
+        )
+        draft = yield from drafter.drafting(ground)
+        branch.forget()
         _check(type(drafter).__name__, draft, room, self._backend.model.vocab_size)
         return draft if draft.is_chain else draft.first(cache.tree_room - len(due))
 
@@ -125,10 +106,7 @@ class Drafting(Generic[C]):
 
     def _tell(self, drafter: Drafter) -> None:
         """Tells `drafter` how the text has changed since it was last told."""
-        kept, new = self._sequence.changes()
-        if self._is_new:
-            kept, new, self._is_new = 0, self._sequence.tokens, False
-        drafter.follow(kept, new)
+        drafter.follow(*self._sequence.changes(drafter))
 
 
 def _check(who: str, draft: Draft, room: int, vocab_size: int) -> None:

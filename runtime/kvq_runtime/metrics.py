@@ -1,65 +1,23 @@
 """The one place that measures a session. Knows times and bytes, no tokens and no model."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from operator import attrgetter
 from time import perf_counter
+from typing import Any
 
 from kvq.cache import Holdings
 from kvq_runtime.staleness import EditCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SessionStats:
-    """What a session did so far. Rates are 0 where nothing was measured yet.
-
-    `ttft_ms` is the time of the last prompt's prefill and the first token's sampling.
-    Passes over generated tokens checked `drafted_tokens` guesses and kept `accepted_tokens` of
-    them, `tokens_per_round` tokens each on average, 1 without drafts; of the time of these rounds
-    `draft_ms` went into guessing, `pass_ms` into the model, `choose_ms` into choosing what is
-    kept. `draft_bytes` is what the drafter holds beside the cache, `auxiliary_bytes` the cache of
-    the model that reads prompts. `bandwidth_gb_s` is (weight bytes + KV bytes) read per decode step
-    over its time. `kv_bytes` is what the cache uses now, `kv_bytes_peak` the most so far; for
-    `mean_k_bits`, `mean_v_bits` and `evicted_share` see `kvq.cache.Holdings`, for `edits` and what
-    follows `EditCounts`. `kv_read_share`: of the pages steps could see the share they read. Of
-    `kv_bytes`, `kv_offloaded_bytes` lie in the host's memory behind a device, and the newest pass
-    copied `kv_streamed_bytes` from there. `recomputed_tokens` were held and are computed again,
-    since the cache could go back to a place before them only.
-    """
-
-    prompt_tokens: int
-    new_tokens: int
-    ttft_ms: float
-    prefill_tok_s: float
-    decode_tok_s: float
-    drafted_tokens: int
-    accepted_tokens: int
-    tokens_per_round: float
-    draft_ms: float
-    pass_ms: float
-    choose_ms: float
-    draft_bytes: int
-    auxiliary_bytes: int
-    kv_bytes: int
-    kv_bytes_peak: int
-    kv_budget: int
-    bytes_per_token: float
-    bandwidth_gb_s: float
-    mean_k_bits: float
-    mean_v_bits: float
-    evicted_share: float
-    kv_read_share: float
-    kv_offloaded_bytes: int
-    kv_streamed_bytes: int
-    edits: int
-    edited_tokens: int
-    recomputed_edits: int
-    stale_tokens: int
-    predicted_tokens: int
-    recomputed_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Rounds:
-    """What passes over generated tokens came to: guesses, those kept, and the time by its parts."""
+    """What passes over generated tokens came to: guesses, those kept, and the time by its parts.
+
+    They checked `drafted_tokens` guesses and kept `accepted_tokens` of them. `draft_ms` went into
+    guessing, `pass_ms` into the model, `choose_ms` into choosing what is kept.
+    """
 
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -67,9 +25,53 @@ class Rounds:
     pass_ms: float = 0.0
     choose_ms: float = 0.0
 
-    def since(self, before: "Rounds") -> "Rounds":
-        """What was added since it was `before`."""
+    def __add__(self, more: "Rounds") -> "Rounds":
+        return Rounds(**{name: own + getattr(more, name) for name, own in asdict(self).items()})
+
+    def __sub__(self, before: "Rounds") -> "Rounds":
         return Rounds(**{name: own - getattr(before, name) for name, own in asdict(self).items()})
+
+
+NO_ROUNDS = Rounds()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionStats:
+    """What a session did so far. Rates are 0 where nothing was measured yet.
+
+    `ttft_ms` is the time of the last prompt's prefill and the first token's sampling; of `rounds`
+    each brought `tokens_per_round` tokens on average, 1 without drafts. `draft_bytes` is what the
+    drafter holds beside the cache, `auxiliary_bytes` the cache of the model that reads prompts.
+    `bandwidth_gb_s` is (weight bytes + KV bytes) read per decode step over its time. `kv_bytes` is
+    what the cache uses now, `kv_bytes_peak` the most so far; `held` says how much of the text and
+    where. `recomputed_tokens` were held and are computed again, since the cache could go back to a
+    place before them only; what edits made of the text `edits` says.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    ttft_ms: float = 0.0
+    prefill_tok_s: float = 0.0
+    decode_tok_s: float = 0.0
+    tokens_per_round: float = 0.0
+    draft_bytes: int = 0
+    auxiliary_bytes: int = 0
+    kv_bytes: int = 0
+    kv_bytes_peak: int = 0
+    kv_budget: int = 0
+    bytes_per_token: float = 0.0
+    bandwidth_gb_s: float = 0.0
+    recomputed_tokens: int = 0
+    rounds: Rounds = NO_ROUNDS
+    held: Holdings = field(
+        default_factory=partial(Holdings, mean_k_bits=0, mean_v_bits=0, evicted_share=0)
+    )
+    edits: EditCounts = field(default_factory=EditCounts)
+
+
+def figures(record: object, paths: Iterable[str]) -> dict[str, Any]:
+    """What a record of figures says at such paths, as `held.evicted_share`, by their last names."""
+    return {path.rpartition(".")[2]: attrgetter(path)(record) for path in paths}
 
 
 class Meter:
@@ -128,31 +130,8 @@ class Meter:
         if all_tokens > prompt_tokens:
             self._ttft_s, self._prompt_s, self._waiting = self._prompt_s, 0.0, False
 
-    @property
-    def rounds(self) -> Rounds:
-        """Guesses and the time of all rounds so far."""
-        return Rounds(
-            drafted_tokens=self._drafted_tokens,
-            accepted_tokens=self._accepted_tokens,
-            draft_ms=self._draft_s * 1e3,
-            pass_ms=self._pass_s * 1e3,
-            choose_ms=self._choose_s * 1e3,
-        )
-
-    def stats(
-        self,
-        *,
-        kv_bytes: int,
-        kv_bytes_peak: int,
-        kv_budget: int,
-        bytes_per_token: float,
-        holdings: Holdings,
-        edits: EditCounts,
-        recomputed_tokens: int = 0,
-        draft_bytes: int = 0,
-        auxiliary_bytes: int = 0,
-    ) -> SessionStats:
-        """Everything measured so far, with the cache's own counts."""
+    def stats(self, **held: Any) -> SessionStats:
+        """Everything measured so far; `held` are the fields that somebody else counts."""
         decode_s = self._draft_s + self._pass_s + self._choose_s
         return SessionStats(
             prompt_tokens=self._prompt_tokens,
@@ -160,27 +139,16 @@ class Meter:
             ttft_ms=self._ttft_s * 1e3,
             prefill_tok_s=_rate(self._prefilled_tokens, self._prefill_s),
             decode_tok_s=_rate(self._decoded_tokens, decode_s),
-            **asdict(self.rounds),
+            rounds=Rounds(
+                drafted_tokens=self._drafted_tokens,
+                accepted_tokens=self._accepted_tokens,
+                draft_ms=self._draft_s * 1e3,
+                pass_ms=self._pass_s * 1e3,
+                choose_ms=self._choose_s * 1e3,
+            ),
             tokens_per_round=_rate(self._decoded_tokens, self._rounds),
-            draft_bytes=draft_bytes,
-            auxiliary_bytes=auxiliary_bytes,
-            kv_bytes=kv_bytes,
-            kv_bytes_peak=kv_bytes_peak,
-            kv_budget=kv_budget,
-            bytes_per_token=bytes_per_token,
             bandwidth_gb_s=_rate(self._decode_bytes, decode_s) / 1e9,
-            mean_k_bits=holdings.mean_k_bits,
-            mean_v_bits=holdings.mean_v_bits,
-            evicted_share=holdings.evicted_share,
-            kv_read_share=holdings.read_share,
-            kv_offloaded_bytes=holdings.offloaded_bytes,
-            kv_streamed_bytes=holdings.streamed_bytes,
-            edits=edits.edits,
-            edited_tokens=edits.edited_tokens,
-            recomputed_edits=edits.recomputed_edits,
-            stale_tokens=edits.stale_tokens,
-            predicted_tokens=edits.predicted_tokens,
-            recomputed_tokens=recomputed_tokens,
+            **held,
         )
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvq.errors import BackendError, CacheError, UsageError
 from kvq_runtime.backends import WHOLE, Backend, C, Mode, Pass, Rows
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.hunks import common_prefix, hunks, one_by_one
+from kvq_runtime.hunks import Hunk, common_prefix, hunks, one_by_one
 from kvq_runtime.prediction import Prediction
 from kvq_runtime.staleness import Ages, EditCounts, Staleness, next_tokens
 from kvq_runtime.states import States
@@ -124,15 +124,12 @@ class Sequence(Generic[C]):
         self._cache: C = backend.open_cache(config)
         self._closed = False
         self._tokens: list[int] = []
-        self._unchanged = 0
+        self._unchanged, self._told = 0, object()
         # Of the last cached token; None: it goes through the model again before one is chosen.
         self._logits: Logits | None = None
         self._staleness = Staleness()
         self._edits = [0, 0, 0]
         self.recomputed_tokens = 0  # that were held, and could not be kept by going back
-        # What of the prompts to come may be predicted instead of computed, and who reads them.
-        self.prediction: Prediction | None = None
-        self.reader: PromptReader | None = None
         # Those of its cached tokens, for a drafter that reads them.
         self.states: States | None = None
         # A tight budget leaves room for shorter pieces only.
@@ -153,9 +150,13 @@ class Sequence(Generic[C]):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def changes(self) -> tuple[int, list[int]]:
-        """How many of the first tokens have stayed since the last call, and those after them."""
-        kept, self._unchanged = self._unchanged, len(self._tokens)
+    def changes(self, asker: object) -> tuple[int, list[int]]:
+        """How many of the first tokens have stayed since the last call, and those after them.
+
+        None have for who was not the last to ask.
+        """
+        kept = self._unchanged if asker is self._told else 0
+        self._told, self._unchanged = asker, len(self._tokens)
         return kept, self._tokens[kept:]
 
     @property
@@ -210,26 +211,34 @@ class Sequence(Generic[C]):
             )
         self.keep(len(self._tokens) - num_tokens)
 
-    def align(self, ids: Ids, *, edits: bool = False) -> int:
+    def align(
+        self,
+        ids: Ids,
+        *,
+        edits: bool = False,
+        changes: list[Hunk] | None = None,
+        predicts: bool = False,
+    ) -> int:
         """Becomes `ids`, keeping the beginning they share; how many of these are not computed.
 
         What is not kept is pending afterwards. `edits`: what follows a change is kept as well, as
-        `edit` does; the places that changed are found by comparing the two texts. Predicted
-        tokens are kept only where predictions are still wanted.
+        `edit` does; the places that changed are `changes`, or found by comparing the two texts.
+        Predicted tokens are kept only where it `predicts`.
         """
-        if self.prediction is None and self._staleness.computed is not None:
+        if not predicts and self._staleness.computed is not None:
             self.keep(self._staleness.computed)
+            changes = None
         if edits:
-            changes = hunks(self._tokens, ids)
+            changes = hunks(self._tokens, ids) if changes is None else changes
             self._checked(token for hunk in changes for token in hunk.new_ids)
             for hunk in one_by_one(changes):
                 self.edit(*hunk)
-            return len(ids) - len(self.due())
+            return len(ids) - len(self.ready())
         shared = common_prefix(self._tokens, ids)
         new = self._checked(ids[shared:])
         self.keep(shared)
         self.append(new)
-        return len(ids) - len(self.due())
+        return len(ids) - len(self.ready())
 
     def edit(
         self,
@@ -327,9 +336,9 @@ class Sequence(Generic[C]):
         """One piece of `refresh`: how many tokens it encoded, what was pending first."""
         if not self.due() and self._staleness.stale:
             self._open_stale(max_tokens)
-        before = len(self.due())
+        before = len(self.ready())
         if before:
-            yield from self.advancing(max_tokens, exact=True)
+            yield from self.advancing(max_tokens)
         return before - len(self.due())
 
     def drop_stale(self) -> int:
@@ -363,12 +372,22 @@ class Sequence(Generic[C]):
 
         What is pending, or the last token once more where its logits were dropped by a rollback.
         """
-        if self._tokens and not self.pending_tokens and self._logits is None:
-            self._trim(len(self._tokens) - 1)
+        if self._last_again:
+            return self._tokens[-1:]
         end = self._tokens[self.cache.tokens :]
         for start, stop in reversed(self._staleness.gaps):
             end[:0] = self._tokens[start:stop]
         return end
+
+    def ready(self) -> list[int]:
+        """Makes all that is due pending; the tokens, more where a cache goes back in steps."""
+        if self._last_again:
+            self._trim(len(self._tokens) - 1)
+        return self.due()
+
+    @property
+    def _last_again(self) -> bool:
+        return bool(self._tokens) and not self.pending_tokens and self._logits is None
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
@@ -389,23 +408,28 @@ class Sequence(Generic[C]):
         finally:
             branch.forget()
 
-    def advancing(self, max_tokens: int | None = None, *, exact: bool = False) -> Work[C, float]:
+    def advancing(
+        self,
+        max_tokens: int | None = None,
+        prediction: Prediction | None = None,
+        reader: PromptReader | None = None,
+    ) -> Work[C, float]:
         """Brings one piece, at most `max_tokens`, of what is due into the cache; its seconds.
 
-        `exact`: it is computed, whatever `prediction` says.
+        It is computed, but for what `prediction` says, in whose place `reader` may read.
         """
-        self.due()
+        self.ready()
         end = self.cache.tokens, len(self._tokens)
         (start, stop), mode = (self.gaps or [end])[0], WHOLE
-        if self.prediction is not None and not (exact or self.gaps):
+        if prediction is not None and not self.gaps:
             going_on = self._staleness.is_predicted(start - 1)
-            stop, mode = self.prediction.piece(start, stop, going_on=going_on)
+            stop, mode = prediction.piece(start, stop, going_on=going_on)
         stop = self._marked(start, stop)
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
-        if mode.predicted and self.reader is not None:
-            return (yield from self._taking(self.reader, start, start + count))
+        if mode.predicted and reader is not None:
+            return (yield from self._taking(reader, start, start + count))
         with self.branch(start if self.gaps else None) as branch:
             # A piece that is not the last needs no logits.
             last = [count - 1][: start + count == len(self._tokens)]

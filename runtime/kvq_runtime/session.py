@@ -1,14 +1,10 @@
-"""One user's sequence: a `Sequence` (tokens and cache) and the `Generation` of its next answer.
+"""One user's sequence, its prompts and answers, run at once; `answering` has them as work."""
 
-The step reads the same with and without drafts: what is due and what is drafted go through the
-model in one pass, the generation takes the logits, and what agrees with them is committed.
-"""
-
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,28 +12,15 @@ from numpy.typing import NDArray
 from kvq.config import DEFAULT_READ
 from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
-from kvq_runtime import sequence as sequences
 from kvq_runtime import snapshot
-from kvq_runtime.alternatives import Alternative, Asked, Writer
-from kvq_runtime.auxiliary import Auxiliary
-from kvq_runtime.backends import Backend, C
-from kvq_runtime.beside import Beside
-from kvq_runtime.config import Sampling, SessionConfig, check_seed
+from kvq_runtime.alternatives import Alternative, Writer
+from kvq_runtime.answering import Aids, Answering
+from kvq_runtime.backends import C
+from kvq_runtime.config import Sampling, check_seed
 from kvq_runtime.constraint import Constraint
-from kvq_runtime.drafter import Drafter
-from kvq_runtime.drafting import Drafting
-from kvq_runtime.generation import (
-    IDS_ONLY,
-    Cancel,
-    Generation,
-    GenerationOptions,
-    Step,
-    Vocabulary,
-    never,
-)
-from kvq_runtime.metrics import Meter, Rounds, SessionStats, Stopwatch
-from kvq_runtime.prediction import prediction_named
-from kvq_runtime.sequence import Work
+from kvq_runtime.generation import Cancel, GenerationOptions, Step, never
+from kvq_runtime.hunks import Hunk
+from kvq_runtime.metrics import SessionStats
 
 Progress = Callable[[int, int], None]
 
@@ -51,7 +34,7 @@ def no_names(name: str) -> Writer:
     raise UsageError(f"the method {name!r} is not known here: give the method itself, a Writer")
 
 
-class Session(Generic[C]):
+class Session(Answering[C]):
     """One sequence that prompts are given to and answers are generated from.
 
     `Engine.session` makes it; closing it frees the cache, and every use after that raises
@@ -60,57 +43,7 @@ class Session(Generic[C]):
     may run in different threads.
     """
 
-    def __init__(
-        self, *, backend: Backend[C], config: SessionConfig, vocabulary: Vocabulary = IDS_ONLY
-    ) -> None:
-        self.sequence = sequences.Sequence(backend, config)
-        self.writers: Callable[[str], Writer] = no_names
-        self._drafting = Drafting(backend, self.sequence)
-        self._predict: str | None = None
-        self._reader: Auxiliary | None = None
-        self._backend = backend
-        self._vocabulary = vocabulary
-        self._prompt_end = 0
-        self._generator = np.random.default_rng(config.seed)
-        self._meter = Meter(backend.weight_bytes_per_step)
-
-    @property
-    def config(self) -> SessionConfig:
-        """What the sequence may hold."""
-        return self.sequence.config
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """Who guesses how the text goes on; one of its own, as it follows this text."""
-        return self._drafting.drafter
-
-    @drafter.setter
-    def drafter(self, drafter: Drafter | None) -> None:
-        self._drafting.use(drafter)
-
-    @property
-    def predict(self) -> str | None:
-        """What of the prompts to come is predicted, as `Engine.session` takes it."""
-        return self._predict
-
-    @predict.setter
-    def predict(self, text: str | None) -> None:
-        if text == self._predict:
-            return
-        prediction = None if text is None else prediction_named(text, self._backend.model)
-        reader: Auxiliary | None = None
-        if prediction is not None:
-            self._backend.check_mode(prediction.mode)
-            if prediction.path is not None:
-                reader = Auxiliary(self._backend, prediction.path, self.config.context_tokens)
-        self._close_reader()
-        self._predict, self._reader = text, reader
-        self.sequence.prediction, self.sequence.reader = prediction, reader
-
-    @property
-    def predicts(self) -> bool:
-        """Whether it may hold predicted keys and values for a prompt."""
-        return self.sequence.prediction is not None
+    writers: Callable[[str], Writer] = staticmethod(no_names)
 
     @property
     def exact(self) -> bool:
@@ -135,54 +68,52 @@ class Session(Generic[C]):
         return self.sequence.pending_tokens
 
     @property
-    def rounds(self) -> Rounds:
-        """What its rounds guessed and how long each part took, as `stats` has it."""
-        return self._meter.rounds
-
-    @property
-    def draft_bytes(self) -> int:
-        """What its drafter holds beside the cache; any thread may ask."""
-        return self._drafting.held_bytes
-
-    @property
-    def auxiliary_bytes(self) -> int:
-        """What its auxiliary model holds beside the cache; any thread may ask."""
-        reader = self._reader
-        return 0 if reader is None else reader.held_bytes
-
-    @property
     def kv_bytes_peak(self) -> int:
         """Most bytes its cache ever used. Unlike `stats`, any thread may ask at any time."""
         return self.sequence.cache.peak_bytes
 
     def prefill(
-        self, ids: Sequence[int] | str = (), *, progress: Progress = unseen, cancel: Cancel = never
+        self,
+        ids: Sequence[int] | str = (),
+        *,
+        progress: Progress = unseen,
+        cancel: Cancel = never,
+        predict: str | None = None,
     ) -> bool:
         """Appends `ids`, or a text's, and runs them through the model chunk by chunk.
 
         `cancel` is asked before each chunk: once it says yes, False is returned and the rest
-        stays pending; calling again (without ids) goes on. `progress` gets (done, total) tokens.
-        On an error the session is what it was before. Raises `UsageError` for an empty prompt or
-        an unknown token, `BudgetError` for a prompt the context or the budget cannot hold.
+        stays pending; calling again (without ids) goes on. `progress` gets (done, total) tokens;
+        `predict`: what of it is predicted, None: as the session does. On an error the session is
+        what it was before. Raises `UsageError` for an empty prompt or an unknown token,
+        `BudgetError` for a prompt the context or the budget cannot hold.
         """
-        before = len(self.sequence)
+        before, aids = len(self.sequence), self.aids(predict=predict)
         if isinstance(ids, str):
             ids = self._encoded(ids)
         _check_ids(ids)
         self._append_prompt(ids)
         try:
-            return self._catch_up(progress, cancel)
+            return self._catch_up(progress, cancel, aids)
         except KvqError:
             self._keep(before)
             raise
 
-    def align(self, ids: Sequence[int], *, edits: bool = False) -> int:
+    def align(
+        self,
+        ids: Sequence[int],
+        *,
+        edits: bool = False,
+        changes: list[Hunk] | None = None,
+        aids: Aids[C] | None = None,
+    ) -> int:
         """Becomes the prompt `ids`, keeping the beginning that is held; see `Sequence.align`.
 
         What is not held is pending; `prefill()` runs it. Raises as `prefill` does.
         """
         self._check_length(len(ids), held=0)
-        cached = self.sequence.align(ids, edits=edits)
+        predicts = (aids or self._aids).prediction is not None
+        cached = self.sequence.align(ids, edits=edits, changes=changes, predicts=predicts)
         self._prompt_end = len(ids)
         self._meter.prompt(len(ids))
         return cached
@@ -295,138 +226,6 @@ class Session(Generic[C]):
             return []
         return self.sequence.run(self.drafting(count, options, writer, cancel, exact=exact))
 
-    def drafting(
-        self,
-        count: int,
-        options: GenerationOptions,
-        writer: Writer,
-        cancel: Cancel = never,
-        *,
-        exact: bool = True,
-    ) -> Work[C, list[Alternative]]:
-        """The work of `drafts`, where nothing is pending."""
-        self.begin(options)  # refuses what no answer could go on from
-        asked = Asked(
-            self._vocabulary,
-            options,
-            count=count,
-            branch_rows=self.config.draft_tokens,
-            room=self.sequence.room,
-            history=self.tokens,
-            generator=self._generator,
-            cancel=cancel,
-            recorded=self._backend.model.drafts_method,
-            exact=exact,
-        )
-        with self.sequence.branch() as branch:
-            lines = yield from writer.writing(branch, asked)
-        return [asked.finished(line) for line in lines]
-
-    def begin(
-        self, options: GenerationOptions, generator: np.random.Generator | None = None
-    ) -> Generation:
-        """The answer that goes on from here. Raises `UsageError` where there is no room for one.
-
-        `generator` None: the session's own, which goes on.
-        """
-        if len(self.sequence) == 0:
-            raise UsageError("there is nothing to continue; give a prompt first")
-        if self.sequence.room < 1:
-            raise UsageError(
-                f"the context of {self.config.context_tokens} tokens is full; "
-                f"raise {self.config.what_limits} or roll the session back"
-            )
-        return Generation(
-            self._vocabulary,
-            options,
-            history=self.tokens,
-            room=self.sequence.room,
-            generator=self._generator if generator is None else generator,
-        )
-
-    def stepping(
-        self, generation: Generation, cancel: Cancel = never
-    ) -> Work[C, tuple[tuple[Step, ...], float]]:
-        """One round of an answer: draft -> forward -> take -> commit; its steps and seconds.
-
-        The last token chosen stays pending: it goes through the model in the next round.
-        """
-        sequence = self.sequence
-        # A cache that could not go back as far as a rollback did may owe a whole prompt.
-        while sequence.gaps or len(sequence.due()) > sequence.chunk_tokens:
-            yield from self.reading()
-        due, held = sequence.due(), len(sequence)
-        first, watch = len(due), Stopwatch()
-        with sequence.branch() as branch:
-            draft = yield from self._drafting.draft(generation, branch, due)
-            drafted_s = watch.lap()
-            passed = yield from branch.extend(
-                [*due, *draft.ids],
-                _joined(first, draft.parents),
-                rows=range(first - 1, first + len(draft.ids)),
-                exact_rows=generation.exact_rows,
-            )
-            watch.lap()
-            taken = generation.take(passed.logits, draft, cancel=cancel)
-            branch.commit([*range(first), *(first + place for place in taken.path)])
-        sequence.append([taken.token])
-        if first:
-            self._measure(held, first + len(taken.path), passed.seconds)
-        chosen_s = watch.lap()
-        self._meter.chose(taken.prompt_tokens, len(sequence) - held, chosen_s)
-        if taken.prompt_tokens:
-            self._prompt_end = held + taken.prompt_tokens
-        if passed.rows and generation.drafts:
-            self._drafting.observe(draft, taken, passed)
-            drafted_s += watch.lap()
-            self._meter.drafted(len(draft.ids), len(taken.path), drafted_s)
-        return taken.steps, drafted_s + passed.seconds + chosen_s
-
-    def answering(self, options: GenerationOptions) -> Work[C, list[Step]]:
-        """All of an answer, as work that shares its passes (`sequence.run_all`); its steps."""
-        generation, steps = self.begin(options), list[Step]()
-        while generation.finish_reason is None:
-            steps += (yield from self.stepping(generation))[0]
-        return steps
-
-    def fits_beside(self, answers: int, max_tokens: int | None, begin_with: bytes = b"") -> bool:
-        """Whether so many answers of so many tokens can be written side by side; see `beside`."""
-        if max_tokens is None or not self._backend.takes_trees:
-            return False
-        # The last token of an answer needs no row, and `begin_with` may be as many as it has bytes.
-        rows = answers * (max_tokens - 1 + len(begin_with))
-        return answers > 1 and rows <= min(self.config.draft_tokens, self.sequence.room)
-
-    @contextmanager
-    def beside(
-        self, seeds: Sequence[int], options: GenerationOptions, *, distinct: bool = False
-    ) -> Generator[Beside[C]]:
-        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's.
-
-        `distinct`: each begins with another token, the likeliest, the second likeliest, and so on.
-        """
-        answers = [
-            self.begin(
-                replace(options, first_rank=number) if distinct else options,
-                np.random.default_rng(seed),
-            )
-            for number, seed in enumerate(seeds)
-        ]
-        with self.sequence.branch() as branch:
-            beside = Beside(branch, answers)
-            yield beside
-            self.sequence.append(beside.commit())
-
-    def reading(self, max_tokens: int | None = None) -> Work[C, float]:
-        """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""
-        left = len(self.sequence.due())
-        seconds = yield from self.sequence.advancing(max_tokens)
-        seconds += yield from self._drafting.reading()
-        count = left - self.sequence.pending_tokens
-        if count:
-            self._measure(self.sequence.cache.tokens, count, seconds)
-        return seconds
-
     def logits(
         self, ids: Sequence[int], *, progress: Progress = unseen
     ) -> Iterator[NDArray[np.float32]]:
@@ -439,7 +238,7 @@ class Session(Generic[C]):
         if self.pending_tokens:
             self._catch_up(unseen, never)
         self._append_prompt(ids)
-        while due := self.sequence.due():
+        while due := self.sequence.ready():
             piece = due[: self.sequence.chunk_tokens]
             found: list[NDArray[np.float32]] = []
             for start in range(0, len(piece), rows):
@@ -506,18 +305,12 @@ class Session(Generic[C]):
             kv_bytes_peak=cache.peak_bytes,
             kv_budget=cache.budget_bytes,
             bytes_per_token=cache.bytes_per_token,
-            holdings=cache.holdings(),
+            held=cache.holdings(),
             edits=self.sequence.edit_counts,
             recomputed_tokens=self.sequence.recomputed_tokens,
             draft_bytes=self.draft_bytes,
             auxiliary_bytes=self.auxiliary_bytes,
         )
-
-    def close(self) -> None:
-        """Frees the cache's memory, and what its drafter and its auxiliary model hold."""
-        self.sequence.close()
-        self._drafting.close()
-        self._close_reader()
 
     def __repr__(self) -> str:
         config = self.config
@@ -533,18 +326,13 @@ class Session(Generic[C]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _close_reader(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
-    def _catch_up(self, progress: Progress, cancel: Cancel) -> bool:
+    def _catch_up(self, progress: Progress, cancel: Cancel, aids: Aids[C] | None = None) -> bool:
         """Runs everything due; False when `cancel` said yes before that."""
-        left = total = len(self.sequence.due())
+        left = total = len(self.sequence.ready())
         while left:
             if cancel():
                 return False
-            self.sequence.run(self.reading())
+            self.sequence.run(self.reading(aids=aids))
             left = len(self.sequence.due())
             progress(total - left, total)
         return True
@@ -564,13 +352,6 @@ class Session(Generic[C]):
         if self._vocabulary.encode is None:
             raise UsageError("this model has no tokenizer: give token ids instead of a text")
         return self._vocabulary.encode(text, start=len(self.sequence) == 0)
-
-    def _measure(self, reached: int, count: int, seconds: float) -> None:
-        """A pass brought `count` tokens into the cache, the text's first `reached` among them."""
-        if reached > self._prompt_end:
-            self._meter.decoded(count, seconds, self.sequence.cache.used_bytes)
-        else:
-            self._meter.prefilled(count, seconds)
 
     def _append_prompt(self, ids: Sequence[int]) -> None:
         if len(ids) == 0 and not self.sequence.due():
@@ -621,10 +402,3 @@ class Session(Generic[C]):
 def _check_ids(given: object) -> None:
     if not isinstance(given, Sequence | np.ndarray):
         raise UsageError(f"prefill takes token ids or a text; {type(given).__name__} was given")
-
-
-def _joined(due: int, parents: Sequence[int] | None) -> list[int] | None:
-    """Parents of `due` tokens in a row and, after the last of them, those of a draft."""
-    if parents is None:
-        return None
-    return [*range(-1, due - 1), *(due + parent for parent in parents)]

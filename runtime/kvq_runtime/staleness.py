@@ -34,10 +34,10 @@ class EditCounts:
     left, predicted (`predicted_tokens` of them), or after such a one.
     """
 
-    edits: int
-    edited_tokens: int
-    recomputed_edits: int
-    stale_tokens: int
+    edits: int = 0
+    edited_tokens: int = 0
+    recomputed_edits: int = 0
+    stale_tokens: int = 0
     predicted_tokens: int = 0
 
 

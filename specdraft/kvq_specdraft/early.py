@@ -21,7 +21,7 @@ class Early(SelfGuessing):
     layer: int = 0
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
-        """See `ComputingDrafter`. Raises `UsageError` for a layer that is no place to exit."""
+        """See `Drafter`. Raises `UsageError` for a layer that is no place to exit."""
         layers = backend.model.num_layers
         exit_layer = self.layer or max(1, layers * 2 // 3)
         if not 1 <= exit_layer < layers:

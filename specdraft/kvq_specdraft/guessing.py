@@ -12,15 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
-from kvq_runtime.backends import WHOLE, Backend, Mode
-from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, ComputingDrafter, Draft, Ground, Round
+from kvq_runtime.backends import WHOLE, Mode
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.sequence import Passed, Work
 from kvq_specdraft.pace import Pace
 
 
 @dataclass(kw_only=True, eq=False)
-class Guessing(ComputingDrafter):
+class Guessing(Drafter):
     """Guesses a chain, each token with a pass, as long as that pays.
 
     At most `most` tokens. With `least` above 0 it instead goes on for as long as the chance that
@@ -43,26 +42,8 @@ class Guessing(ComputingDrafter):
             )
         self._pace = Pace(most=self.most, least=self.least)
 
-    @property
-    def held_bytes(self) -> int:
-        """See `ComputingDrafter`: rows of the session's own branch are all it uses."""
-        return 0
-
-    def open(self, backend: Backend[Any], config: SessionConfig) -> None:
-        """See `ComputingDrafter`."""
-
-    def close(self) -> None:
-        """See `ComputingDrafter`."""
-
-    def follow(self, kept: int, new: Sequence[int]) -> None:
-        """The model sees the text by itself."""
-
-    def propose(self, room: int) -> Draft:
-        """Nothing without a pass."""
-        return NO_DRAFT
-
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         room, goes_on = self._pace.begin(ground.room), True
         if not room:
             return NO_DRAFT

@@ -14,7 +14,8 @@ from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig, SessionRequest
 from kvq_runtime.drafter import NO_DRAFT, Draft, Ground
 from kvq_runtime.engine import Engine
-from kvq_runtime.sequence import Passed, Work, common_prefix
+from kvq_runtime.hunks import common_prefix
+from kvq_runtime.sequence import Passed, Work
 from kvq_runtime.sequence import Sequence as TokenSequence
 from kvq_runtime.vocabularies import check_vocabularies
 from kvq_specdraft.guessing import Guessing
@@ -53,7 +54,7 @@ class Model(Guessing):
         return 0 if sequence is None else sequence.config.budget_bytes
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
-        """See `ComputingDrafter`. Raises `BackendError` for a model of another vocabulary."""
+        """See `Drafter`. Raises `BackendError` for a model of another vocabulary."""
         self.close()
         self._engine = _shared_engine(self.path, self.threads)
         check_vocabularies(f"{argument('draft')} model", self._engine.backend, backend)
@@ -63,7 +64,7 @@ class Model(Guessing):
         self._vocab_size = backend.model.vocab_size
 
     def close(self) -> None:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         if self._sequence is not None:
             self._sequence.close()
             self._sequence = None
@@ -76,7 +77,7 @@ class Model(Guessing):
         sequence.append(new[shared:])
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
-        """See `ComputingDrafter`; nothing where its context is full."""
+        """See `Drafter`; nothing where its context is full."""
         if self._opened.room < ground.room:
             return NO_DRAFT
         return (yield from super().drafting(ground))

@@ -44,11 +44,11 @@ class Mtp(Guessing):
 
     @property
     def held_bytes(self) -> int:
-        """See `ComputingDrafter`: its cache's budget."""
+        """See `Drafter`: its cache's budget."""
         return 0 if self._sequence is None else self._sequence.config.budget_bytes
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
-        """See `ComputingDrafter`. Raises `BackendError` for a model without a draft head."""
+        """See `Drafter`. Raises `BackendError` for a model without a draft head."""
         self.close()
         paged = backend.paged
         if paged is None:
@@ -66,7 +66,7 @@ class Mtp(Guessing):
         self._text, self._base = [], 1
 
     def close(self) -> None:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         if self._sequence is not None:
             self._sequence.close()
             self._sequence = None
@@ -78,14 +78,14 @@ class Mtp(Guessing):
         sequence.keep(min(len(sequence), max(0, kept - self._base)))
 
     def reading(self, states: States) -> Work[Any, float]:
-        """See `ReadingDrafter`."""
+        """See `Drafter`."""
         seconds = 0.0
         while self._missing(states):
             seconds += (yield from self._read(states)).seconds
         return seconds
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
-        """See `ComputingDrafter`; nothing where the state before what is due is not known."""
+        """See `Drafter`; nothing where the state before what is due is not known."""
         assert ground.states is not None
         together = min(_TOGETHER, self._opened.chunk_tokens)
         while self._missing(ground.states) > together:

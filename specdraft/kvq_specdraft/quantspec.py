@@ -40,7 +40,7 @@ class QuantSpec(SelfGuessing):
         self._text: list[int] = []
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         self._mode = Mode(view="hi", head_tokens=self.head)
         backend.check_mode(self._mode)
         self._may_narrow = not self.head and can_narrow(backend)
@@ -50,7 +50,7 @@ class QuantSpec(SelfGuessing):
         self._text[kept:] = new
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         if self._may_narrow:
             self._mode = Mode(view="hi", head_tokens=frequent_tokens(self._text))
         return (yield from super().drafting(ground))

@@ -5,27 +5,19 @@ from typing import Any
 
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import (
-    NO_DRAFT,
-    ComputingDrafter,
-    Draft,
-    Drafter,
-    Ground,
-    ReadingDrafter,
-    Round,
-)
+from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.sequence import Work
 from kvq_runtime.states import States
 
 
-class Relay(ComputingDrafter):
+class Relay(Drafter):
     """Asks `first`, and where that has no draft `second`; each learns from its own drafts.
 
     `--draft auto+model:path=nano`. How long a draft of the second is, and whether there is one, its
     own pace decides as if it were alone.
     """
 
-    def __init__(self, first: Drafter, second: ComputingDrafter) -> None:
+    def __init__(self, first: Drafter, second: Drafter) -> None:
         self.first, self.second = first, second
         self.branches = first.branches
         self.reads_states = second.reads_states
@@ -40,15 +32,15 @@ class Relay(ComputingDrafter):
 
     @property
     def held_bytes(self) -> int:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         return self.second.held_bytes
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         self.second.open(backend, config)
 
     def close(self) -> None:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         self.second.close()
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
@@ -61,7 +53,7 @@ class Relay(ComputingDrafter):
         return self.first.propose(room)
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         self._asked_first = self._pause == 0
         self._pause = max(0, self._pause - 1)
         draft = self.first.propose(ground.room) if self._asked_first else NO_DRAFT
@@ -72,8 +64,7 @@ class Relay(ComputingDrafter):
         return (yield from self.second.drafting(ground))
 
     def reading(self, states: States) -> Work[Any, float]:
-        """See `ReadingDrafter`; asked where the second is one."""
-        assert isinstance(self.second, ReadingDrafter)
+        """See `Drafter`."""
         return (yield from self.second.reading(states))
 
     def observe(self, outcome: Round) -> None:

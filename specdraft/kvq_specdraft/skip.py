@@ -48,7 +48,7 @@ class Skip(SelfGuessing):
         self._chosen = False
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
-        """See `ComputingDrafter`. Raises `UsageError` for more layers than there are."""
+        """See `Drafter`. Raises `UsageError` for more layers than there are."""
         layers = backend.model.num_layers
         count = len(self._given) or self.count or max(1, layers // 3)
         if count >= layers:
@@ -69,7 +69,7 @@ class Skip(SelfGuessing):
         self._text[kept:] = new
 
     def drafting(self, ground: Ground) -> Work[Any, Draft]:
-        """See `ComputingDrafter`."""
+        """See `Drafter`."""
         if not self._chosen:
             kind = self._text[-_KIND_TOKENS:]
             known = self._kinds.nearest(kind)

@@ -15,9 +15,9 @@ import pytest
 from kvq.config import KvPlan
 from kvq.errors import SnapshotError
 from kvq_runtime import snapshot
-from kvq_runtime.backends.rule import RuleCache
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.snapshot import MAGIC, SessionState
+from rule_backend import RuleCache
 from serving import Rule, ask, running
 
 VOCAB_SIZE = 10

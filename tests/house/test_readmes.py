@@ -48,7 +48,7 @@ BUNDLES = ("qwen", "qwen3", "smollm2-135m", "Qwen3-0.6B-kvq")
 CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")
 # What `x_kvq` tells of an answer.
 _OWN = getsource(shapes).partition('"x_kvq": {')[2].partition("**")[0]
-MEASURES = (*re.findall(r'"(\w+)":', _OWN), *shapes.REPORTED)
+MEASURES = (*re.findall(r'"(\w+)":', _OWN), *(name.rpartition(".")[2] for name in shapes.REPORTED))
 LICENSE = (ROOT / "LICENSE").read_bytes()
 # What is left of a pipe, as bytes; a question asked in the terminal comes through a pipe here.
 PIPED = {

@@ -16,10 +16,10 @@ from kvq_apps.cli import main
 from kvq_lab import drafting
 from kvq_lab.drafting import DraftJob, Replay
 from kvq_lab.workloads import Workload, workloads
-from kvq_runtime.backends.rule import RuleBackend
 from kvq_runtime.config import Sampling, SessionRequest
 from kvq_runtime.engine import open_files
 from kvq_runtime.session import Session
+from rule_backend import RuleBackend
 from shelf import Shelf
 
 

@@ -47,7 +47,7 @@ def test_without_it_its_flags_are_unknown(words: str, capsys: pytest.CaptureFixt
 
 def test_it_runs_what_the_commands_name() -> None:
     suites, tasks = FLAGS["suite"].choices or (), evaluation.LABORATORY_TASKS
-    assert {"speed", "serve", "fleet", *laboratory.part("bench").RUNS} == {*suites}
+    assert {"speed", "serve", *laboratory.part("bench").RUNS} == {*suites}
     assert {"sweep", *tasks} == {*laboratory.part("eval").RUNS}
 
 

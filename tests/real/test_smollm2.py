@@ -131,12 +131,12 @@ def test_a_predicted_prompt_becomes_what_a_computed_one_is(engine: Engine) -> No
         expected = [step.token for step in computed.generate(16, sampling=GREEDY)]
     with engine.session(kv="fp", predict="50%") as predicted:
         predicted.prefill(ids)
-        assert predicted.stats().predicted_tokens > len(ids) / 2
+        assert predicted.stats().edits.predicted_tokens > len(ids) / 2
         assert not predicted.exact
         while predicted.refresh(max_tokens=256):
             pass
         assert predicted.exact
-        assert predicted.stats().predicted_tokens == 0
+        assert predicted.stats().edits.predicted_tokens == 0
         assert [step.token for step in predicted.generate(16, sampling=GREEDY)] == expected
 
 

@@ -89,14 +89,14 @@ def test_unlike_shapes_are_mapped_and_the_rest_is_computed(base: Path, small: Pa
     with Engine.open(base, threads=1) as engine, opened(engine, small, "tail=9") as session:
         session.prefill(TEXT)
         stats = session.stats()
-        assert (stats.predicted_tokens, stats.stale_tokens) == (187, 196)
+        assert (stats.edits.predicted_tokens, stats.edits.stale_tokens) == (187, 196)
         assert session.sequence.cache.tokens == len(TEXT)
-        reader = session.sequence.reader.sequence
+        reader = session._reader.sequence
         assert reader.cache.tokens == 191
         generated(session, 3)
         assert (reader.cache.tokens, session.sequence.cache.tokens) == (191, len(TEXT) + 2)
         session.prefill(prompt(80, 3))  # a second prompt goes on where the first one ended
-        assert session.stats().predicted_tokens == 187 + 80 + 1 - 9
+        assert session.stats().edits.predicted_tokens == 187 + 80 + 1 - 9
         guessed = last(session)
         while session.refresh():
             pass
@@ -202,7 +202,7 @@ def test_weights_are_shared_and_a_cache_of_its_own_is_given_back(base: Path, sma
         backend: Any = engine.backend
         with opened(engine, small) as session:
             assert open_auxiliary(str(small), backend) is open_auxiliary(str(small), backend)
-            reader = session.sequence.reader
+            reader = session._reader
             assert session.stats().auxiliary_bytes == reader.sequence.cache.budget_bytes > 0
             session.predict = "off"
             assert session.stats().auxiliary_bytes == 0

@@ -89,7 +89,7 @@ def test_a_tight_budget_is_never_exceeded(engine: Engine, share: str) -> None:
         greedy(session, 100)
         held = session.stats()
         assert 0 < held.kv_bytes_peak <= session.config.budget_bytes
-    assert (held.evicted_share > 0) == (share != "60%")
+    assert (held.held.evicted_share > 0) == (share != "60%")
 
 
 def test_policies_hear_of_every_layer_that_reads(engine: Engine, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
             engine.session(**asked, kv_budget=budget - 1, kv_offload="1GiB")
     assert tiered == alone
     assert stats.kv_bytes == whole.kv_bytes
-    assert stats.kv_offloaded_bytes == stats.kv_streamed_bytes == arena.column_bytes(4, 2)
+    assert stats.held.offloaded_bytes == stats.held.streamed_bytes == arena.column_bytes(4, 2)
     assert whole.kv_offloaded_bytes == 0
     with (
         Engine.open(path) as engine,

@@ -117,9 +117,13 @@ def test_a_refresh_makes_an_edited_text_exact(exact: Engine, kv: dict[str, str])
             session.edit(start, start + 3, prompt(5, start))
         session.prefill(prompt(20, 4))  # computed from what is stale, and so as stale
         stats = session.stats()
-        assert (stats.edits, stats.edited_tokens, stats.recomputed_edits) == (3, 15, 0)
-        assert stats.stale_tokens == len(session.tokens) - 65 - 5
-        left = [stats.stale_tokens, session.refresh(50)]
+        assert (stats.edits.edits, stats.edits.edited_tokens, stats.edits.recomputed_edits) == (
+            3,
+            15,
+            0,
+        )
+        assert stats.edits.stale_tokens == len(session.tokens) - 65 - 5
+        left = [stats.edits.stale_tokens, session.refresh(50)]
         session.edit(100, 101, [])
         session.refresh(10, cancel=lambda: True)
         other = exact.session(context_tokens=1000, **kv)
@@ -163,7 +167,7 @@ def test_answers_rollback_and_save_go_on_from_an_edited_text(
         written = [step.token for step in session.generate(12)]
         session.rollback(len(written) + 180)
         assert len(session.tokens) == 124
-        assert session.stats().stale_tokens == 124 - 99 - 9
+        assert session.stats().edits.stale_tokens == 124 - 99 - 9
         other = engine.session(context_tokens=1000, **QUANTIZED)
         other.load(tmp_path / "one.kvq")
         assert other.pending_tokens == 9 + 9 + 1
@@ -189,11 +193,11 @@ def test_many_edits_waste_no_room(engine: Engine, budget: str | None) -> None:
             session.edit(start, start + size, prompt(size, start))
             session.prefill()
         stats = session.stats()
-        assert stats.edits == 250
-        assert stats.recomputed_edits < 40
+        assert stats.edits.edits == 250
+        assert stats.edits.recomputed_edits < 40
         assert stats.kv_bytes <= stats.kv_budget
         if budget is None:
-            assert stats.evicted_share == 0
+            assert stats.held.evicted_share == 0
         assert len(list(session.generate(150, stop_ids=()))) == 150
 
 

@@ -131,7 +131,7 @@ def test_reading_exactly_is_reading_everything(shelf: Shelf, name: str) -> None:
                 rows = [next(iter(session.logits([token]))) for token in steps]
                 logits.append(np.concatenate(rows))
                 tokens.append(generated(session, 12))
-                shares.append(session.stats().kv_read_share)
+                shares.append(session.stats().held.read_share)
     np.testing.assert_allclose(logits[1], logits[0], rtol=0, atol=1e-5 * np.abs(logits[0]).max())
     assert tokens[0] == tokens[1]
     assert shares[0] == 1
@@ -208,12 +208,12 @@ def test_a_tight_budget_is_never_exceeded(engine: Engine) -> None:
         free = roomy.stats()
         assert free.kv_bytes_peak > stats.kv_budget
         # 6 pages of 64 tokens are closed; 12 newer tokens and 4 sinks are not.
-        assert free.mean_k_bits == free.mean_v_bits == (6 * 64 * 8 + 16 * 16) / 400
-        assert free.evicted_share == 0
+        assert free.held.mean_k_bits == free.held.mean_v_bits == (6 * 64 * 8 + 16 * 16) / 400
+        assert free.held.evicted_share == 0
     assert stats.kv_bytes <= stats.kv_bytes_peak <= stats.kv_budget
-    assert 0 < stats.mean_k_bits < 16
-    assert stats.evicted_share < 1
-    assert stats.mean_v_bits < free.mean_v_bits or stats.evicted_share > 0
+    assert 0 < stats.held.mean_k_bits < 16
+    assert stats.held.evicted_share < 1
+    assert stats.held.mean_v_bits < free.held.mean_v_bits or stats.held.evicted_share > 0
     assert stats.bytes_per_token == 2 * 2 * (64 + 64 + 2 + 2 + 0.25)
 
 
@@ -253,14 +253,14 @@ def test_a_budget_in_tokens_holds_them_and_the_probes(engine: Engine, policy: st
     with engine.session(kv_budget="300tok", policy=policy) as session:
         session.prefill(prompt(300))
         stats = session.stats()
-        assert stats.evicted_share == 0
+        assert stats.held.evicted_share == 0
         # 4 pages are closed; 40 newer tokens and 4 sinks are not.
-        assert stats.mean_k_bits == (256 * 4 + 44 * 16) / 300
-        assert stats.mean_v_bits == (256 * 4 + 44 * 16) / 300
+        assert stats.held.mean_k_bits == (256 * 4 + 44 * 16) / 300
+        assert stats.held.mean_v_bits == (256 * 4 + 44 * 16) / 300
         session.prefill(prompt(200))
         # The context is longer than the budget: with 7 pages closed something gives way.
         more = session.stats()
-        assert more.evicted_share > 0 or more.mean_v_bits < (448 * 4 + 52 * 16) / 500
+        assert more.held.evicted_share > 0 or more.held.mean_v_bits < (448 * 4 + 52 * 16) / 500
 
 
 def test_the_long_rotary_table_is_chosen_once_by_the_context(tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.infilling import infill_prompt
 from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
 from kvq_runtime.healing import heal
 from kvq_runtime.sampling import distribution
 from kvq_runtime.session import Session
+from rule_backend import RuleBackend, RuleCache
 from serving import Rule, ask, running
 from shelf import Shelf
 from tiny import CORPUS, byte_level_tokenizer

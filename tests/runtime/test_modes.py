@@ -9,11 +9,11 @@ from kvq import native
 from kvq.errors import BackendError
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_runtime.backends import WHOLE, Mode
-from kvq_runtime.backends.rule import RULE_LOGIT, RuleBackend
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
 from kvq_runtime.sequence import Call, Sequence, forward_all
 from logits import far
+from rule_backend import RULE_LOGIT, RuleBackend
 from shelf import Shelf
 
 HI = Mode(view="hi")

@@ -105,7 +105,7 @@ def test_a_pass_predicts_what_the_reference_does(bundle: Path) -> None:
                 cache.tail(layer, 0)[side] for layer in range(LAYERS) for side in (0, 1)
             ]
             logits[name] = _last(session)
-            assert session.stats().predicted_tokens == 193
+            assert session.stats().edits.predicted_tokens == 193
             session.close()
     for mine, theirs in zip(caches["onnx"], caches["reference"], strict=True):
         wide = theirs.astype(np.float32)
@@ -154,7 +154,7 @@ def test_a_prompt_is_read_in_any_pieces_alike(engine: Engine) -> None:
             seen = 0
             while not session.prefill(TEXT if not seen else (), cancel=_after(2)):
                 seen = session.sequence.cache.tokens
-            assert session.stats().predicted_tokens == len(TEXT) - 36
+            assert session.stats().edits.predicted_tokens == len(TEXT) - 36
             states.append((_last(session), session.sequence.state().ages))
     np.testing.assert_allclose(states[0][0], states[1][0], atol=1e-3)
     np.testing.assert_array_equal(states[0][1], states[1][1])
@@ -172,27 +172,27 @@ def test_predicted_tokens_are_counted_and_never_taken_for_computed_ones(
         session.prefill(TEXT)
         first = generated(session, 4)
         stats = session.stats()
-        assert stats.predicted_tokens == len(TEXT) - 36
-        assert stats.stale_tokens == len(TEXT) - 4 + 3  # what was computed from them, too
+        assert stats.edits.predicted_tokens == len(TEXT) - 36
+        assert stats.edits.stale_tokens == len(TEXT) - 4 + 3  # what was computed from them, too
         assert not session.exact
         session.save(tmp_path / "saved")
         exact.load(tmp_path / "saved")
-        assert exact.stats().predicted_tokens == stats.predicted_tokens
+        assert exact.stats().edits.predicted_tokens == stats.edits.predicted_tokens
         assert not exact.exact
         assert exact.align(TEXT) == 4
         exact.prefill()
         assert exact.exact
-        assert exact.stats().predicted_tokens == 0
+        assert exact.stats().edits.predicted_tokens == 0
         with opened(engine, None) as plain:
             plain.prefill(TEXT)
             np.testing.assert_array_equal(_last(plain), _last(exact))
             assert divergence(_last(plain)[None], _last_of(engine, "50%")[None]) > 0.01
         assert session.align([*TEXT, *first]) == len(TEXT) + 3
         session.rollback(len(session.tokens) - 20)
-        assert session.stats().predicted_tokens == 16
+        assert session.stats().edits.predicted_tokens == 16
         session.predict = "off"
         session.align(TEXT[:30])
-        assert session.stats().predicted_tokens == 0
+        assert session.stats().edits.predicted_tokens == 0
 
 
 def _last(session: Session[Any]) -> np.ndarray:
@@ -221,11 +221,11 @@ def test_idle_time_makes_a_predicted_text_exact(bundle: Path, backend: str, kv: 
         assert session.sequence.staleness.computed == 54
         assert session.refresh(50, cancel=lambda: True) == left[0]
         session.prefill(prompt(90, 7))  # predicted again, behind what is left
-        assert session.stats().predicted_tokens > 58
+        assert session.stats().edits.predicted_tokens > 58
         while left[-1]:
             left.append(session.refresh(100))
         assert session.exact
-        assert session.stats().predicted_tokens == 0
+        assert session.stats().edits.predicted_tokens == 0
         generated(session, 1)
         with opened(engine, None, kv=kv) as plain:
             plain.prefill(session.tokens[:-1])
@@ -238,7 +238,7 @@ def test_a_budget_too_small_for_the_prompt_is_kept(engine: Engine) -> None:
         session.prefill(TEXT)
         stats = session.stats()
         assert stats.kv_bytes_peak <= stats.kv_budget
-        assert stats.predicted_tokens == len(TEXT) - 36
+        assert stats.edits.predicted_tokens == len(TEXT) - 36
 
 
 def test_who_cannot_predict_says_so(bundle: Path, shelf: Shelf) -> None:

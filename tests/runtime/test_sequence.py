@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
-from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
 from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
 from kvq_runtime.sequence import Sequence, Work
 from kvq_runtime.session import Session
+from rule_backend import RuleBackend, RuleCache
 from sequences import advance
 
 VOCABULARY = 16
@@ -112,7 +112,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             other.close()
             followed = []
         if len(history) % 2 or action == "append":
-            kept, new = sequence.changes()
+            kept, new = sequence.changes("me")
             followed[kept:] = new
             assert followed == tokens
         assert sequence.tokens == tuple(tokens)
@@ -183,6 +183,18 @@ def test_a_tree_keeps_one_path_and_its_logits() -> None:
     assert sequence.due() == []
     with sequence.forward([], rows=[-1]) as held:
         np.testing.assert_array_equal(held.logits[0], logits_after([1, 2, 3, 4, 7]))
+
+
+def test_what_is_due_is_told_without_changing_anything() -> None:
+    """The last token, after a rollback that dropped its logits; to be ready for it is another."""
+    sequence = open_sequence()
+    sequence.append([1, 2, 3, 4])
+    advance(sequence)
+    sequence.rollback(1)
+    for _ in range(2):
+        assert (sequence.due(), sequence.cache.tokens) == ([3], 3)
+    assert (sequence.ready(), sequence.cache.tokens) == ([3], 2)
+    assert sequence.due() == [3]
 
 
 def test_rows_of_one_branch_can_be_written_anew() -> None:
@@ -339,7 +351,7 @@ def test_a_right_draft_saves_its_passes() -> None:
     session = open_session(backend(), Oracle(0, 1, trees=False, greedy=list(tokens)), 5)
     list(session.generate(22, sampling=options.sampling, stop_ids=()))
     stats = session.stats()
-    assert (stats.drafted_tokens, stats.accepted_tokens) == (17, 17)
+    assert (stats.rounds.drafted_tokens, stats.rounds.accepted_tokens) == (17, 17)
     assert stats.tokens_per_round == 21 / 4
     # one token is due in every pass but the first, five or six are drafted, one more is chosen
     assert (passes, drafted_passes) == (22, 5)
@@ -420,7 +432,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(temperature: float) -> 
         )
         assert session.tokens == tokens
     assert len(steps) == 16
-    assert session.stats().draft_ms > 0
+    assert session.stats().rounds.draft_ms > 0
     assert drafter.opened is session.config
     session.close()
     assert not hasattr(drafter, "opened")

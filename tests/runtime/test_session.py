@@ -13,12 +13,12 @@ import pytest
 from kvq.config import KvPlan
 from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
 from kvq_runtime.backends import Pass
-from kvq_runtime.backends.rule import RULE_LOGIT, RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
 from kvq_runtime.hunks import common_prefix
 from kvq_runtime.sequence import run_all
 from kvq_runtime.session import Session
+from rule_backend import RULE_LOGIT, RuleBackend, RuleCache
 
 VOCABULARY = 64
 END = 63
@@ -382,7 +382,11 @@ def test_stats_count_prompt_and_new_tokens() -> None:
     assert (stats.prompt_tokens, stats.new_tokens) == (5, 4)
     assert (stats.kv_budget, stats.kv_bytes_peak, stats.bytes_per_token) == (1000, 64, 8.0)
     assert stats.kv_bytes == 64
-    assert (stats.mean_k_bits, stats.mean_v_bits, stats.evicted_share) == (5.5, 4.25, 0.125)
+    assert (stats.held.mean_k_bits, stats.held.mean_v_bits, stats.held.evicted_share) == (
+        5.5,
+        4.25,
+        0.125,
+    )
     session.rollback(7)
     assert (session.stats().kv_bytes, session.kv_bytes_peak) == (16, 16)
     assert stats.ttft_ms > 0

@@ -49,7 +49,7 @@ def test_what_windows_leave_behind_changes_no_token(engine: Engine) -> None:
         for each in (session, full):
             each.prefill(TEXT)
         assert goes_on(session) == goes_on(full)
-        assert session.stats().evicted_share == full.stats().evicted_share == 0.0
+        assert session.stats().held.evicted_share == full.stats().held.evicted_share == 0.0
 
 
 @pytest.mark.parametrize("back", [100, 1500])

@@ -88,7 +88,7 @@ def test_greedy_answers_are_those_of_plain_decoding(embedded: Engine, name: str,
             assert answered(drafted, prompt, 40, stop_ids=()) == wanted
             assert drafted.tokens == plain.tokens
             same_cache(drafted.sequence.cache, plain.sequence.cache)
-        kept = drafted.stats().accepted_tokens
+        kept = drafted.stats().rounds.accepted_tokens
     assert kept > 0 or name == "auto"
 
 
@@ -117,7 +117,7 @@ def test_greedy_answers_to_many_prompts(tiny: Engine, name: str) -> None:
         with session(tiny, drafter_named(name), draft_tokens=room) as drafted:
             found = [answered(drafted, prompt, 8, stop_ids=()) for prompt in many]
             assert found == wanted
-            assert drafted.stats().accepted_tokens > 0
+            assert drafted.stats().rounds.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("make", ["Half", "Forked"])
@@ -146,7 +146,7 @@ def test_every_round_leaves_what_plain_decoding_would(tiny: Engine, make: str) -
             rounds += 1
         stats = drafted.stats()
         assert rounds < 100
-        assert stats.drafted_tokens > stats.accepted_tokens > 20
+        assert stats.rounds.drafted_tokens > stats.rounds.accepted_tokens > 20
 
 
 @pytest.mark.parametrize("name", FREE_DRAFTERS)
@@ -178,10 +178,10 @@ def test_a_cache_under_pressure_becomes_what_plain_decoding_makes_it(
             assert settings(drafted) == wanted
             same_cache(drafted.sequence.cache, plain.sequence.cache)
             stats = drafted.stats()
-            assert 0 < stats.accepted_tokens < stats.drafted_tokens
+            assert 0 < stats.rounds.accepted_tokens < stats.rounds.drafted_tokens
             assert stats.kv_bytes_peak <= stats.kv_budget
         held = plain.stats()
-        assert held.evicted_share > 0 or held.mean_v_bits < 8
+        assert held.held.evicted_share > 0 or held.held.mean_v_bits < 8
 
 
 def test_an_answer_ends_inside_a_run_of_right_guesses_as_it_would_without(tiny: Engine) -> None:

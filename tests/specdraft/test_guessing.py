@@ -21,7 +21,6 @@ from kvq.native_linear import weight_bytes_read
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_runtime.backends import Mode
-from kvq_runtime.backends.rule import RuleBackend
 from kvq_runtime.config import Sampling, SessionRequest
 from kvq_runtime.drafter import Draft, Drafter, Ground, Round
 from kvq_runtime.engine import Engine
@@ -36,6 +35,7 @@ from kvq_specdraft.pace import TRIAL_ROUNDS, Pace
 from kvq_specdraft.quantspec import QuantSpec
 from kvq_specdraft.relay import Relay
 from kvq_specdraft.skip import parsed
+from rule_backend import RuleBackend
 from shelf import Shelf
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -100,7 +100,7 @@ def test_greedy_answers_and_caches_are_those_of_plain_decoding(
             assert answered(drafted, prompt(tokens), 70, stop_ids=()) == wanted
             same_cache(drafted.sequence.cache, plain.sequence.cache)
         stats = drafted.stats()
-        assert stats.drafted_tokens > 60
+        assert stats.rounds.drafted_tokens > 60
         assert (stats.draft_bytes > 0) == kind.endswith("model")
 
 
@@ -144,8 +144,8 @@ def test_under_pressure_a_cache_becomes_what_plain_decoding_makes_it(
         same_cache(drafted.sequence.cache, plain.sequence.cache)
         stats = drafted.stats()
         assert stats.kv_bytes_peak <= stats.kv_budget
-        assert 0 < stats.accepted_tokens < stats.drafted_tokens
-        assert stats.evicted_share > 0 or stats.mean_k_bits < 8
+        assert 0 < stats.rounds.accepted_tokens < stats.rounds.drafted_tokens
+        assert stats.held.evicted_share > 0 or stats.held.mean_k_bits < 8
 
 
 @needs_native
@@ -158,7 +158,7 @@ def test_where_there_is_one_plane_only_every_guess_is_right(shelf: Shelf) -> Non
     ):
         answered(drafted, prompt(150), 64, stop_ids=())
         stats = drafted.stats()
-        assert stats.accepted_tokens == stats.drafted_tokens > 50
+        assert stats.rounds.accepted_tokens == stats.rounds.drafted_tokens > 50
 
 
 @needs_native
@@ -231,7 +231,7 @@ def test_sampled_answers_have_the_distribution_of_plain_decoding() -> None:
         steps = list(opened.generate(3, sampling=sampling, stop_ids=()))
         seen[steps[1].token, steps[2].token] += 1
     stats = opened.stats()
-    assert 0.5 < stats.accepted_tokens / stats.drafted_tokens < 0.95
+    assert 0.5 < stats.rounds.accepted_tokens / stats.rounds.drafted_tokens < 0.95
     wanted = np.zeros((SIZE, SIZE))
     first = chances(backend, [1, 4], sampling)
     for one in range(SIZE):
@@ -252,7 +252,7 @@ def test_guesses_end_where_no_token_that_may_come_has_a_logit() -> None:
     opened.prefill([1, 4])
     allowed = Sampling(temperature=0, logit_bias={token: -np.inf for token in range(5)})
     assert {step.token for step in opened.generate(4, sampling=allowed)} == {5}
-    assert opened.stats().drafted_tokens == 0
+    assert opened.stats().rounds.drafted_tokens == 0
 
 
 def chances(backend: RuleBackend, text: list[int], sampling: Sampling) -> NDArray[np.float64]:
@@ -328,7 +328,7 @@ def test_a_draft_model_whose_context_is_full_guesses_no_more(engine: Engine, eig
     with session(engine, None) as plain, session(engine, drafter) as drafted:
         wanted = answered(plain, prompt(100), 60, stop_ids=())
         assert answered(drafted, prompt(100), 60, stop_ids=()) == wanted
-        assert 8 < drafted.stats().drafted_tokens < 40
+        assert 8 < drafted.stats().rounds.drafted_tokens < 40
 
 
 @pytest.mark.parametrize(

@@ -204,9 +204,9 @@ def test_a_head_that_knows_is_right(shelf: Shelf, reads: str, backend: str) -> N
             session.align([*walk[:30], 7, *walk[:13]])
             assert goes_on(session, 30) == (walk * 2)[13:43]
             stats = session.stats()
-        assert stats.drafted_tokens > 70
+        assert stats.rounds.drafted_tokens > 70
         # The text after a rollback goes on from a state that is computed again.
-        assert stats.accepted_tokens == stats.drafted_tokens
+        assert stats.rounds.accepted_tokens == stats.rounds.drafted_tokens
 
 
 @needs_native
@@ -269,7 +269,7 @@ def test_random_traces_answer_as_plain_decoding_does(
             assert isinstance(held, Mtp)
             own = held._opened.cache
             assert own.peak_bytes <= own.budget_bytes
-        assert drafted.stats().drafted_tokens > 0
+        assert drafted.stats().rounds.drafted_tokens > 0
 
 
 @needs_native
@@ -285,8 +285,8 @@ def test_sampled_answers_keep_their_distribution(engine: Engine) -> None:
             session.rollback(len(session.tokens) - 40)
             counts[tuple(goes_on(session, 3, sampling=sampling))] += 1
         stats = session.stats()
-    assert stats.drafted_tokens > 350
-    assert 0.2 < stats.accepted_tokens / stats.drafted_tokens < 0.95
+    assert stats.rounds.drafted_tokens > 350
+    assert 0.2 < stats.rounds.accepted_tokens / stats.rounds.drafted_tokens < 0.95
     wanted = np.ones(len(paths))
     with opened(engine, None) as plain:
         for place, path in enumerate(paths):

@@ -16,7 +16,6 @@ from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.alternatives import Alternative, Asked, log_normalizers
 from kvq_runtime.backends import Rows
-from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.constraint import Constraint
 from kvq_runtime.engine import Engine
@@ -26,6 +25,7 @@ from kvq_specdraft import writer_named
 from kvq_specdraft.branches import Branches
 from kvq_specdraft.ngrams import WEIGHTS, build
 from kvq_specdraft.superposed import Superposed
+from rule_backend import RuleBackend, RuleCache
 from shelf import Shelf
 from tiny import byte_level_tokenizer
 

@@ -13,12 +13,12 @@ from textual.pilot import Pilot
 
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import ChatClient, Turn
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.history import History
 from kvq_apps.chat.markdown import STYLES
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.screens import HelpScreen
 from kvq_apps.chat.settings import ChatSettings
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 LONG_S = 120.0
 PALETTE = {name: Style(color=f"color({100 + index})") for index, name in enumerate(STYLES)}

@@ -32,13 +32,13 @@ from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.piece_index import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.backends import Pass
-from kvq_runtime.backends.rule import RuleBackend, RuleCache
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Vocabulary
 from kvq_runtime.serving.saving import SavedSessions
 from kvq_runtime.serving.slots import Slots
 from kvq_runtime.session import Session
+from rule_backend import RuleBackend, RuleCache
 from tiny import CHATML, byte_level_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

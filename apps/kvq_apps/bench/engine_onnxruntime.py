@@ -136,7 +136,6 @@ class _Bound:
         self._session = session
         self._binding = session.io_binding()
         self._inputs = {node.name for node in session.get_inputs()}
-        self._fixed = fixed
         name, self.array = result
         for given, value in {**values.tables, **fixed}.items():
             if given in self._inputs:

@@ -2,19 +2,14 @@
 
 import logging
 import os
-import shlex
 import signal
-import subprocess
-import tempfile
-from asyncio import AbstractEventLoop, get_running_loop
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
-from time import monotonic, time
-from typing import Any, ClassVar, TypeVar
+from time import monotonic
+from typing import Any, ClassVar
 
-from textual import on, work
-from textual.app import App, ComposeResult, SuspendNotSupported, SystemCommand
+from textual import on
+from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.driver import Driver
@@ -24,41 +19,35 @@ from textual.theme import Theme
 from textual.timer import Timer
 from textual.widgets import Footer, Static
 
-from kvq.errors import KvqError, UsageError
-from kvq.settings import editor_command
+from kvq.errors import UsageError
 from kvq_apps.chat import commands, keys
 from kvq_apps.chat.blocks import code_fences
-from kvq_apps.chat.chat_list import ChatList, Sidebar
+from kvq_apps.chat.chat_list import Sidebar
+from kvq_apps.chat.choosing import ChoosingApp
 from kvq_apps.chat.client import ChatClient
 from kvq_apps.chat.controller import ChatController, ClientFor
 from kvq_apps.chat.drafts import DraftsScreen
-from kvq_apps.chat.history import ChatSummary, History
+from kvq_apps.chat.editor import written_in_editor
+from kvq_apps.chat.leaving import LeavingApp
 from kvq_apps.chat.menu import MenuView
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.meter import meter_line
 from kvq_apps.chat.prompt import Prompt
 from kvq_apps.chat.replies import words_of
-from kvq_apps.chat.screens import ChatPicker, Entry, HelpScreen, Question
+from kvq_apps.chat.screens import HelpScreen
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.slash import SlashCommands
 from kvq_apps.chat.thoughts import said_of
 from kvq_apps.chat.transcript import TranscriptView
 from kvq_apps.chat.visible import visible
 from kvq_apps.chat.welcome import Welcome
-from kvq_apps.flags import told
 from kvq_apps.thinking import HIDE
 
 QUIT_WITHIN_S = 1.0
-LEAVE_WITHIN_S = 3.0
-# A signal ends the chat: what runs may take so long to stop, and the KV so long to be saved.
-STOP_WITHIN_S = 0.4
-SAVE_WITHIN_S = 0.8
 QUEUE_LINES = 4
 INLINE_LINES = 16
-SIDEBAR_COLUMNS = 80
 # A lower screen has no room for the welcome.
 WELCOME_LINES, INLINE_WELCOME_LINES = 16, 30
-T = TypeVar("T")
 
 
 class Transcript(TranscriptView):
@@ -79,11 +68,8 @@ class NoteHandler(logging.Handler):
         self._app.call_later(self._app.say, record.getMessage())
 
 
-class ChatApp(App[None]):
-    """`kvq chat`. `client_for` makes another client when the user changes the model.
-
-    `said` is, once it has ended, what was said since it began, as it was drawn.
-    """
+class ChatApp(LeavingApp, ChoosingApp):
+    """`kvq chat`. `client_for` makes another client when the user changes the model."""
 
     TITLE = "kvq chat"
     BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings(app=True)]
@@ -104,7 +90,6 @@ class ChatApp(App[None]):
         driver_class: type[Driver] | None = None,
     ) -> None:
         super().__init__(driver_class=driver_class)
-        self.said: list[str] = []
         self.transcript = Transcript(id="transcript")
         self.sidebar = Sidebar(self._find)
         self.prompt = Prompt(id="prompt")
@@ -113,10 +98,7 @@ class ChatApp(App[None]):
         self._editing: Message | None = None
         self._unsent = ""
         self._keys: dict[str, str] = {}
-        self._wants_sidebar = False
         self._interrupted_s = -QUIT_WITHIN_S
-        self._started_s = time()
-        self._leaving = False
 
     # The screen
 
@@ -270,9 +252,6 @@ class ChatApp(App[None]):
         """The one with the drafts, which another may be over; none once it is left."""
         return [screen for screen in self.screen_stack if isinstance(screen, DraftsScreen)]
 
-    async def ask(self, question: str, answers: Sequence[tuple[str, str]]) -> str | None:
-        return await self.push_screen_wait(Question(question, answers))
-
     def set_theme(self, name: str) -> None:
         """Takes the theme used last, if it is there and the user's settings name no other."""
         if name in self.available_themes and self.controller.settings.theme is None:
@@ -342,168 +321,7 @@ class ChatApp(App[None]):
         self._interrupted_s = now
         self.notify("press Ctrl+C again to quit", timeout=QUIT_WITHIN_S, markup=False)
 
-    async def action_quit(self) -> None:
-        """Leaves; asked again, without waiting for anything."""
-        if self._leaving:
-            self.exit()
-            return
-        self._leaving = True
-        self._only_leave(self._leave())
-
-    def quit(self) -> None:
-        self.run_worker(self.action_quit())
-
-    def _only_leave(self, leave: Coroutine[Any, Any, None]) -> None:
-        """Does `leave` in place of a way that takes longer."""
-        self.run_worker(leave, exit_on_error=True, exclusive=True, group="leaving")
-
-    async def _leave(self) -> None:
-        self._close_screens()
-        await self.controller.leave(LEAVE_WITHIN_S)
-        self.said = self.transcript.lines_since(self._started_s)
-        self.exit()
-
-    def _close_screens(self) -> None:
-        """Closes what is over the conversation; what waits for an answer there goes on."""
-        while len(self.screen_stack) > 1:
-            self.screen.dismiss(None)
-
-    # Ending by a signal
-
-    def _end_on_signals(self) -> None:
-        """A closed terminal and `kill` end the chat as Ctrl+Q does, but within a second or two."""
-        if self.is_headless or os.name != "posix":
-            return
-        loop = get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            # At once, not in the loop's turn: see `_let_go`.
-            signal.signal(number, lambda number, _: self._signalled(loop, number))
-
-    def _signalled(self, loop: AbstractEventLoop, number: int) -> None:
-        if not os.isatty(0):
-            self._let_go()
-        loop.call_soon_threadsafe(self._end, number)
-
-    def _let_go(self) -> None:
-        """The terminal is gone: neither write to it, which may wait for ever, nor take it back.
-
-        The kernel follows a hang-up by a SIGCONT, which Textual would begin to draw again at.
-        """
-        signal.signal(signal.SIGCONT, lambda _number, _frame: None)
-        if self._driver is not None:
-            self._driver.write = lambda data: None
-
-    def _end(self, number: int) -> None:
-        self._leaving = True
-        self._only_leave(self._end_soon(number))
-
-    async def _end_soon(self, number: int) -> None:
-        self._close_screens()
-        await self.controller.leave(STOP_WITHIN_S, SAVE_WITHIN_S)
-        if not os.isatty(0):
-            os._exit(128 + number)  # all is kept, and Textual would wait for the terminal
-        self.exit(return_code=128 + number)
-
-    # Chats
-
-    def action_new_chat(self) -> None:
-        self.controller.do(self.controller.new_chat)
-
-    def action_resume(self) -> None:
-        self.pick("")
-
-    action_search = action_resume
-
-    def pick(self, text: str) -> None:
-        """Lists the chats that have `text`, to open one."""
-        if isinstance(self.screen, ChatPicker) or not self.controller.history.is_open:
-            return
-
-        self.push_screen(ChatPicker(self._find, text), self._open_chat)
-
-    def _open_chat(self, chat_id: str | None) -> None:
-        if chat_id is not None and chat_id != self.controller.conversation.id:
-            self.controller.do(partial(self.controller.resume_chat, chat_id))
-
-    async def _find(self, words: str) -> list[ChatSummary]:
-        return await self._read(lambda history: history.search(words), [])
-
-    async def _read(self, read: Callable[[History], T], nothing: T) -> T:
-        """What is read of the history; `nothing` while it is not open, and where it is damaged."""
-        try:
-            history = self.controller.history
-            return await history.read(read) if history.is_open else nothing
-        except KvqError as error:
-            self.say(told(error), error=True)
-            return nothing
-
-    @on(ChatList.Opened)
-    def _opened_beside(self, event: ChatList.Opened) -> None:
-        self.prompt.focus()
-        self._open_chat(event.chat_id)
-
-    @on(ChatList.Renaming)
-    def _renaming(self, event: ChatList.Renaming) -> None:
-        self.ask_for_title(event.chat_id)
-
-    @on(ChatList.Deleting)
-    def _deleting(self, event: ChatList.Deleting) -> None:
-        self.ask_to_delete(event.chat_id)
-
-    @work
-    async def ask_for_title(self, chat_id: str) -> None:
-        """Has the user write another title for a chat."""
-        title = await self._title_of(chat_id)
-        new = await self.push_screen_wait(Entry("The chat's title:", title))
-        if new is not None:
-            self.controller.do(partial(self.controller.rename_chat, chat_id, new))
-
-    @work
-    async def ask_to_delete(self, chat_id: str) -> None:
-        """Deletes a chat, if that is what the user wants."""
-        title = await self._title_of(chat_id) or "(no title)"
-        text = f"Delete the chat “{title}” with all its messages? It cannot be brought back."
-        if await self.ask(text, (("keep", "Keep it"), ("delete", "Delete it"))) == "delete":
-            self.controller.do(partial(self.controller.delete_chat, chat_id))
-
-    async def _title_of(self, chat_id: str) -> str:
-        if chat_id == self.controller.conversation.id:
-            return self.controller.conversation.title
-        saved = await self._read(lambda history: history.saved_chat(chat_id), None)
-        return "" if saved is None else saved.title
-
-    # The chats beside
-
-    def action_sidebar(self) -> None:
-        """Shows the chats beside the conversation and searches in them, or takes them away."""
-        if self.is_inline or self.size.width < SIDEBAR_COLUMNS:
-            self.notify("there is no room beside the chat; Ctrl+R lists all", markup=False)
-            return
-        self.set_sidebar(shown=not self._wants_sidebar)
-        self._remember("sidebar", "shown" if self._wants_sidebar else "")
-        if self._wants_sidebar:
-            self.sidebar.chats.search()
-
-    def set_sidebar(self, *, shown: bool) -> None:
-        self._wants_sidebar = shown
-        self._draw_sidebar()
-
-    def _draw_sidebar(self) -> None:
-        """Shows it where it is wanted and where there is room."""
-        before, wide = self.sidebar.display, self.size.width >= SIDEBAR_COLUMNS
-        self.sidebar.display = wide and self._wants_sidebar and not self.is_inline
-        if before and not self.sidebar.display and self.sidebar.has_focus_within:
-            self.prompt.focus()
-        if self.sidebar.display:
-            self._list_chats()
-
-    @work(exclusive=True, group="chats")
-    async def _list_chats(self) -> None:
-        """What is listed is what the history holds now."""
-        if self.sidebar.display:
-            await self.sidebar.chats.list_again()
-        if isinstance(self.screen, ChatPicker):
-            await self.screen.chats.list_again()
+    # Help, the terminal, and the view
 
     def action_help(self) -> None:
         if not isinstance(self.screen, HelpScreen):
@@ -618,22 +436,11 @@ class ChatApp(App[None]):
 
     def action_editor(self) -> None:
         """Writes the message in the user's editor; what was written stays if that fails."""
-        command, text = editor_command(), ""
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "message.md"
-                path.write_text(self.prompt.written, encoding="utf-8")
-                words = [*shlex.split(command), str(path)]
-                with self.suspend():
-                    # An error that left this block would leave the screen suspended.
-                    trouble = _run_in_terminal(words)
-                text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError, SuspendNotSupported) as error:
-            trouble = told(error)
+        text, trouble = written_in_editor(self, self.prompt.written)
         if trouble:
-            self.notify(f"{command}: {trouble}; set EDITOR to one that works", markup=False)
+            self.notify(trouble, markup=False)
         else:
-            self.prompt.fill(text.removesuffix("\n"))
+            self.prompt.fill(text)
 
     # Themes
 
@@ -645,22 +452,3 @@ class ChatApp(App[None]):
     def _remember_theme(self, theme: Theme) -> None:
         if theme.name != self.controller.settings.theme:
             self._remember("theme", theme.name)
-
-    def _remember(self, name: str, value: str) -> None:
-        if self.controller.history.is_open:
-            self.controller.history.write(lambda history: history.set(name, value))
-
-
-def _run_in_terminal(words: Sequence[str]) -> str:
-    """Runs a program that has the terminal meanwhile; what went wrong, or nothing.
-
-    Its Ctrl+C is not ours.
-    """
-    before = signal.signal(signal.SIGINT, lambda _number, _frame: None)
-    try:
-        status = subprocess.run(words, check=False).returncode  # noqa: S603
-    except OSError as error:
-        return told(error)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return f"it ended with status {status}" if status else ""

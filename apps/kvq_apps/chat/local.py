@@ -45,7 +45,7 @@ class LocalClient:
         self._opens = ""
         self._beside: Beside[Any] | None = None
         self._open_drafts = ExitStack()
-        self._rounds_before: Rounds | None = None
+        self._before: Rounds | None = None
         self._engine: Engine | None = None
         self._thinking: Thinking | None = None
         self._think = AUTO
@@ -129,7 +129,7 @@ class LocalClient:
     def _encode(self, turn: Turn, prompt: list[int], stream: Stream) -> int | None:
         """Has the session hold `prompt`; how much of it it held, None if that was stopped."""
         _, session = self._opened()
-        self._rounds_before = session.rounds
+        self._before = session.stats().rounds
         self._think = turn.think
         cached = session.align(prompt, edits=self._goes_back(turn.edited))
         stream.measured(self._stats(prompt, cached, 0))
@@ -208,7 +208,7 @@ class LocalClient:
         self._settle()
         self._opened()[1].close()
         self._session = self._new_session(self._session_options)
-        self._rounds_before = None
+        self._before = None
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
@@ -237,21 +237,19 @@ class LocalClient:
             raise UsageError("the KV settings stay as they were: encoding again was stopped")
         old.close()
         self._session, self._session_options = session, options
-        self._rounds_before = None
+        self._before = None
         stream.measured(self._stats(list(tokens), 0, 0))
         return self._facts()
 
     def reread(self, stream: Stream) -> int:
         """Encodes from the first stale token on."""
+        from kvq_runtime.prediction import OFF
+
         self._settle()
         _, session = self._opened()
-        stale, predict = session.sequence.drop_stale(), session.predict
-        session.predict = None
-        try:
-            if stale:
-                session.prefill(progress=stream.prefilled, cancel=stream.cancelled)
-        finally:
-            session.predict = predict
+        stale = session.sequence.drop_stale()
+        if stale:
+            session.prefill(progress=stream.prefilled, cancel=stream.cancelled, predict=OFF)
         return stale
 
     def refine(self, stream: Stream) -> int:
@@ -342,14 +340,10 @@ class LocalClient:
             smaller_kv=self._smaller_kv(),
         )
 
-    def _rounds(self, session: "Session[Any]") -> "Rounds":
-        """Those of the newest reply."""
-        before = self._rounds_before
-        return session.rounds if before is None else session.rounds.since(before)
-
     def _stats(self, prompt: Sequence[int], cached: int, new_tokens: int) -> ReplyStats:
         _, session = self._opened()
-        stats, rounds = session.stats(), self._rounds(session)
+        stats = session.stats()
+        rounds = stats.rounds if self._before is None else stats.rounds - self._before
         return ReplyStats(
             prompt_tokens=len(prompt),
             cached_tokens=cached,
@@ -359,12 +353,12 @@ class LocalClient:
             context_tokens=len(session.tokens),
             kv_bytes=stats.kv_bytes,
             auxiliary_bytes=stats.auxiliary_bytes,
-            mean_k_bits=stats.mean_k_bits,
-            mean_v_bits=stats.mean_v_bits,
-            evicted_share=stats.evicted_share,
+            mean_k_bits=stats.held.mean_k_bits,
+            mean_v_bits=stats.held.mean_v_bits,
+            evicted_share=stats.held.evicted_share,
             drafted_tokens=rounds.drafted_tokens,
             accepted_tokens=rounds.accepted_tokens,
-            predicted_tokens=stats.predicted_tokens,
+            predicted_tokens=stats.edits.predicted_tokens,
         )
 
 

@@ -271,6 +271,13 @@ def _events(response: HTTPResponse, stream: Stream) -> Iterator[dict[str, Any]]:
                 raise BackendError(f"the server sent no JSON ({error}); ask again") from error
 
 
+# What a server of ours tells under the names that a reply's numbers have here.
+_TOLD = (
+    *("kv_bytes", "auxiliary_bytes", "mean_k_bits", "mean_v_bits", "evicted_share"),
+    "predicted_tokens",
+)
+
+
 def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
     usage = event.get("usage")
     if not usage:
@@ -287,14 +294,9 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
         ttft_ms=kvq.get("ttft_ms") or timings.get("prompt_ms") or 0.0,
         decode_tok_s=timings.get("predicted_per_second") or 0.0,
         context_tokens=kvq.get("context_tokens") or prompt + new,
-        kv_bytes=kvq.get("kv_bytes") or 0,
-        auxiliary_bytes=kvq.get("auxiliary_bytes") or 0,
-        mean_k_bits=kvq.get("mean_k_bits") or 0.0,
-        mean_v_bits=kvq.get("mean_v_bits") or 0.0,
-        evicted_share=kvq.get("evicted_share") or 0.0,
         drafted_tokens=timings.get("draft_n") or 0,
         accepted_tokens=timings.get("draft_n_accepted") or 0,
-        predicted_tokens=kvq.get("predicted_tokens") or 0,
+        **{name: kvq[name] for name in _TOLD if kvq.get(name)},
         thought_tokens=spent.get("reasoning_tokens") or 0,
     )
 

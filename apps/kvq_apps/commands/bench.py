@@ -99,7 +99,7 @@ def run(arguments: Namespace) -> int:
     suite = arguments.suite or "speed"
     if suite == "serve":
         refuse(arguments, "batch", "device", "weights-budget")
-    own = {"speed": _run_speed, "serve": _run_serve, "fleet": _run_fleet}
+    own = {"speed": _run_speed, "serve": _run_serve}
     return (own.get(suite) or laboratory.runs("bench", suite, f"--suite {suite}"))(arguments)
 
 
@@ -172,20 +172,6 @@ def _run_serve(arguments: Namespace) -> int:
     if arguments.chats is None:
         return run_sessions(arguments, serving, serving.ServeJob(**given))
     return run_sessions(arguments, chats, chats.ChatsJob(chats=arguments.chats, **given))
-
-
-def _run_fleet(arguments: Namespace) -> int:
-    """The suite `fleet`."""
-    from functools import partial
-
-    from kvq_apps.bench import fleet
-    from kvq_apps.model_path import default_name
-
-    refuse(arguments, "batch", "device")
-    refuse(arguments, "shape", "threads", "context")
-    model = arguments.bundle or arguments.model or default_name()
-    job = fleet.FleetJob(model=model, **options.given(arguments, repeat="repeat"))
-    return run_suite(arguments, (), partial(fleet.measure, job), fleet.print_report)
 
 
 def refuse(arguments: Namespace, *unknown: str) -> None:

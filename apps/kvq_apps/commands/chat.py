@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvq import settings as environment_settings
 from kvq.errors import KvqError, UsageError
-from kvq_apps import configuration, flags, options, output, text_input
+from kvq_apps import configuration, flags, laboratory, options, output, text_input
 from kvq_models.catalogue import catalogue
 from kvq_models.embedded import installed_names
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvq_apps.chat.client import ChatClient
     from kvq_apps.chat.messages import Message
     from kvq_apps.chat.settings import ChatSettings
-
-FAKE = "fake:"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -144,9 +142,7 @@ def history_path() -> Path:
 def _client(arguments: Namespace, model: str | None) -> "ChatClient":
     """The client the flags ask for; nothing heavy is imported before it is opened."""
     if arguments.engine:
-        from kvq_apps.chat.fake import FakeClient, fake_options
-
-        return FakeClient(fake_options(arguments.engine.removeprefix(FAKE)))
+        return laboratory.scripted_chat(arguments.engine)
     if arguments.server is not None:
         from kvq_apps.chat.remote import RemoteClient
 

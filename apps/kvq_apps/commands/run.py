@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 # More than any text has on average; a prompt of fewer is counted as a whole.
 CHARACTERS_PER_TOKEN = 16
+# Of a session's figures those that `--json` tells under their own names.
+_REPORTED = (
+    *("prompt_tokens", "new_tokens", "ttft_ms", "prefill_tok_s", "decode_tok_s"),
+    *("rounds.drafted_tokens", "rounds.accepted_tokens", "tokens_per_round"),
+    *("rounds.draft_ms", "rounds.pass_ms", "rounds.choose_ms", "draft_bytes", "auxiliary_bytes"),
+    *("kv_bytes", "kv_bytes_peak", "kv_budget", "bytes_per_token", "bandwidth_gb_s"),
+    *("held.mean_k_bits", "held.mean_v_bits", "held.evicted_share", "edits.predicted_tokens"),
+)
 CONSTRAINT_FLAGS = ("json-schema", "grammar", "regex")
 
 
@@ -336,6 +344,8 @@ class _Telling:
 
 
 def _report(engine: "Engine", session: "Session[Any]", answer: _Answer) -> dict[str, Any]:
+    from kvq_runtime.metrics import figures
+
     stats = session.stats()
     plan = session.config.plan
     return {
@@ -350,31 +360,10 @@ def _report(engine: "Engine", session: "Session[Any]", answer: _Answer) -> dict[
         "kv_policy": session.config.policy,
         "context": session.config.context_tokens,
         "budget_tokens": session.config.budget_tokens,
-        "prompt_tokens": stats.prompt_tokens,
-        "new_tokens": stats.new_tokens,
-        "ttft_ms": stats.ttft_ms,
-        "prefill_tok_s": stats.prefill_tok_s,
-        "decode_tok_s": stats.decode_tok_s,
-        "drafted_tokens": stats.drafted_tokens,
-        "accepted_tokens": stats.accepted_tokens,
-        "tokens_per_round": stats.tokens_per_round,
-        "draft_ms": stats.draft_ms,
-        "pass_ms": stats.pass_ms,
-        "choose_ms": stats.choose_ms,
-        "draft_bytes": stats.draft_bytes,
-        "auxiliary_bytes": stats.auxiliary_bytes,
-        "kv_bytes": stats.kv_bytes,
-        "kv_bytes_peak": stats.kv_bytes_peak,
-        "kv_budget": stats.kv_budget,
-        "bytes_per_token": stats.bytes_per_token,
-        "bandwidth_gb_s": stats.bandwidth_gb_s,
-        "mean_k_bits": stats.mean_k_bits,
-        "mean_v_bits": stats.mean_v_bits,
-        "evicted_share": stats.evicted_share,
-        "kv_read_share": stats.kv_read_share,
-        "kv_offloaded_bytes": stats.kv_offloaded_bytes,
-        "kv_streamed_bytes": stats.kv_streamed_bytes,
-        "predicted_tokens": stats.predicted_tokens,
+        **figures(stats, _REPORTED),
+        "kv_read_share": stats.held.read_share,
+        "kv_offloaded_bytes": stats.held.offloaded_bytes,
+        "kv_streamed_bytes": stats.held.streamed_bytes,
         "experts": output.experts_json(engine),
     }
 

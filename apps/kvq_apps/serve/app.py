@@ -378,7 +378,9 @@ class _Routes:
                     raise as_request_error(first.error) from first.error
                 return EventStream(chunks(events, first, shape, self._config.ping_s), events)
             body, report = await whole_answer(events, shape, answered)
-            return JsonAnswer(body, headers={EVICTED_HEADER: f"{report.evicted_share:.4f}"})
+            return JsonAnswer(
+                body, headers={EVICTED_HEADER: f"{report.stats.held.evicted_share:.4f}"}
+            )
         except BaseException:
             events.cancel()
             raise
@@ -516,6 +518,7 @@ def _metrics(pool: SessionPool[ServedModel], answered: Counter[tuple[str, int]])
 
 def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:
     """Help and value of what the pool has done so far, by the metric's name."""
+    rounds = counts.rounds
     return {
         "jobs_total": ("Jobs that ended, however they did.", counts.finished),
         "jobs_failed_total": ("Jobs that ended with an error.", counts.failed),
@@ -526,11 +529,11 @@ def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:
         "prompt_tokens_total": ("Tokens of prompts.", counts.prompt_tokens),
         "cached_tokens_total": ("Tokens of prompts found in a session.", counts.cached_tokens),
         "new_tokens_total": ("Tokens written.", counts.new_tokens),
-        "drafted_tokens_total": ("Tokens guessed by drafters.", counts.drafted_tokens),
-        "accepted_tokens_total": ("Guessed tokens that were right.", counts.accepted_tokens),
-        "draft_seconds_total": ("Seconds spent on guessing.", counts.draft_s),
-        "pass_seconds_total": ("Seconds of passes over written tokens.", counts.pass_s),
-        "choose_seconds_total": ("Seconds spent on choosing tokens.", counts.choose_s),
+        "drafted_tokens_total": ("Tokens guessed by drafters.", rounds.drafted_tokens),
+        "accepted_tokens_total": ("Guessed tokens that were right.", rounds.accepted_tokens),
+        "draft_seconds_total": ("Seconds spent on guessing.", rounds.draft_ms / 1e3),
+        "pass_seconds_total": ("Seconds of passes over written tokens.", rounds.pass_ms / 1e3),
+        "choose_seconds_total": ("Seconds spent on choosing tokens.", rounds.choose_ms / 1e3),
         "decode_seconds_total": ("Seconds of answers after their first token.", counts.decode_s),
     }
 

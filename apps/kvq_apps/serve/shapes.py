@@ -26,6 +26,7 @@ from kvq.json_values import is_array, is_object
 from kvq_apps.serve.reading import AnswerReader
 from kvq_apps.serve.requests import Delivery
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.metrics import figures
 from kvq_runtime.serving.outbox import Delta, Finished, Report, TokenLog
 from kvq_runtime.serving.request import GenerationRequest
 
@@ -33,9 +34,11 @@ Json = dict[str, Any]
 
 # What `x_kvq` tells of a report under the report's own names.
 REPORTED = (
-    *("kv_bytes", "kv_bytes_peak", "kv_budget", "auxiliary_bytes", "mean_k_bits", "mean_v_bits"),
-    *("evicted_share", "prompt_tokens", "cached_tokens", "predicted_tokens", "new_tokens"),
-    *("drafted_tokens", "accepted_tokens", "draft_ms", "pass_ms", "choose_ms", "context_tokens"),
+    *("stats.kv_bytes", "stats.kv_bytes_peak", "stats.kv_budget", "stats.auxiliary_bytes"),
+    *("stats.held.mean_k_bits", "stats.held.mean_v_bits", "stats.held.evicted_share"),
+    *("prompt_tokens", "cached_tokens", "stats.edits.predicted_tokens", "new_tokens"),
+    *("rounds.drafted_tokens", "rounds.accepted_tokens"),
+    *("rounds.draft_ms", "rounds.pass_ms", "rounds.choose_ms", "context_tokens"),
     *("queued_ms", "ttft_ms", "prefill_tok_s", "decode_tok_s"),
 )
 
@@ -155,7 +158,7 @@ class _OpenAiShape(ABC):
             "completion_tokens": report.new_tokens,
             "total_tokens": report.prompt_tokens + report.new_tokens,
             "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
-            "evicted_share": report.evicted_share,
+            "evicted_share": report.stats.held.evicted_share,
         }
 
     @abstractmethod
@@ -426,17 +429,17 @@ def _measures(answered: Answered, report: Report) -> Json:
             "predicted_ms": report.decode_ms,
             "predicted_per_token_ms": _share(report.decode_ms, report.new_tokens),
             "predicted_per_second": report.decode_tok_s,
-            "draft_n": report.drafted_tokens,
-            "draft_n_accepted": report.accepted_tokens,
-            "evicted_share": report.evicted_share,
+            "draft_n": report.rounds.drafted_tokens,
+            "draft_n_accepted": report.rounds.accepted_tokens,
+            "evicted_share": report.stats.held.evicted_share,
         },
         "x_kvq": {
             "kv": answered.kv,
             "context_limit": answered.context_limit,
             "budget_tokens": answered.budget_tokens,
             "edited": report.edited_tokens,
-            "exact": report.stale_tokens == 0,
-            **{name: getattr(report, name) for name in REPORTED},
+            "exact": report.stats.edits.stale_tokens == 0,
+            **figures(report, REPORTED),
         },
     }
 

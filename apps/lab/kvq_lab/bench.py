@@ -149,6 +149,19 @@ def _chat(arguments: Namespace) -> int:
     return run_suite(arguments, (), partial(chat_app.measure, job), chat_app.print_report)
 
 
+def _fleet(arguments: Namespace) -> int:
+    """The suite `fleet`."""
+    from kvq_apps.model_path import default_name
+    from kvq_lab import fleet
+
+    refuse(arguments, "batch", "device")
+    refuse(arguments, "shape", "threads", "context")
+    model = arguments.bundle or arguments.model or default_name()
+    job = fleet.FleetJob(model=model, **options.given(arguments, repeat="repeat"))
+    return run_suite(arguments, (), partial(fleet.measure, job), fleet.print_report)
+
+
 RUNS: Mapping[str, Callable[[Namespace], int]] = {
     "drafts": _drafts, "several": _several, "edit": _edit, "ttft": _ttft, "chat": _chat,
+    "fleet": _fleet,
 }  # fmt: skip

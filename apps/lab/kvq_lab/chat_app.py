@@ -25,10 +25,10 @@ from kvq_apps.bench.measure import p95
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import Turn
 from kvq_apps.chat.conversation import Conversation
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.history import History
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.output import Shown
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 SIZE = (100, 40)
 POLL_S = 0.02

@@ -347,7 +347,7 @@ def _opened(
 
 def _row(engine: Engine, work: Workload, case: _Case, plain: _Case) -> dict[str, Any]:
     stats = case.session.stats()
-    drafted, accepted = stats.drafted_tokens, stats.accepted_tokens
+    drafted, accepted = stats.rounds.drafted_tokens, stats.rounds.accepted_tokens
     return {
         "workload": work.name,
         "engine": engine.backend.name,
@@ -358,7 +358,8 @@ def _row(engine: Engine, work: Workload, case: _Case, plain: _Case) -> dict[str,
         "best_ratio": min(plain.seconds) / min(case.seconds),
         "accepted_share": accepted / drafted if drafted else None,
         "tokens_per_round": stats.tokens_per_round,
-        "draft_share": stats.draft_ms / (stats.draft_ms + stats.pass_ms + stats.choose_ms),
+        "draft_share": stats.rounds.draft_ms
+        / (stats.rounds.draft_ms + stats.rounds.pass_ms + stats.rounds.choose_ms),
         "tok_s": len(case.answer) / median(case.seconds),
         "plain_tok_s": len(case.answer) / median(plain.seconds),
     }

@@ -332,7 +332,7 @@ def _answers(open_session: OpenSession, case: EditCase, held: HeldBytes) -> dict
             session.sequence.restore(before)
             answers[name] = _answer(session, case, way(session, case))
             held.see(session)
-        assert session.stats().recomputed_edits == 0
+        assert session.stats().edits.recomputed_edits == 0
     return answers
 
 

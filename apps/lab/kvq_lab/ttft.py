@@ -91,7 +91,7 @@ def _timed(
         first = perf_counter()
         for _ in steps:
             pass
-        return first - since, perf_counter() - first, session.stats().predicted_tokens
+        return first - since, perf_counter() - first, session.stats().edits.predicted_tokens
 
 
 def print_report(data: dict[str, Any]) -> None:

@@ -100,9 +100,8 @@ class PagedBackend(ABC):
         return self.bundle.tokenizer()
 
     @staticmethod
-    def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
+    def estimate(files: Bundle, request: SessionRequest, *, threads: int) -> Estimate:
         """See `backends.estimate`."""
-        assert isinstance(files, Bundle)
         classes = files.config.cache_classes
         held = _config(files, request.whole(files.config.context_length), threads)
         return Estimate(

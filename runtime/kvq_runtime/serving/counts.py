@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvq_runtime.metrics import NO_ROUNDS, Rounds
 from kvq_runtime.serving.outbox import Report
 
 # Requests this far back tell how long one takes.
@@ -20,11 +21,7 @@ class Counts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    draft_s: float = 0.0
-    pass_s: float = 0.0
-    choose_s: float = 0.0
+    rounds: Rounds = NO_ROUNDS
     decode_s: float = 0.0
     busy_s: float = 0.0
     _recent_s: float = 1.0
@@ -36,11 +33,7 @@ class Counts:
         self.prompt_tokens += report.prompt_tokens
         self.cached_tokens += report.cached_tokens
         self.new_tokens += report.new_tokens
-        self.drafted_tokens += report.drafted_tokens
-        self.accepted_tokens += report.accepted_tokens
-        self.draft_s += report.draft_ms / 1e3
-        self.pass_s += report.pass_ms / 1e3
-        self.choose_s += report.choose_ms / 1e3
+        self.rounds += report.rounds
         self.decode_s += report.decode_ms / 1e3
         seconds = (report.prompt_ms + report.decode_ms) / 1e3
         self._recent_s += _RECENT * (seconds - self._recent_s)

@@ -5,14 +5,15 @@ something else, or never come back.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq_runtime.alternatives import Writer
+from kvq_runtime.answering import Aids
 from kvq_runtime.generation import GenerationOptions, Step
-from kvq_runtime.metrics import Rounds
+from kvq_runtime.metrics import SessionStats
 from kvq_runtime.sequence import Call, Work
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, Report, TokenLog
@@ -55,9 +56,8 @@ class Job:
         self._encoded = 0
         self._cached = 0
         self._new = 0
-        self._stats_of: Session[Any] | None = None
-        self._rounds_before = Rounds()
-        self._edited_before = 0
+        self._session: Session[Any] | None = None
+        self._before = SessionStats()
 
     @property
     def rank(self) -> int:
@@ -76,28 +76,22 @@ class Job:
 
     def work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
         """Everything the request asked for, with the drafter and predictor that it asked for."""
-        session, asked = slot.session, self.request.draft
-        own, predict = session.drafter, session.predict
+        asked = self.request.draft
+        aids = slot.session.aids(asked() if callable(asked) else None, self.request.predict)
         try:
-            if callable(asked):
-                session.drafter = asked()
-            if self.request.predict is not None:
-                session.predict = self.request.predict
-            yield from self._work(slot, decoding)
+            yield from self._work(slot, decoding, aids)
         finally:
             if callable(asked):
-                session.drafter = own
-            session.predict = predict
+                aids.drafting.close()
 
-    def _work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
+    def _work(self, slot: Slot, decoding: Decoding, aids: Aids[Any]) -> Work[Any, None]:
         request, session = self.request, slot.session
-        self._stats_of = session
-        self._rounds_before = session.rounds
-        self._edited_before = session.sequence.edit_counts.edited_tokens
+        self._session = session
+        self._before = session.stats()
         self._queued_s = monotonic() - self._arrived
         index = 0
         for ids, begin_with in request.read:
-            yield from self._read(slot, ids, decoding.chunk_tokens)
+            yield from self._read(slot, ids, decoding.chunk_tokens, aids)
             if request.max_tokens == 0:
                 self._finish(index, "length")
                 index += 1
@@ -114,7 +108,7 @@ class Job:
                 session.rollback(len(session.tokens) - len(ids))
                 session.reseed(request.seed + choice)
                 options = request.options(begin_with, choice)
-                yield from self._answer(session, index, options, decoding)
+                yield from self._answer(session, index, options, decoding, aids)
                 index += 1
         self.outbox.put(Done(report=self.report()))
 
@@ -124,10 +118,12 @@ class Job:
 
     def report(self) -> Report:
         """The numbers so far."""
-        session = self._stats_of
-        report = Report(
+        session = self._session
+        stats = SessionStats() if session is None else session.stats()
+        return Report(
             prompt_tokens=sum(map(len, self.request.prompts)),
             cached_tokens=self._cached,
+            edited_tokens=stats.edits.edited_tokens - self._before.edits.edited_tokens,
             new_tokens=self._new,
             queued_ms=self._queued_s * 1e3,
             ttft_ms=self._ttft_s * 1e3,
@@ -135,34 +131,21 @@ class Job:
             decode_ms=self._decode_s * 1e3,
             prefill_tok_s=self._encoded / self._prompt_s if self._prompt_s else 0.0,
             decode_tok_s=self._decoded / self._decode_s if self._decode_s else 0.0,
-        )
-        if session is None:
-            return report
-        stats = session.stats()
-        return replace(
-            report,
-            kv_bytes=stats.kv_bytes,
-            kv_bytes_peak=stats.kv_bytes_peak,
-            kv_budget=stats.kv_budget,
-            auxiliary_bytes=stats.auxiliary_bytes,
-            **asdict(session.rounds.since(self._rounds_before)),
-            edited_tokens=stats.edited_tokens - self._edited_before,
-            context_tokens=len(session.tokens),
-            mean_k_bits=stats.mean_k_bits,
-            mean_v_bits=stats.mean_v_bits,
-            evicted_share=stats.evicted_share,
-            predicted_tokens=stats.predicted_tokens,
-            stale_tokens=stats.stale_tokens,
+            context_tokens=0 if session is None else len(session.tokens),
+            rounds=stats.rounds - self._before.rounds,
+            stats=stats,
         )
 
-    def _read(self, slot: Slot, ids: Sequence[int], chunk_tokens: int) -> Work[Any, None]:
+    def _read(
+        self, slot: Slot, ids: Sequence[int], chunk_tokens: int, aids: Aids[Any]
+    ) -> Work[Any, None]:
         """Brings the session to `ids`, a chunk at a time."""
-        cached = slot.align(ids, reuse=self.request.reuse, edits=self.request.edits)
+        cached = slot.align(ids, reuse=self.request.reuse, edits=self.request.edits, aids=aids)
         self._cached += cached
-        left = len(slot.session.sequence.due())
+        left = len(slot.session.sequence.ready())
         self.progress = (self.progress[0] + len(ids) - left, self.progress[1])
         while left:
-            self._prompt_s += yield from slot.session.reading(chunk_tokens)
+            self._prompt_s += yield from slot.session.reading(chunk_tokens, aids)
             done, left = left, len(slot.session.sequence.due())
             self._encoded += done - left
             self.progress = (self.progress[0] + done - left, self.progress[1])
@@ -207,7 +190,12 @@ class Job:
             self._finish(choice, "stop")
 
     def _answer(
-        self, session: Session[Any], index: int, options: GenerationOptions, decoding: Decoding
+        self,
+        session: Session[Any],
+        index: int,
+        options: GenerationOptions,
+        decoding: Decoding,
+        aids: Aids[Any],
     ) -> Work[Any, None]:
         """One choice, token by token."""
         generation = session.begin(options)
@@ -215,7 +203,7 @@ class Job:
         indent = IndentLimit(self.request.indent)
         reason = None
         while reason is None:
-            steps, seconds = yield from session.stepping(generation)
+            steps, seconds = yield from session.stepping(generation, aids=aids)
             if not generation.begun:
                 self._prompt_s += seconds
                 continue

@@ -6,11 +6,12 @@ and a full outbox says so: then its request is not stepped, and nobody else is d
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import monotonic
 
 from kvq_runtime.generation import Step
+from kvq_runtime.metrics import NO_ROUNDS, Rounds, SessionStats
 
 # Merging stops here, so that one event stays a bounded piece of work.
 _EVENT_BYTES = 16 << 10
@@ -37,8 +38,8 @@ class Report:
     """What a request cost so far. Milliseconds; rates in tokens per second, 0 when unmeasured.
 
     `ttft_ms` is from the request's arrival to its first token, waiting included; `prompt_ms` and
-    `decode_ms` are the engine's own time; for `drafted_tokens` up to `choose_ms` see
-    `metrics.Rounds`. What its arena holds: see `SessionStats`.
+    `decode_ms` are the engine's own time; `rounds` are the request's, `stats` its session's, which
+    holds `context_tokens`. `edited_tokens` are new ones in the middle of a text that was kept.
     """
 
     prompt_tokens: int = 0
@@ -51,21 +52,9 @@ class Report:
     decode_ms: float = 0.0
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    draft_ms: float = 0.0
-    pass_ms: float = 0.0
-    choose_ms: float = 0.0
-    kv_bytes: int = 0
-    kv_bytes_peak: int = 0
-    kv_budget: int = 0
-    auxiliary_bytes: int = 0
     context_tokens: int = 0
-    mean_k_bits: float = 0.0
-    mean_v_bits: float = 0.0
-    evicted_share: float = 0.0
-    predicted_tokens: int = 0
-    stale_tokens: int = 0
+    rounds: Rounds = NO_ROUNDS
+    stats: SessionStats = field(default_factory=SessionStats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -261,7 +261,7 @@ class SessionPool(Generic[S]):
         try:
             request = job.request
             slot = served.slots.lease(
-                request.prompts[0],
+                request.read[0][0],
                 owner=request.owner,
                 reuse=request.reuse,
                 transient=request.transient,

@@ -10,7 +10,8 @@ from time import monotonic
 from typing import Any
 
 from kvq.errors import KvqError
-from kvq_runtime.hunks import common_prefix, hunks
+from kvq_runtime.answering import Aids
+from kvq_runtime.hunks import Hunk, common_prefix, hunks
 from kvq_runtime.prediction import OFF
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
 from kvq_runtime.session import Session
@@ -32,10 +33,19 @@ class Slot:
         self.busy = False
         self.dirty = False
         self.transient = False
+        # Those that make of its text the one it is leased for, where that was asked for.
+        self.changes: list[Hunk] | None = None
         self.released_at = 0.0
         self._squeezed = False
 
-    def align(self, ids: Sequence[int], *, reuse: bool = True, edits: bool = False) -> int:
+    def align(
+        self,
+        ids: Sequence[int],
+        *,
+        reuse: bool = True,
+        edits: bool = False,
+        aids: Aids[Any] | None = None,
+    ) -> int:
         """Makes `ids` the session's prompt; how many of them need not be computed.
 
         `edits`: what follows a change in the middle is kept; see `Sequence.align`.
@@ -45,7 +55,9 @@ class Slot:
         """
         if not reuse or (self._squeezed and not self._overflows(len(ids))):
             self.session.rollback(len(self.session.tokens))
-        cached = self.session.align(ids, edits=edits)
+            self.changes = None
+        changes, self.changes = self.changes, None
+        cached = self.session.align(ids, edits=edits, changes=changes, aids=aids)
         if cached == 0:
             self._squeezed = False
         return cached
@@ -63,17 +75,16 @@ class Slot:
         computed = self.session.sequence.staleness.computed if exact else None
         return common_prefix(self.tokens[:computed], ids) if self.owner == owner else 0
 
-    def edited(self, ids: Ids, owner: str) -> int:
-        """Tokens that are new in a text of `owner`, made of this one by edits."""
-        if self.owner != owner:
-            return len(ids)
-        return sum(len(hunk.new_ids) for hunk in hunks(self.tokens, ids))
+    def changed(self, ids: Ids, owner: str) -> list[Hunk]:
+        """The edits that make a text of `owner` of this one; of another owner's all is new."""
+        same = self.owner == owner
+        return hunks(self.tokens, ids) if same else [Hunk(0, len(self.tokens), list(ids))]
 
     def give_to(self, owner: str) -> None:
         """Belongs to `owner` from now on; what it holds of another's text is forgotten."""
         if self.owner != owner:
             self.session.rollback(len(self.session.tokens))
-            self.owner = owner
+            self.owner, self.changes = owner, None
 
     def settle(self) -> None:
         """Notes what the session holds after a request; what that left unread is forgotten."""
@@ -126,6 +137,8 @@ class Slots:
         wanted = as_ids(ids)
         exact = not self.all[0].session.predicts if predict is None else predict == OFF
         free = [slot for slot in self.all if not slot.busy]
+        for slot in free:
+            slot.changes = None
         slot = _for_an_editor(free, wanted, owner) if transient else None
         slot = slot or _closest(free, wanted, owner, exact=exact)
         if not (transient and slot.transient):
@@ -249,9 +262,12 @@ class Slots:
 def _for_an_editor(free: Sequence[Slot], wanted: Ids, owner: str) -> Slot | None:
     """The slot of a text that `wanted` is an edit of, else an empty one, else another editor's."""
     spent = [slot for slot in free if slot.transient]
-    costs = [slot.edited(wanted, owner) for slot in spent]
+    found = [slot.changed(wanted, owner) for slot in spent]
+    costs = [sum(len(hunk.new_ids) for hunk in changes) for changes in found]
     if costs and min(costs) <= len(wanted) // 2:
-        return spent[costs.index(min(costs))]
+        best = costs.index(min(costs))
+        spent[best].changes = found[best]
+        return spent[best]
     empty = [slot for slot in free if not len(slot.tokens)]
     return min(empty or spent, key=lambda slot: slot.released_at, default=None)
 

@@ -27,12 +27,12 @@ from chat_pilot import (
 )
 from environment import ROOTS
 from kvq_apps.chat import app as app_module
-from kvq_apps.chat import engine_link
+from kvq_apps.chat import engine_link, leaving
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import EngineLostError
 from kvq_apps.chat.commands import COMMANDS, parse_command
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.settings import ChatSettings
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 # Starting, queueing
 
@@ -503,7 +503,7 @@ def test_leaving_while_streaming_keeps_what_came(tmp_path: Path) -> None:
 def test_an_engine_that_hangs_does_not_keep_the_app(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "LEAVE_WITHIN_S", 0.3)
+    monkeypatch.setattr(leaving, "LEAVE_WITHIN_S", 0.3)
     client, gate = gated("first part", " second")
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:

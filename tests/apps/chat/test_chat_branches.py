@@ -12,10 +12,10 @@ from chat_pilot import asked, on_screen, run, saved, say, shown, telling, until
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import Turn
 from kvq_apps.chat.drafts import DraftsScreen
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.fitting import WAYS
 from kvq_apps.chat.history import History
 from kvq_apps.chat.screens import Question
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 # Branches
 

@@ -211,7 +211,7 @@ def test_the_statistics_are_the_sessions_own(bundle: str) -> None:
     assert stats.decode_tok_s == counted.decode_tok_s
     assert stats.kv_bytes == counted.kv_bytes <= facts.kv_budget == counted.kv_budget
     assert (stats.mean_k_bits, stats.mean_v_bits) == (16, 16)
-    assert stats.evicted_share == counted.evicted_share == 0
+    assert stats.evicted_share == counted.held.evicted_share == 0
     assert stats.context_tokens == len(session.tokens)
     assert stats.prompt_tokens == counted.prompt_tokens
     assert (facts.k_bits, facts.v_bits) == (4, 2)

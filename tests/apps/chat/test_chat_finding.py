@@ -16,13 +16,13 @@ from kvq_apps import cli
 from kvq_apps.chat import controller, keys
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.commands import COMMANDS
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.history import History
 from kvq_apps.chat.kv_files import forget_oldest
 from kvq_apps.chat.menu import MenuView
 from kvq_apps.chat.screens import ChatPicker, Entry, Question
 from kvq_apps.chat.settings import REPLY_TOKENS, ChatSettings
 from kvq_apps.commands import chat as chat_command
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 from kvq_runtime.config import Sampling
 
 # Resuming

@@ -9,10 +9,10 @@ from chat_pilot import meter, run, say, shown, until
 from kvq import native
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import Stream, Turn
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
 from kvq_export.config import ExportOptions, WeightFormat
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 from kvq_runtime.config import Sampling
 from shelf import Shelf
 

@@ -21,8 +21,8 @@ from chat_pilot import run, say, telling, until
 from kvq_apps.chat import app as app_module
 from kvq_apps.chat import client as client_module
 from kvq_apps.chat.app import ChatApp
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.screens import Question
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 FOLDER = Path(__file__).parent / "snapshots"
 ROWS = 18

@@ -12,10 +12,10 @@ from kvq_apps.chat import document as document_module
 from kvq_apps.chat import transcript as transcript_module
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import Facts
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.markdown import draw
 from kvq_apps.chat.messages import Message, ReplyStats
 from kvq_apps.chat.meter import kv_part, meter_line
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 LONG = "\n\n".join(f"paragraph number {number}" for number in range(60))
 

@@ -13,16 +13,16 @@ import pytest
 from textual.pilot import Pilot
 
 from chat_pilot import LONG_S, run, saved, say, shown, telling, until
-from kvq_apps.chat import app as app_module
+from kvq_apps.chat import leaving
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import Facts, Stream, Turn
 from kvq_apps.chat.drafts import DraftsScreen
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.history import History
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.plain import PlainChat
 from kvq_apps.chat.screens import HelpScreen, Question
 from kvq_apps.chat.settings import ChatSettings
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 # Another chat's
 
@@ -151,7 +151,7 @@ def test_a_cache_that_is_not_saved_is_not_called_saved(
 def test_leaving_while_a_change_of_kv_is_stuck_marks_no_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "LEAVE_WITHIN_S", 0.1)
+    monkeypatch.setattr(leaving, "LEAVE_WITHIN_S", 0.1)
     client, gate = FakeClient(), Event()
     client.change_kv = lambda *_: gate.wait(LONG_S)  # type: ignore[method-assign, assignment]
 
@@ -171,8 +171,8 @@ def test_leaving_while_a_change_of_kv_is_stuck_marks_no_message(
 def test_a_signal_ends_a_chat_whose_leaving_is_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "STOP_WITHIN_S", 0.05)
-    monkeypatch.setattr(app_module.os, "isatty", lambda _: True)
+    monkeypatch.setattr(leaving, "STOP_WITHIN_S", 0.05)
+    monkeypatch.setattr(leaving.os, "isatty", lambda _: True)
     client, gate = FakeClient(), Event()
     client.save = lambda _: gate.wait(LONG_S)  # type: ignore[method-assign, assignment]
 
@@ -189,7 +189,7 @@ def test_a_signal_ends_a_chat_whose_leaving_is_stuck(
 
 
 def test_leaving_takes_every_screen_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "LEAVE_WITHIN_S", 10 * LONG_S)
+    monkeypatch.setattr(leaving, "LEAVE_WITHIN_S", 10 * LONG_S)
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         app.prompt.fill("one")

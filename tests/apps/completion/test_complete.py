@@ -243,7 +243,7 @@ def test_typing_behind_a_frozen_file_is_exact(engine: Engine) -> None:
         found = own.complete(document, (11, column))
         assert found.encoded_tokens <= 3
         held = own._pool.served.slots.all[0].session
-        assert held.stats().stale_tokens == 0
+        assert held.stats().edits.stale_tokens == 0
         with engine.session(kv="fp", context_tokens=1024) as fresh:
             fresh.prefill(held.tokens)
             np.testing.assert_allclose(logits(fresh), logits(held), atol=2e-3)

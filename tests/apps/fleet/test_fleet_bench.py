@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvq_apps.bench import fleet
+from kvq_lab import fleet
 
 pytestmark = pytest.mark.slow
 

@@ -255,6 +255,30 @@ def test_a_squeezed_session_is_not_reused_for_what_fits(rule: Rule) -> None:
     assert [reused(length) for length in (60, 70)] == [0, 60]
 
 
+def test_what_an_editor_changed_is_found_once(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What told which slot to take is what the cache is edited by, and for this text alone."""
+    slots = Slots(rule.session, 2, SavedSessions(Path(), "key", 0))
+    text = [*range(70, 150)]
+    edited = [*text[:20], 60, 61, *text[20:]]
+
+    def taken(ids: list[int]) -> int:
+        slot = slots.lease(ids, owner="me", reuse=True, transient=True)
+        assert slot is not None
+        kept = slot.align(ids, edits=True)
+        assert list(slot.session.tokens) == ids
+        slot.session.prefill()
+        slots.release(slot)
+        return kept
+
+    assert taken(text) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr("kvq_runtime.sequence.hunks", None)
+        assert taken(edited) > 60
+    (slot,) = (slot for slot in slots.all if len(slot.tokens))
+    assert slot.align(text, edits=True) > 60
+    assert slot.session.tokens == tuple(text)
+
+
 def test_a_text_that_idle_time_cannot_refresh_is_forgotten(rule: Rule) -> None:
     slots = Slots(rule.session, 1, SavedSessions(Path(), "key", 0))
     (slot,) = slots.all

@@ -201,7 +201,7 @@ def test_drafts_of_chains_change_no_answer(engine: Engine, name: str) -> None:
             answers.append([step.token for step in steps])
             stats = session.stats()
     assert answers[0] == answers[1]
-    assert stats.accepted_tokens > 0
+    assert stats.rounds.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("name", ["auto", "recycle", "lookahead"])
@@ -257,8 +257,8 @@ def test_windows_cost_no_more_than_themselves(windowed: Engine) -> None:
         assert session.sequence.cache.used_bytes == (500 + 6 * 24) * row_bytes
         stats = session.stats()
         assert stats.kv_bytes == (500 + 6 * 24) * row_bytes
-        assert (stats.mean_k_bits, stats.mean_v_bits) == (8, 8)
-        assert stats.evicted_share == 0.0
+        assert (stats.held.mean_k_bits, stats.held.mean_v_bits) == (8, 8)
+        assert stats.held.evicted_share == 0.0
 
 
 @pytest.mark.parametrize("name", ["engine", "windowed"])

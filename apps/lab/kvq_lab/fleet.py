@@ -157,7 +157,7 @@ def _server(model: str, *words: str) -> Generator[tuple[str, dict[str, Any]]]:
         "1", "--sessions", str(SESSIONS), "--sessions-disk", "0", *words,
     ]  # fmt: skip
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as server:  # noqa: S603
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as server:
         assert server.stdout is not None
         said = ""
         for line in server.stdout:

@@ -39,6 +39,11 @@ class FakeOptions:
     broken: bool = False
 
 
+def scripted(text: str) -> "FakeClient":
+    """What `kvq chat --engine fake:tok_ms=5` asks for. Raises `UsageError` for what it is not."""
+    return FakeClient(fake_options(text.removeprefix("fake:")))
+
+
 def fake_options(text: str) -> FakeOptions:
     """`"tok_ms=5,fail_at=20"` as options. Raises `UsageError` for an unknown one."""
     values: dict[str, float | int | bool] = {}

@@ -1,4 +1,4 @@
-"""Draws the real app into SVG files: `python -m kvq_apps.chat.pictures FOLDER [MODEL]`.
+"""Draws the real app into SVG files: `python -m kvq_lab.pictures FOLDER [MODEL]`.
 
 Without a MODEL the answers are written here and every number comes from the fake engine; with one
 they are the model's own.
@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 
 from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import ChatClient, Turn
-from kvq_apps.chat.fake import FakeClient, FakeOptions
 from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.settings import ChatSettings
+from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 SIZE = (96, 30)
 QUESTIONS = (
