@@ -196,6 +196,11 @@ class ClassedArena:
         """Readers of all classes whose queries are kept."""
         return sum(part.heard_readers for part in self.parts)
 
+    @property
+    def keeps_places(self) -> bool:
+        """Whether some class keeps places to go back to; see `kvq.sizing.Geometry`."""
+        return any(part.keeps_places for part in self.parts)
+
 
 class ClassedCache:
     """Caches of several classes behind the face of one; see `kvq.cache.Cache`.

@@ -157,6 +157,11 @@ class Geometry:
         return self.readers if self.probes else 0
 
     @property
+    def keeps_places(self) -> bool:
+        """Whether convolutions or delta nets beside attention keep places to go back to."""
+        return self.conv is not None or self.delta is not None
+
+    @property
     def pass_tokens(self) -> int:
         """Most tokens one forward pass may bring: a chunk, or a draft."""
         return max(self.chunk_tokens, self.draft_tokens)

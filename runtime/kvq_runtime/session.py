@@ -388,7 +388,10 @@ class Session(Answering[C]):
         """What a saved session must agree on with the one that loads it."""
         arena = self.config.arena
         heard = 0 if arena is None else arena.heard_readers
-        return ({"evidence": f"with {heard} readers"} if heard else {}) | {
+        later = {"evidence": f"with {heard} readers"} if heard else {}
+        if arena is not None and arena.keeps_places:
+            later["places"] = "the last that were used"
+        return later | {
             "model": self._backend.model.fingerprint,
             "plan": asdict(self.config.plan),
             "context_tokens": self.config.context_tokens,

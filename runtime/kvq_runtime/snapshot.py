@@ -25,8 +25,8 @@ from kvq_runtime.staleness import Ages
 
 FORMAT = "kvq-session"
 VERSION = 9
-# Version 8 kept no queries of layers that read others' keys; where they are kept now, what a
-# session must agree on says so.
+# Version 8 kept no queries of layers that read others' keys, and places of convolutions and delta
+# nets otherwise; where there are such, what a session must agree on says so.
 READ_VERSIONS = (8, VERSION)
 MAGIC = b"kvq-sess"
 PREFIX = struct.Struct("<8sI")

@@ -20,7 +20,7 @@ import pytest
 
 from kvq import native, reference_linear
 from kvq.native_linear import VIEWS, linear
-from kvq.reference_linear import BLOCKS, WIDTHS, Float, Grid, PanelFormat
+from kvq.reference_linear import BLOCKS, Float, Grid, PanelFormat
 from matrices import KINDS, activations, matrix
 from shelf import Shelf
 from tolerances import PRODUCT
