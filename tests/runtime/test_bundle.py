@@ -55,8 +55,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a bundle: kvq.json does not say",
     ),
     "newer version": (
-        lambda f: rewrite(f, lambda d: d.update(version=11)),
-        "version 11, newer than the 10 this kvq reads; upgrade kvq-runtime",
+        lambda f: rewrite(f, lambda d: d.update(version=12)),
+        "version 12, newer than the 11 this kvq reads; upgrade kvq-runtime",
     ),
     "older pages": (
         lambda f: rewrite(f, lambda d: d.update(version=5)),

@@ -120,7 +120,7 @@ def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
     assert tiered == alone
     assert stats.kv_bytes == whole.kv_bytes
     assert stats.held.offloaded_bytes == stats.held.streamed_bytes == arena.column_bytes(4, 2)
-    assert whole.kv_offloaded_bytes == 0
+    assert whole.held.offloaded_bytes == 0
     with (
         Engine.open(path) as engine,
         pytest.raises(BackendError, match='kv_offload needs device="cuda"'),

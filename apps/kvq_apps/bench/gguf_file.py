@@ -103,17 +103,18 @@ def _kinds(model: GgufModel, weights: WeightInfo) -> dict[str, StoredKind]:
 
 
 def _encode(tensor: GgufTensor, bundle: Bundle, weights: WeightInfo) -> Iterator[np.ndarray]:
-    rows = slice(tensor.start, tensor.stop)
-    if len(tensor.shape) == 1:
-        yield tensor.arrange(bundle.read_weight(tensor.source, rows))
-        return
-    form, bits = weights.format_of(tensor.source), _bits(tensor, weights)
-    if form.grid is Grid.SYMMETRIC and form.bits == bits:
-        blocks = bundle.read_codes(tensor.source, rows)
-    else:
-        weight = bundle.read_weight(tensor.source, rows)
-        blocks = quantize(weight, BlockFormat(bits=bits, block=BLOCK))
-    yield tensor.arrange(pack_blocks(blocks.codes, blocks.scales, bits))
+    for taken in tensor.rows:
+        rows = slice(taken.start, taken.stop)
+        if len(tensor.shape) == 1:
+            yield tensor.arrange(bundle.read_weight(tensor.source, rows))
+            continue
+        form, bits = weights.format_of(tensor.source), _bits(tensor, weights)
+        if form.grid is Grid.SYMMETRIC and form.bits == bits:
+            blocks = bundle.read_codes(tensor.source, rows)
+        else:
+            weight = bundle.read_weight(tensor.source, rows)
+            blocks = quantize(weight, BlockFormat(bits=bits, block=BLOCK))
+        yield tensor.arrange(pack_blocks(blocks.codes, blocks.scales, bits))
 
 
 def _bits(tensor: GgufTensor, weights: WeightInfo) -> int:

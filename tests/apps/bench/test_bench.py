@@ -696,7 +696,6 @@ def test_a_shape_may_have_its_first_layers_alone(name: str, mixers: str) -> None
     assert config.layers == whole[: config.num_layers]
 
 
-@pytest.mark.usefixtures("tiny_shape")
 def test_a_shape_has_the_experts_that_its_model_was_published_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -106,9 +106,9 @@ def test_the_estimate_is_what_a_session_then_uses(
     assert used.kv_budget == found["kv_bytes"]
     assert 0.9 * found["kv_bytes"] < used.kv_bytes_peak <= found["kv_bytes"]
     # It held the whole context, and no page lost bits for it.
-    assert used.evicted_share == 0
-    assert used.mean_k_bits >= plan.k_bits
-    assert used.mean_v_bits >= plan.v_bits
+    assert used.held.evicted_share == 0
+    assert used.held.mean_k_bits >= plan.k_bits
+    assert used.held.mean_v_bits >= plan.v_bits
     assert found["weight_bytes"] <= (bundle / "model.onnx.data").stat().st_size
     assert found["total_bytes"] == found["weight_bytes"] + found["kv_bytes"]
 
@@ -269,8 +269,8 @@ def test_damaged_and_newer_sessions(saved: Path, refused: Refused, tmp_path: Pat
         content[:20]: "is truncated or was altered after it was saved; save the session again",
         flipped: "is truncated or was altered after it was saved; save the session again",
         _with_header(
-            content, version=9
-        ): "is a session of version 9, newer than the 8 this kvq reads",
+            content, version=10
+        ): "is a session of version 10, newer than the 9 this kvq reads",
         _with_header(content, identity={}): "lacks what it must say of its session",
         content[:4]: "is a file, and neither a GGUF file nor a saved session",
         b"": "is a file, and neither a GGUF file nor a saved session",
@@ -278,7 +278,7 @@ def test_damaged_and_newer_sessions(saved: Path, refused: Refused, tmp_path: Pat
         path.write_bytes(damaged)
         line = refused(path)
         assert f"{path} {words}" in line
-    assert "upgrade kvq-runtime" in refused(_written(path, _with_header(content, version=9)))
+    assert "upgrade kvq-runtime" in refused(_written(path, _with_header(content, version=10)))
 
 
 def _written(path: Path, content: bytes) -> Path:
