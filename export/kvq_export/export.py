@@ -17,7 +17,12 @@ import numpy as np
 from kvq.errors import BackendError, CheckpointError, UsageError, argument
 from kvq.reference_linear import WIDTHS, Grid
 from kvq_export import auxiliary, eight_bits, prediction, quality
-from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
+from kvq_export.calibrated import (
+    ENDS,
+    CalibratedWeights,
+    calibration_segments,
+    report_texts,
+)
 from kvq_export.checkpoint import holds
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.damage import mixed_formats
@@ -153,11 +158,16 @@ def _reader(model: OpenModel, layout: Layout, options: ExportOptions) -> Closing
 def _model_reader(model: OpenModel, layout: Layout, options: ExportOptions) -> ClosingReader:
     """Rounds with error feedback where there is a text to feed, else every weight by itself.
 
-    So too at 8 bits, which lose next to nothing.
+    So too at 8 bits, which lose next to nothing, and where none of the layers is rounded.
     """
     original, weights = model.original, layout.format
     plain = weights.linear == "ort" or weights.bits == max(WIDTHS)
-    if model.tokenizer is None or not options.calibrate or plain:
+    kept = all(
+        original.checkpoint.stored(original.sources[name], form.format) is not None
+        for name, form in layout.matrices.items()
+        if name not in ENDS
+    )
+    if model.tokenizer is None or not options.calibrate or plain or kept:
         return CheckpointWeights(original.checkpoint, original.sources, options.threads)
     segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)
     return CalibratedWeights(original, layout.matrices, segments, options.threads)

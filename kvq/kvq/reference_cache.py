@@ -717,7 +717,7 @@ class ReferenceCache:
             arena.context_tokens,
             arena.pass_tokens,
             arena.draft_tokens,
-            arena.heard_readers or arena.probes,
+            arena.probes + arena.heard_readers,
             arena.num_bytes,
             arena.conv,
             arena.delta,

@@ -33,7 +33,7 @@ class ToolForm:
     `known_by` stands in the templates that ask for it, `not_by` in those of another form. `calls`
     reads what stands between the marks where that is no JSON; None for what is no call. Then what
     stands between the marks `bare`, with them, is read too. `tokens`: marks within calls, and
-    parts of marks, that a vocabulary may have as control tokens. `nobodys`: marks around what is
+    parts of marks, that a vocabulary may have as control tokens. `unsaid`: marks around what is
     said, which are no part of it.
     """
 
@@ -48,7 +48,7 @@ class ToolForm:
     calls: Callable[[str, Schemas], list[Call] | None] | None = None
     bare: tuple[str, str] | None = None
     tokens: tuple[str, ...] = ()
-    nobodys: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
 
 
 FORMS = (
@@ -73,7 +73,7 @@ FORMS = (
     ToolForm(known_by="<|call|>", opening="<|channel|>commentary to=functions.",
         closing="<|call|>", calls=harmony_calls, bare=(" to=functions.", "<|call|>"),
         tokens=("<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|start|>"),
-        nobodys=("<|start|>assistant", "<|end|>", "<|channel|>commentary<|message|>",
+        unsaid=("<|start|>assistant", "<|end|>", "<|channel|>commentary<|message|>",
             "<|channel|>final<|message|>")),
     # Llama 3.1 to 3.3
     ToolForm(known_by='"parameters": ', arguments="parameters", before="<|python_tag|>"),
@@ -163,7 +163,7 @@ class MarkedReader:
     ) -> None:
         self._own = form.opening
         self._closings = {form.opening: form.closing} | dict([form.bare] if form.bare else [])
-        self._nobodys = form.nobodys
+        self._unsaid = form.unsaid
         self._read = read
         self._schemas = schemas
         self._most = most
@@ -205,7 +205,7 @@ class MarkedReader:
         place, mark = min(found, default=(len(self._held) - self._half(), ""))
         text = self._held[:place].rstrip()
         pieces += [text] if text else []
-        if mark in self._nobodys:
+        if mark in self._unsaid:
             self._held = self._held[place + len(mark) :]
         elif mark:
             self._before, self._opening = self._held[len(text) : place] + mark, mark
@@ -225,7 +225,7 @@ class MarkedReader:
 
     @property
     def _marks(self) -> tuple[str, ...]:
-        return (*self._closings, *self._nobodys)
+        return (*self._closings, *self._unsaid)
 
     def _call(self, pieces: list[Piece]) -> bool:
         """The call up to its closing mark, of which a beginning stays held."""

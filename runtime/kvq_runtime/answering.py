@@ -106,12 +106,18 @@ class Answering(Generic[C]):
     def aids(self, drafter: Drafter | None = None, predict: str | None = None) -> Aids[C]:
         """Its own, but for a drafter of the answer's, and for what the answer has predicted.
 
-        Raises what opening the drafter does, and `UsageError` for what cannot be predicted.
+        Raises what opening the drafter does, and `UsageError` for what cannot be predicted, and for
+        a drafter that reads states, which are kept from a text's beginning on.
         """
         own = self._aids
         if predict is not None and predict != self._predict:
             own = replace(own, prediction=self._prediction(predict))
         if drafter is not None:
+            if drafter.reads_states:
+                raise UsageError(
+                    f"{drafter.name} reads the model's states of a whole text, so it cannot be an "
+                    "answer's own drafter; give it to the session"
+                )
             own = replace(own, drafting=Drafting(self._backend, self.sequence, drafter))
         return own
 

@@ -23,7 +23,6 @@ from kvq.errors import UsageError
 from kvq_apps.chat import commands, keys
 from kvq_apps.chat.blocks import code_fences
 from kvq_apps.chat.chat_list import Sidebar
-from kvq_apps.chat.choosing import ChoosingApp
 from kvq_apps.chat.client import ChatClient
 from kvq_apps.chat.controller import ChatController, ClientFor
 from kvq_apps.chat.drafts import DraftsScreen
@@ -68,7 +67,7 @@ class NoteHandler(logging.Handler):
         self._app.call_later(self._app.say, record.getMessage())
 
 
-class ChatApp(LeavingApp, ChoosingApp):
+class ChatApp(LeavingApp):
     """`kvq chat`. `client_for` makes another client when the user changes the model."""
 
     TITLE = "kvq chat"
@@ -190,10 +189,6 @@ class ChatApp(LeavingApp, ChoosingApp):
         queue.display = bool(texts)
 
     # What the controller shows
-
-    def say(self, text: str, *, error: bool = False) -> None:
-        """Shows a remark in the conversation."""
-        self.transcript.note(" ".join(text.split()) if error else text, error=error)
 
     def say_from_thread(self, text: str) -> None:
         """Shows an error that another thread met."""

@@ -13,6 +13,7 @@ from kvq_apps.chat.controller import ChatController
 from kvq_apps.chat.history import ChatSummary, History
 from kvq_apps.chat.prompt import Prompt
 from kvq_apps.chat.screens import ChatPicker, Entry, Question
+from kvq_apps.chat.transcript import TranscriptView
 from kvq_apps.flags import told
 
 SIDEBAR_COLUMNS = 80
@@ -25,11 +26,12 @@ class ChoosingApp(App[None]):
     controller: ChatController
     prompt: Prompt
     sidebar: Sidebar
+    transcript: TranscriptView
     _wants_sidebar = False
 
     def say(self, text: str, *, error: bool = False) -> None:
         """Shows a remark in the conversation."""
-        raise NotImplementedError
+        self.transcript.note(" ".join(text.split()) if error else text, error=error)
 
     def action_new_chat(self) -> None:
         self.controller.do(self.controller.new_chat)

@@ -7,10 +7,7 @@ from collections.abc import Coroutine
 from time import time
 from typing import Any
 
-from textual.app import App
-
-from kvq_apps.chat.controller import ChatController
-from kvq_apps.chat.transcript import TranscriptView
+from kvq_apps.chat.choosing import ChoosingApp
 
 LEAVE_WITHIN_S = 3.0
 # A signal ends the chat: what runs may take so long to stop, and the KV so long to be saved.
@@ -18,11 +15,8 @@ STOP_WITHIN_S = 0.4
 SAVE_WITHIN_S = 0.8
 
 
-class LeavingApp(App[None]):
-    """An app that shows a chat and is left; `said` is what was said since it began, as drawn."""
-
-    controller: ChatController
-    transcript: TranscriptView
+class LeavingApp(ChoosingApp):
+    """An app that shows chats and is left; `said` is what was said since it began, as drawn."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
