@@ -208,6 +208,16 @@ def test_blocks_on_our_grid_pass_bit_for_bit(
     assert (row["exact"], row["formats"]) == (row["tensors"], {form: row["tensors"]})
 
 
+def test_no_text_is_read_where_nothing_of_the_layers_is_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvq_export.export.CalibratedWeights", None)
+    kept, rounded = (write_gguf(tmp_path / f"{kind}.gguf", kind=kind) for kind in ("Q4_0", "F16"))
+    exported(kept, tmp_path / "kept", calibrate=True)
+    with pytest.raises(TypeError):
+        exported(rounded, tmp_path / "rounded", weights=WeightFormat(), calibrate=True)
+
+
 def exported(file: Path, destination: Path, **options: Any) -> Bundle:
     asked = {"quality": False, "calibrate": False, "threads": 1, **options}
     return export_model(file, destination, ExportOptions(**asked))

@@ -13,7 +13,7 @@ import pytest
 from answers import LIMITS, chi_square
 from draft_heads import HEAD, WALK, drafting_weights, make_drafting, make_walker
 from kvq import native
-from kvq.errors import BackendError, BudgetError, BundleError, KvqError
+from kvq.errors import BackendError, BudgetError, BundleError, KvqError, UsageError
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.config import ModelConfig
@@ -319,6 +319,12 @@ def test_its_cache_is_part_of_the_budget(engine: Engine) -> None:
     with pytest.raises(BudgetError) as alone:
         opened(engine, None, kv_budget="1KiB")
     assert str(refused.value) != str(alone.value)
+
+
+def test_an_answer_has_no_head_of_its_own(engine: Engine) -> None:
+    """A head reads the states of a whole text, which an answer in its middle has not seen."""
+    with opened(engine, None) as session, pytest.raises(UsageError, match="give it to the session"):
+        session.aids(drafter_named("mtp"))
 
 
 def test_a_bundle_names_its_graph_and_counts_its_weights(bundle: Path, tmp_path: Path) -> None:
