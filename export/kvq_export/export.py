@@ -31,7 +31,7 @@ from kvq_export.gguf_model import gguf_model
 from kvq_export.gguf_vocabulary import read_vocabulary
 from kvq_export.hub_files import unseen
 from kvq_export.layout import Layout, plan_layout
-from kvq_export.page_forms import choose_forms
+from kvq_export.page_forms import fit_pages
 from kvq_export.quality import Original
 from kvq_export.source import Source, open_source
 from kvq_export.staging import free_destination, require_space, staged
@@ -313,9 +313,7 @@ def _measured(
 
     if options.calibrate and options.onnx:
         step("how pages are best encoded")
-        bundle = Bundle.open(partial, verify="size")
-        forms = choose_forms(bundle, model.tokenizer, options.threads)
-        manifest = replace(manifest, forms=forms)
+        manifest = fit_pages(partial, manifest, model.tokenizer, options.threads)
         write_manifest(partial, manifest)
     if options.quality:
         quality = _measure(model, model.tokenizer, partial, options, step)

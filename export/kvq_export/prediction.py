@@ -83,11 +83,11 @@ class Watched(PlainAttention):
         given = (params, qkv, positions, inv_freq, q_norm, k_norm)
         return super().__call__(*given, sink_logits=sink_logits)
 
-    def saw(self, layer: int, weights: np.ndarray) -> None:
+    def saw(self, params: AttentionParams, query: np.ndarray, weights: np.ndarray) -> None:
         """Sums over layers, heads and queries; late tokens have fewer who could look."""
         seen = weights.sum(axis=(0, 1, 2), dtype=np.float64)
         share = seen / np.arange(len(seen), 0, -1)
-        self.received = self.received + share if layer else share
+        self.received = self.received + share if params.layer else share
 
     def weights(self) -> Floats:
         """What each token weighs in a fit, 1 on average; the first ones are computed."""

@@ -138,6 +138,9 @@ int kvq_cache_stats(int64_t handle, kvq_stats* stats) {
 int kvq_cache_read(int64_t handle, const kvq_read* rule) {
     return with_cache(handle, [&](Cache& cache) { return cache.read_by(*rule); });
 }
+int kvq_cache_feed_back(int64_t handle, const float* feedback) {
+    return with_cache(handle, [&](Cache& cache) { return cache.feed_back(feedback); });
+}
 int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t* bytes, int32_t* columns) {
     return with_cache(handle,
                       [&](Cache& cache) { return cache.missing(tokens, *bytes, *columns); });
@@ -251,14 +254,17 @@ int kvq_cache_load(int64_t handle, const uint8_t* bytes, int64_t count, kvq_stat
     return with_stats(handle, stats, [&](Cache& cache) { return cache.load(bytes, count); });
 }
 
-int kvq_pack(int32_t values, int32_t channels, const float* x, int32_t head_dim, int32_t bits, uint8_t* planes,
-             uint8_t* grid) {
-    if (head_dim < 16 || head_dim > kvq::kMaxHeadDim || head_dim % 16 || !kvq::valid_width(bits))
+int kvq_pack(int32_t values, int32_t channels, const float* x, int32_t head_dim, int32_t bits,
+             const float* feedback, uint8_t* planes, uint8_t* grid) {
+    if (head_dim < 16 || head_dim > kvq::kMaxHeadDim || head_dim % 16 || !kvq::valid_width(bits) ||
+        (feedback && !channels))
         return KVQ_BAD_ARGUMENT;
     for (int i = 0; i < kvq::kPageTokens * head_dim; i++)
         if (!std::isfinite(x[i])) return KVQ_NOT_FINITE;
     const kvq::Kernels& kernel = kvq::kernels();
-    const bool packed = kernel.pack(x, head_dim, values, channels, planes, grid);
+    std::vector<float> own(x, x + kvq::kPageTokens * head_dim);
+    const bool packed =
+        kernel.pack(own.data(), head_dim, values, channels, bits, feedback, planes, grid);
     if (packed && kvq::halves_plane(bits))
         kernel.narrow(planes + kvq::halved(bits) * kvq::granule_bytes(head_dim), head_dim);
     return packed ? KVQ_OK : KVQ_NOT_FINITE;

@@ -48,6 +48,11 @@ Cache::~Cache() {
     platform::release(memory_);
 }
 
+int Cache::feed_back(const float* feedback) {
+    arena_.feedback = feedback;
+    return twin_ ? twin_->feed_back(feedback) : KVQ_OK;
+}
+
 int Cache::read_by(const kvq_read& rule) {
     if (!(rule.share > 0 && rule.share <= 1) || !(rule.spread >= 0 && rule.spread <= 1) ||
         rule.channels < 0 || rule.exact < 0 || rule.exact > 1 || (twin_ && rule.share < 1))

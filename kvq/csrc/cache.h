@@ -30,6 +30,7 @@ public:
     Cache& operator=(const Cache&) = delete;
 
     int read_by(const kvq_read& rule);
+    int feed_back(const float* feedback);
     int missing(int tokens, int64_t& bytes, int32_t& columns) const;
     int begin(int tokens, const int32_t* parents, int view, int at, const uint8_t* silent);
     // What one layer does: `prepare` stores keys and values, the job's units run, `finish` closes.

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 22
+#define KVQ_ABI 23
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -130,6 +130,10 @@ KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 
 /* From now on steps read by `rule`; share 1 and exact 0: everything, as at the beginning. */
 KVQ_EXPORT int kvq_cache_read(int64_t handle, const kvq_read *rule);
+/* Keys of pages that close from now on are rounded with it (kvq.reference.carried): float32 [layers,
+   kv_heads, head_dim, head_dim], 0 on and below the diagonals. It is not copied: it must stay where it
+   is as long as the cache is open. NULL: without, as at the beginning. */
+KVQ_EXPORT int kvq_cache_feed_back(int64_t handle, const float *feedback);
 
 /* The branch: rows after the committed tokens, numbered from 0 as they were added, that may be forgotten. It
    holds at most draft_tokens rows; only a chunk of a prompt, into an empty branch and without
@@ -247,9 +251,10 @@ KVQ_EXPORT int kvq_cache_save(int64_t handle, uint8_t *bytes, int64_t count);
 KVQ_EXPORT int kvq_cache_load(int64_t handle, const uint8_t *bytes, int64_t count, kvq_stats *stats);
 
 /* Encodes float32 [64, head_dim] as a page's keys (or `values`) on a grid of `channels` or of tokens: the
-   grid, and the planes a side of `bits` bits holds, into room for those of 8 bits. */
+   grid, and the planes a side of `bits` bits holds, into room for those of 8 bits. `feedback`: as
+   kvq_cache_feed_back has it, of one head and for a grid of channels, or NULL. */
 KVQ_EXPORT int kvq_pack(int32_t values, int32_t channels, const float *x, int32_t head_dim, int32_t bits,
-                        uint8_t *planes, uint8_t *grid);
+                        const float *feedback, uint8_t *planes, uint8_t *grid);
 
 /* Weights. A matrix is stored as panels; kvq/reference_linear.py defines their bytes and every
    product's arithmetic. No pointer below is kept, none needs any alignment. */

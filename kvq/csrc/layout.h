@@ -187,6 +187,7 @@ struct Arena {
     uint8_t* pool;
     kvq_layout sizes;
     class Twin* twin;  // null: pages and rows lie here, and nowhere else
+    const float* feedback = nullptr;  // of every stream's keys [head_dim, head_dim], the caller's; null: none
 
     void place(uint8_t* bytes, const Layout& layout);
     const kvq_config& config() const { return state->config; }

@@ -50,10 +50,13 @@ int PageTable::close(int stream, int column, const uint16_t* const* k, const uin
     std::memset(stored, 0, static_cast<size_t>(arena_.sizes.constant_bytes));
     for (int i = 0; i < kPageTokens; i++) kernel.from_half(k[i], x + i * dim(), dim());
     if (form(stream) & kRotatedKeys) hadamard(x, kPageTokens, dim());
-    if (!kernel.pack(x, dim(), false, true, planes, stored)) return KVQ_NOT_FINITE;
+    const float* feedback = arena_.feedback;
+    if (feedback) feedback += int64_t{stream} * dim() * dim();
+    if (!kernel.pack(x, dim(), false, true, e.k_bits, feedback, planes, stored))
+        return KVQ_NOT_FINITE;
     write_side(e, 0, e.k_bits, planes);
     for (int i = 0; i < kPageTokens; i++) kernel.from_half(v[i], x + i * dim(), dim());
-    if (!kernel.pack(x, dim(), true, form(stream) & kChannelValues, planes,
+    if (!kernel.pack(x, dim(), true, form(stream) & kChannelValues, e.v_bits, nullptr, planes,
                      stored + grid_bytes(dim())))
         return KVQ_NOT_FINITE;
     write_side(e, 1, e.v_bits, planes);

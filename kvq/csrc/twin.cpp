@@ -80,6 +80,7 @@ Twin::Twin(Device& device, const Arena& arena, const uint8_t* host)
       tables_(device),
       chunk_(device),
       taken_(device),
+      feedback_room_(device),
       told_(static_cast<size_t>(arena.config().layers)) {}
 
 std::unique_ptr<Twin> Twin::open(Device& device, const Arena& arena, const uint8_t* host,
@@ -102,6 +103,16 @@ Twin::~Twin() {
     tiers_.reset();
     device_.wait();
     device_.calls().free(memory_);
+}
+
+int Twin::feed_back(const float* feedback) {
+    std::lock_guard<std::mutex> turn(device_.turn);
+    const int64_t dim = config().head_dim, bytes = 4 * arena_.streams() * dim * dim;
+    uint8_t* room = feedback ? feedback_room_.at_least(bytes) : nullptr;
+    if (feedback && !room) return KVQ_NO_MEMORY;
+    feedback_ = reinterpret_cast<const float*>(room);
+    if (room) copy(room, feedback, bytes);
+    return status_;
 }
 
 // Pages in tiers have places of their own.
@@ -336,6 +347,7 @@ int Twin::close_layer(PageTable& pages, const Tail& tail, int layer, const Tail:
     const kvq_cuda_closing call{
         count, heads, dim, from, stride, numbers(rows_at),
         reinterpret_cast<const kvq_cuda_page*>(told + work_at), of(arena_.forms + first),
+        feedback_ ? feedback_ + int64_t{first} * dim * dim : nullptr,
         arena_.sizes.constant_bytes};
     note(device_.calls().close(&call, device_.facts().stream));
     const kvq_cuda_rows staying{of(tail.rows(first, 0)), from, tail_rows * dim, stride * dim,

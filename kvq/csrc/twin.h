@@ -58,6 +58,8 @@ public:
     int take(const kvq_attention& a, const Inputs& in, Run&& run);
     // As Tail::keep_rows.
     void keep_rows(int first, const int32_t* rows, int count);
+    // As Cache::feed_back; the device has a copy, beside the budget as weights are.
+    int feed_back(const float* feedback);
     // As Tail::close_layer.
     int close_layer(PageTable& pages, const Tail& tail, int layer, const Tail::Closing& closed);
     // As PageTable::lower_side, of the two granules that become one: when all that lose bits
@@ -114,7 +116,8 @@ private:
     uint8_t* memory_ = nullptr;
     int64_t bytes_ = 0;
     std::unique_ptr<Tiers> tiers_;
-    DeviceBytes tables_, chunk_, taken_;
+    DeviceBytes tables_, chunk_, taken_, feedback_room_;
+    const float* feedback_ = nullptr;
     std::vector<kvq_cuda_plane> narrowed_;
     PassTables pass_;
     uint64_t entries_ = 1;

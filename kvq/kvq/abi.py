@@ -25,7 +25,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 22
+ABI = 23
 
 
 class Config(Structure):
@@ -191,6 +191,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_close": (c_int32, (c_int64,)),
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
     "kvq_cache_read": (c_int32, (c_int64, POINTER(Read))),
+    "kvq_cache_feed_back": (c_int32, (c_int64, _FLOATS)),
     "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), _INT32S)),
     "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32, c_int32, _BYTES)),
     "kvq_cache_attend": (
@@ -228,7 +229,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_state_bytes": (c_int64, (c_int64,)),
     "kvq_cache_save": (c_int32, (c_int64, _BYTES, c_int64)),
     "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
-    "kvq_pack": (c_int32, (c_int32, c_int32, _FLOATS, c_int32, c_int32, _BYTES, _BYTES)),
+    "kvq_pack": (c_int32, (c_int32, c_int32, _FLOATS, c_int32, c_int32, _FLOATS, _BYTES, _BYTES)),
     "kvq_tune": (c_int32, (c_int32, c_int64)),
     "kvq_processor_of": (c_int32, (POINTER(Processor),)),
     "kvq_built_in_of": (c_int32, (POINTER(Processor), POINTER(BuiltIn))),

@@ -86,8 +86,8 @@ class Cache:
 
     A forward pass is `begin(n)` and one `attend` per layer (by the graph or directly). Its rows
     form a branch, which further passes may extend, until `commit` keeps a path of it or `rewind`
-    forgets it. `weight_norms`: as `Evidence` has it. `engine`: a row of
-    `kvq.cache_engine.ENGINES`.
+    forgets it. `weight_norms`: as `Evidence` has it. `feedback` float32 [L, Hk, D, D]: by which
+    keys are rounded, see `kvq.reference.carried`. `engine`: a row of `kvq.cache_engine.ENGINES`.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Cache:
         arena: Arena,
         *,
         weight_norms: Callable[[], NDArray[np.float64]] | None = None,
+        feedback: NDArray[np.float32] | None = None,
         engine: str = "native",
     ) -> None:
         spec = arena.spec
@@ -115,6 +116,8 @@ class Cache:
         self._weight_norms = weight_norms
         self.engine = open_engine(engine, arena)
         self.engine.read_by(rule_named(spec.read))
+        if feedback is not None:
+            self.engine.feed_back(feedback)
 
     @property
     def handle(self) -> int:

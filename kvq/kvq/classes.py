@@ -21,6 +21,7 @@ from kvq.reference_delta import DeltaWeights
 from kvq.sizing import DEFAULT_TOKENS, Arena, CacheSpec, longest_context, require_budget
 
 WeightNorms = Callable[[], NDArray[np.float64]]
+Feedback = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,24 +206,31 @@ class ClassedArena:
 class ClassedCache:
     """Caches of several classes behind the face of one; see `kvq.cache.Cache`.
 
-    `AttentionParams.cache` says whose layer `AttentionParams.layer` is. `weight_norms`: as
-    `Evidence` has it, of every class.
+    `AttentionParams.cache` says whose layer `AttentionParams.layer` is. `weight_norms` and
+    `feedback`: as `Cache` has them, of every class.
     """
 
     def __init__(
         self,
         arena: ClassedArena,
         *,
-        weight_norms: Sequence[WeightNorms | None] | None = None,
+        weight_norms: Sequence[WeightNorms] = (),
+        feedback: Sequence[Feedback] = (),
         engine: str = "native",
     ) -> None:
         self.arena = arena
         self.plan = arena.plan
-        norms = weight_norms or [None] * len(arena.parts)
         parts: list[Cache] = []
         try:
-            for part, own in zip(arena.parts, norms, strict=True):
-                parts.append(Cache(part, weight_norms=own, engine=engine))
+            for index, part in enumerate(arena.parts):
+                parts.append(
+                    Cache(
+                        part,
+                        weight_norms=weight_norms[index] if weight_norms else None,
+                        feedback=feedback[index] if feedback else None,
+                        engine=engine,
+                    )
+                )
         except BaseException:
             for opened in parts:
                 opened.close()
@@ -466,10 +474,16 @@ def first_classes(arena: ClassedArena, count: int) -> Arena | ClassedArena:
 def open_cache(
     arena: Arena | ClassedArena,
     *,
-    weight_norms: Sequence[WeightNorms | None] | None = None,
+    weight_norms: Sequence[WeightNorms] = (),
+    feedback: Sequence[Feedback] = (),
     engine: str = "native",
 ) -> Cache | ClassedCache:
-    """An empty cache in `arena`. Raises as `Cache` does."""
+    """An empty cache in `arena`; of every class its own, or none. Raises as `Cache` does."""
     if isinstance(arena, ClassedArena):
-        return ClassedCache(arena, weight_norms=weight_norms, engine=engine)
-    return Cache(arena, weight_norms=weight_norms[0] if weight_norms else None, engine=engine)
+        return ClassedCache(arena, weight_norms=weight_norms, feedback=feedback, engine=engine)
+    return Cache(
+        arena,
+        weight_norms=weight_norms[0] if weight_norms else None,
+        feedback=feedback[0] if feedback else None,
+        engine=engine,
+    )

@@ -121,18 +121,25 @@ def select_isa(name: str) -> None:
 
 
 def pack(
-    x: NDArray[np.float32], side: int, bits: int = 8, *, axis: int | None = None
+    x: NDArray[np.float32],
+    side: int,
+    bits: int = 8,
+    *,
+    axis: int | None = None,
+    feedback: NDArray[np.float32] | None = None,
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """(planes, grid) of one page's keys (0) or values (1), float32 [64, D], at `bits`.
 
-    `axis`: the one a group of the grid lies along; by default the tokens for keys.
+    `axis`: the one a group of the grid lies along; by default the tokens for keys. `feedback`
+    float32 [D, D]: see `kvq.reference.carried`.
     """
     x = np.ascontiguousarray(x, np.float32)
     dim = x.shape[1]
     planes = np.zeros(64 * dim, np.uint8)
     channels = (side if axis is None else axis) == 0
     grid = np.zeros(grid_bytes(dim if channels else 64), np.uint8)
-    pointers = pointer(planes), pointer(grid)
+    given = None if feedback is None else np.ascontiguousarray(feedback, np.float32)
+    pointers = given if given is None else pointer(given), pointer(planes), pointer(grid)
     _check(library().kvq_pack(side, channels, pointer(x), dim, bits, *pointers))
     return planes[: 64 * dim * bits // 8], grid
 
@@ -227,6 +234,10 @@ class NativeCache:
     def read_by(self, rule: ReadRule) -> None:
         numbers = Read(rule.share, rule.spread, rule.channels, rule.exact)
         self._call("read", ctypes.byref(numbers))
+
+    def feed_back(self, feedback: NDArray[np.float32]) -> None:
+        self._feedback = np.ascontiguousarray(feedback, np.float32)  # which native code only reads
+        self._call("feed_back", pointer(self._feedback))
 
     def missing(self, tokens: int) -> tuple[int, int]:
         short, columns = c_int64(), c_int32()

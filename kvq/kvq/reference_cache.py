@@ -113,6 +113,10 @@ class ReferenceCache:
         """How steps read from now on."""
         self._rule = rule
 
+    def feed_back(self, feedback: Float) -> None:
+        """See `CacheEngine.feed_back`."""
+        self.table.feedback = feedback.reshape(-1, *feedback.shape[2:])
+
     # -- bytes --
 
     @property

@@ -153,6 +153,7 @@ class PageTable:
         self._arena = arena
         self.columns: list[Column] = []
         self.forms = arena.spec.forms or (PageForm.PLAIN,) * arena.streams
+        self.feedback: Sequence[Float | None] = (None,) * arena.streams
         self._entering = np.empty((arena.streams, 2), np.uint8)
         self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
 
@@ -266,11 +267,14 @@ class PageTable:
     def append(self, views: list[View], rows: Sequence[tuple[Half, Half]]) -> None:
         """Packs keys and values [64, D] of every stream as a column with these views."""
         column = Column(views)
-        packed = zip(self.forms, self._entering.tolist(), rows, strict=True)
-        for form, (k_bits, v_bits), (keys, values) in packed:
+        packed = zip(self.forms, self.feedback, self._entering.tolist(), rows, strict=True)
+        for form, feedback, (k_bits, v_bits), (keys, values) in packed:
             k, v = keys.astype(np.float32), values.astype(np.float32)
             k = hadamard(k) if form & PageForm.ROTATED_KEYS else k
-            sides = [encode(x, grid_axis(side, form)) for side, x in ((KEYS, k), (VALUES, v))]
+            sides = (
+                encode(k, grid_axis(KEYS, form), bits=k_bits, feedback=feedback),
+                encode(v, grid_axis(VALUES, form)),
+            )
             codes, grids = zip(*sides, strict=True)
             page = Page(codes=codes, grids=grids, bits=(k_bits, v_bits), form=form)
             column.pages.append(page)

@@ -530,11 +530,14 @@ class PlainAttention:
         keys, values, seen = self._keys[place], self._values[place], self._positions[place]
         distance = positions[:, None] - seen[None, :]
         weights = _weights(params, query, keys, distance, sink_logits)
-        self.saw(params.layer, weights)
+        self.saw(params, query, weights)
         return _mixed(weights, values)
 
-    def saw(self, layer: int, weights: np.ndarray) -> None:
-        """What a layer's queries looked at, float32 [Hk, H / Hk, T, S]; for those who watch."""
+    def saw(self, params: AttentionParams, query: np.ndarray, weights: np.ndarray) -> None:
+        """What a layer's queries [T, H, D] are and looked at, [Hk, H / Hk, T, S]; all float32.
+
+        For those who watch.
+        """
 
     def trim(self, tokens: int) -> None:
         """Forget all but the first `tokens` tokens."""

@@ -38,6 +38,7 @@ from kvq_runtime.manifest import (
     AUXILIARY_FILE,
     DATA_FILE,
     DRAFT_FILE,
+    FEEDBACK_FILE,
     GGUF_FILE,
     MANIFEST_FILE,
     MAPS_FILE,
@@ -115,6 +116,25 @@ class Bundle:
     def forms(self) -> tuple[PageForm, ...]:
         """How the pages of every KV head are encoded; empty: all as usual."""
         return self.manifest.forms
+
+    @cached_property
+    def key_feedback(self) -> tuple[np.ndarray, ...]:
+        """By which keys are rounded, float32 [L, Hk, D, D] of every class of layers, or empty.
+
+        See `kvq.reference.carried`. Raises `BundleError` for a file that does not hold them.
+        """
+        if FEEDBACK_FILE not in self.manifest.files:
+            return ()
+        found: list[np.ndarray] = []
+        path = self.path / FEEDBACK_FILE
+        with _reading_maps(path), np.load(path, allow_pickle=False) as file:
+            for index, one in enumerate(self.config.cache_classes):
+                own, shape = file[str(index)].astype(np.float32), one.shape
+                wanted = (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.head_dim)
+                if own.shape != wanted or not np.isfinite(own).all() or np.tril(own).any():
+                    raise ValueError(f"the feedback of class {index} is none of {wanted}")
+                found.append(own)
+        return tuple(found)
 
     @property
     def context_length(self) -> int:
@@ -413,6 +433,11 @@ class DraftHead(Bundle):
     @property
     def forms(self) -> tuple[PageForm, ...]:
         """As usual: what suits its pages was not measured."""
+        return ()
+
+    @cached_property
+    def key_feedback(self) -> tuple[np.ndarray, ...]:
+        """None, for the same reason."""
         return ()
 
     @property

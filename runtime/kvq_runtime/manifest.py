@@ -35,6 +35,8 @@ DATA_FILE = "model.onnx.data"
 DRAFT_FILE = "draft.onnx"
 GGUF_FILE = "model.gguf"
 MAPS_FILE = "predict.npz"
+# How rounding errors of keys are fed back.
+FEEDBACK_FILE = "feedback.npz"
 # Maps from an auxiliary model's keys and values.
 AUXILIARY_FILE = "auxiliary.npz"
 TOKENIZER_FILE = "tokenizer.json"

@@ -18,12 +18,13 @@ from kvq.config import (
     PageForm,
 )
 from kvq.policies import policy_named
+from kvq.reference import KEYS, decode, encode
 from kvq.sizing import CacheSpec
 from kvq_apps.cli import main
 from kvq_export import page_forms
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime import backends
+from kvq_models.reference import forward
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
@@ -48,19 +49,19 @@ def bundle(source: Path) -> Bundle:
 
 
 def test_each_head_gets_the_form_of_keys_and_of_values_that_makes_less_noise(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = bundle.tokenizer()
-    assert tokenizer is not None
     noise = {
-        PageForm.PLAIN: ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 1.0], [2.0, 2.0]]),
-        page_forms.EVERY_FORM: ([[1.1, 1.9], [3.0, 3.9]], [[0.9, 1.1], [2.0, 1.9]]),
+        PageForm.PLAIN: [[1.0, 1.0], [2.0, 2.0]],
+        PageForm.CHANNEL_VALUES: [[0.9, 1.1], [2.0, 1.9]],
     }
-    found_noise = {form: [tuple(map(np.array, one))] for form, one in noise.items()}
-    monkeypatch.setattr(page_forms, "_noise", lambda _, __, form: found_noise[form])
+    turned = [[False, True], [False, True]]
+    feedback = np.zeros((LAYERS, KV_HEADS, 16, 16), np.float16)
+    monkeypatch.setattr(page_forms, "_value_noise", lambda _, __, form: [np.array(noise[form])])
+    monkeypatch.setattr(page_forms, "_key_fits", lambda _, __: [(np.array(turned), feedback)])
     rotated, channels = PageForm.ROTATED_KEYS, PageForm.CHANNEL_VALUES
-    found = page_forms.choose_forms(bundle, tokenizer, threads=1)
-    assert found == (channels, rotated, PageForm.PLAIN, rotated | channels)
+    made = export(source, "told")
+    assert made.forms == (channels, rotated, PageForm.PLAIN, rotated | channels)
 
 
 def test_a_loud_channel_that_no_query_reads_is_noise_only_once_it_is_spread(
@@ -78,15 +79,45 @@ def test_a_loud_channel_that_no_query_reads_is_noise_only_once_it_is_spread(
         queries[[head * dim + channel for channel in pair]] = 0
     tiny.write_safetensors(file, tensors)
     made = export(source)
-    tokenizer = made.tokenizer()
+    listening = heard(made)
+    noise = [
+        (listening.ranges((0, 0), 4, rotated=rotated) * page_forms.feedback_of(moments)[1]).sum(-1)
+        for rotated, moments in (
+            (False, listening.moments[0, 0]),
+            (True, page_forms.hadamard_both(listening.moments[0, 0])),
+        )
+    ]
+    assert noise[1][0] > 10 * noise[0][0]
+    assert noise[1][1] < 3 * noise[0][1]
+    assert not made.forms[0] & PageForm.ROTATED_KEYS
+
+
+def heard(bundle: Bundle) -> page_forms.Listening:
+    """What a text of this bundle asks its heads."""
+    tokenizer = bundle.tokenizer()
     assert tokenizer is not None
     ids = np.array(tokenizer.encode("def f(x):\n    return x\n" * 99)[:512])
-    backend = backends.open_backend("auto", made, threads=1)
-    ((plain, _),) = page_forms._noise(backend, ids, PageForm.PLAIN)
-    ((turned, _),) = page_forms._noise(backend, ids, page_forms.EVERY_FORM)
-    backend.close()
-    assert turned[0, 0] > 20 * plain[0, 0]
-    assert (turned[1] < 3 * plain[1]).all()
+    listening = page_forms.Listening()
+    positions = np.arange(len(ids))
+    forward(bundle.config, bundle.read_weight, ids, positions, listening, slice(0, 0))
+    return listening
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4, 2])
+def test_carried_keys_err_where_queries_do_not_look(bits: int) -> None:
+    """On the same grid; queries of eight directions leave at most a third of the error."""
+    rng = np.random.default_rng(bits)
+    x, ways = rng.standard_normal((64, 64)), rng.standard_normal((8, 64))
+    queries = rng.standard_normal((500, 8)) @ ways + 0.1 * rng.standard_normal((500, 64))
+    feedback, left = page_forms.feedback_of(queries.T @ queries)
+    own = np.square(queries).sum(axis=0)
+    assert (left <= 1.001 * (own + page_forms.DAMPING * own.mean())).all()
+    errors: list[float] = []
+    for given in (None, feedback.astype(np.float32)):
+        codes, grid = encode(x.astype(np.float32), KEYS, bits=bits, feedback=given)
+        assert grid.stored() == encode(x.astype(np.float32), KEYS)[1].stored()
+        errors.append(float(np.square(queries @ (decode(codes, grid, bits, 0) - x).T).sum()))
+    assert errors[1] < errors[0] / 3
 
 
 @pytest.mark.parametrize("loudest", [17.0, 1000.0])
@@ -98,16 +129,15 @@ def test_values_that_no_query_reads_may_be_as_loud_as_they_like(loudest: float) 
     key, value = rng.normal(scale=0.1, size=(2, tokens, dim)).astype(np.float32)
     value += np.arange(dim, dtype=np.float32) / 4
     query[:, 0], key[loud, 0], value[loud, 5] = 8, -100, loudest
+    rows = np.concatenate([query, key, value], axis=1)
     noise = {
-        form: values[0, 0]
-        for form in (PageForm.PLAIN, PageForm.CHANNEL_VALUES)
-        for _, values in [_noise_of_rows(form, np.concatenate([query, key, value], axis=1))]
+        form: _noise_of_rows(form, rows)[0, 0] for form in (PageForm.PLAIN, PageForm.CHANNEL_VALUES)
     }
     ratio = noise[PageForm.CHANNEL_VALUES] / noise[PageForm.PLAIN]
     assert ratio < 0.1 if loudest < 20 else ratio > 10
 
 
-def _noise_of_rows(form: PageForm, qkv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _noise_of_rows(form: PageForm, qkv: np.ndarray) -> np.ndarray:
     """What `_noise_of` tells of a cache of one head that has read the rows [T, 3 D]."""
     tokens, dim = len(qkv), qkv.shape[1] // 3
     shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=dim)

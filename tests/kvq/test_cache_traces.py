@@ -42,6 +42,7 @@ from pairs import (
     forward,
     pack_heads,
     random_heads,
+    some_feedback,
 )
 from planes import codes_of
 from tolerances import TRACE_ERROR
@@ -214,7 +215,12 @@ class Traces(RuleBasedStateMachine):
         self.append(prompt)
 
     def opened(self) -> Pair:
-        options = {"draft_tokens": self.draft_tokens}
+        streams = (self.shape.num_layers, self.shape.num_kv_heads, self.shape.head_dim)
+        rng = np.random.default_rng(self.budget)
+        options = {
+            "draft_tokens": self.draft_tokens,
+            "feedback": some_feedback(rng, *streams) if self.budget % 2 else None,
+        }
         pair = Pair.open(self.shape, self.plan, self.budget, self.context, **options)
         for cache in pair:
             cache.policy = policy_named("oldest")

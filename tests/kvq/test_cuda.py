@@ -23,6 +23,7 @@ from kvq.config import AttentionParams
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
 from kvq.reference_linear import Blocks, Grid, PanelFormat, View
 from matrices import KINDS, matrix
+from pairs import some_feedback
 from shelf import Shelf
 
 ENTRY = np.dtype(
@@ -99,7 +100,7 @@ Sequence = structure(
 )
 Closing = structure(
     "Closing",
-    "i count kv_heads head_dim; p x; l stride; p rows pages forms; l constant_bytes",
+    "i count kv_heads head_dim; p x; l stride; p rows pages forms feedback; l constant_bytes",
 )
 Linear = structure(
     "Linear",
@@ -471,9 +472,11 @@ CLOSED = [(8, 8), (6, 4), (2, 6), (4, 2)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize(("form", "order"), [(0, 0), (ROTATED, -1), (0, 1)])
+@pytest.mark.parametrize(
+    ("form", "order", "carried"), [(0, 0, True), (ROTATED, -1, False), (0, 1, False)]
+)
 def test_pages_are_closed_and_narrowed_to_the_byte(
-    head_dim: int, form: int, order: int, library: Library
+    head_dim: int, form: int, order: int, carried: bool, library: Library
 ) -> None:
     rng = np.random.default_rng(head_dim + form)
     heads, forms = 2, np.array([form, (ROTATED | CHANNELS) - form], np.uint8)
@@ -481,6 +484,7 @@ def test_pages_are_closed_and_narrowed_to_the_byte(
     x = x.astype(np.float16)
     rows = rng.permutation(300)[: 64 * len(CLOSED)].reshape(-1, 64).astype(np.int32)
     x[..., 3], x[:, :, rows[0, 5]] = 0, -1.5  # equal numbers: a scale of 0
+    feedback = some_feedback(rng, heads, head_dim) if carried else None
     granule, constants = 16 * head_dim, constant_bytes(head_dim, max(64, head_dim))
     # Granules in any order, then constants, with a byte of nobody's behind each.
     pool = np.full(8 * heads * len(CLOSED) * (granule + 16 + constants + 16), 0xFF, np.uint8)
@@ -490,8 +494,14 @@ def test_pages_are_closed_and_narrowed_to_the_byte(
     for head, page, side in np.ndindex(heads, len(CLOSED), 2):
         kept = x[head, side, rows[page]].astype(np.float32)
         kept = reference.hadamard(kept) if forms[head] & ROTATED and not side else kept
-        codes, grid = reference.encode(kept, 0 if not side or forms[head] & CHANNELS else 1)
-        bits, planes = CLOSED[page][side], reference.planes(codes, CLOSED[page][side], side)
+        bits = CLOSED[page][side]
+        codes, grid = reference.encode(
+            kept,
+            0 if not side or forms[head] & CHANNELS else 1,
+            bits=bits,
+            feedback=None if feedback is None or side else feedback[head],
+        )
+        planes = reference.planes(codes, bits, side)
         encoded[head, page, side] = codes
         to = pages[head, page]
         to["k_bits" if side == 0 else "v_bits"] = bits
@@ -508,7 +518,7 @@ def test_pages_are_closed_and_narrowed_to_the_byte(
         want[start : start + len(line)] = line
     call = filled(
         Closing, count=len(CLOSED), kv_heads=heads, head_dim=head_dim, x=x, stride=300, rows=rows,
-        pages=pages, forms=forms, constant_bytes=constants,
+        pages=pages, forms=forms, feedback=feedback, constant_bytes=constants,
     )  # fmt: skip
     # Of the page of 8 bits the keys' upper plane and the values' lower one are halved, at once.
     halved = pages["granules"][:, 0][:, [[0, 1], [6, 7]]].reshape(-1, 2)

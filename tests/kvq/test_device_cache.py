@@ -17,7 +17,14 @@ from kvq import devices, native
 from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan
 from kvq.errors import BackendError, CacheError
-from pairs import UNROTATED, attention, frequencies, packed_rows, relative_rms
+from pairs import (
+    UNROTATED,
+    attention,
+    frequencies,
+    packed_rows,
+    relative_rms,
+    some_feedback,
+)
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -51,7 +58,11 @@ class Both:
         )  # fmt: skip
         self.arena = asked.resolved()
         self.inv_freq = frequencies(16) if rotated else UNROTATED
-        self.caches = [Cache(self.arena), Cache(self.arena, engine=device)]
+        shape = (SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.head_dim)
+        feedback = some_feedback(self.rng, *shape) if seed % 2 else None
+        self.caches = [
+            Cache(self.arena, feedback=feedback, engine=engine) for engine in ("native", device)
+        ]
         self.layers = [attention(SHAPE, 0), attention(SHAPE, 1, window_tokens=150, softcap=30.0)]
         self.tolerance = TOLERANCE[min(widths)]
         self.widths = widths

@@ -33,6 +33,7 @@ from pairs import (
     relative_max,
     relative_rms,
     sharp_heads,
+    some_feedback,
     structured_heads,
 )
 from tolerances import (
@@ -77,6 +78,18 @@ def test_pages_are_packed_to_the_reference_bytes(kernels: str, dim: int, side: i
         codes, wanted = encode(x, axis)
         assert grid.tobytes() == wanted.stored(), (name, axis)
         assert (stored == planes(codes, 8, side)).all(), (name, axis)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dim", [16, 48, *HEAD_DIMS])
+def test_carried_keys_are_packed_to_the_reference_bytes(kernels: str, dim: int) -> None:
+    native.select_isa(kernels)
+    feedback = some_feedback(np.random.default_rng(dim), dim)
+    for bits, (name, x) in zip(itertools.cycle((4, 2, 8, 6)), adversarial(64, dim).items()):
+        stored, grid = native.pack(x, 0, bits, feedback=feedback)
+        codes, wanted = encode(x, 0, bits=bits, feedback=feedback)
+        assert grid.tobytes() == wanted.stored(), (name, bits)
+        assert (stored == planes(codes, bits, 0)).all(), (name, bits)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

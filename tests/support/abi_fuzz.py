@@ -16,6 +16,7 @@ import numpy as np
 
 from kvq import abi, native
 from kvq.formats import PAGE_VERSION, constant_bytes, grid_bytes
+from pairs import some_feedback
 
 MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 6, 4, 2)
 NUMBERS = (0, 1, -1, 2, 3, 8, 9, 40, 63, 64, 65, 128, 160, 2**31 - 1, -(2**31))
@@ -39,6 +40,7 @@ class Opened:
         self.position = self.layer = self.rows = 0
         self.gap = -1  # where the last edit left one
         self.states: list[bytes] = []
+        self.feedback: Any = None
 
 
 class Fuzz:
@@ -55,7 +57,7 @@ class Fuzz:
             *[self.forward] * 16, *[self.attend] * 3, self.begin, self.begin, self.commit,
             self.commit, self.rewind, self.trim, self.mark, self.demote, self.entering, self.move,
             self.look, *[self.edit] * 4,
-            self.save, self.load, self.missing, self.close,
+            self.save, self.load, self.missing, self.feed_back, self.close,
         ]  # fmt: skip
 
     def run(self, steps: int) -> None:
@@ -114,6 +116,14 @@ class Fuzz:
             self.call.kvq_cache_close(cache.handle)
             if self.chance.random() < 0.9:  # otherwise a handle of nothing stays in use
                 self.caches.remove(cache)
+
+    def feed_back(self, cache: Opened) -> None:
+        """Numbers, now and then none at all; whoever gives them keeps them."""
+        shape = (cache.config.layers, cache.config.kv_heads, cache.config.head_dim)
+        given = some_feedback(self.numbers, *shape) if self.chance.random() < 0.8 else None
+        pointed = None if given is None else native.pointer(given)
+        if not self.call.kvq_cache_feed_back(cache.handle, pointed):
+            cache.feedback = given
 
     def begin(self, cache: Opened) -> None:
         tokens = self.number(self.chance.choice((1, 8, cache.config.chunk_tokens)) - 1)
@@ -301,7 +311,7 @@ class Fuzz:
         planes, grid = np.zeros(64 * dim, np.uint8), np.zeros(grid_bytes(max(64, dim)), np.uint8)
         self.call.kvq_pack(
             self.chance.randint(0, 1), self.chance.randint(0, 1), native.pointer(x), dim,
-            self.number(8),
+            self.number(8), None,
             native.pointer(planes), native.pointer(grid),
         )  # fmt: skip
 

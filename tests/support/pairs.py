@@ -43,6 +43,11 @@ def adversarial(tokens: int, dim: int) -> dict[str, Float]:
     }
 
 
+def some_feedback(rng: np.random.Generator, *shape: int) -> Float:
+    """By which keys are carried, float32 [*shape, D, D] where D is the last of `shape`."""
+    return np.triu(0.3 * rng.standard_normal((*shape, shape[-1])), 1).astype(np.float32)
+
+
 def frequencies(pairs: int) -> Float:
     """RoPE frequencies of `pairs` rotated pairs, as most models have them."""
     return (10000.0 ** (-np.arange(pairs) / max(pairs, 1))).astype(np.float32)

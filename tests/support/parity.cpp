@@ -140,7 +140,8 @@ private:
         std::vector<uint8_t> planes(64 * static_cast<size_t>(r.number(0, 2)));
         std::vector<uint8_t> grid(r.count<uint8_t>(3));
         const int status = kvq_pack(r.number(0), r.number(0, 1), r.array<float>(1), r.number(0, 2),
-                                    r.number(0, 3), planes.data(), grid.data());
+                                    r.number(0, 3), r.optional<float>(4), planes.data(),
+                                    grid.data());
         same(planes.data(), 2);
         same(grid.data(), 3);
         return status;

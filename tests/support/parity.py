@@ -35,6 +35,7 @@ from pairs import (
     pack_heads,
     random_heads,
     sharp_heads,
+    some_feedback,
 )
 from tolerances import (
     EVIDENCE,
@@ -166,7 +167,13 @@ def packing(cases: Cases) -> None:
             codes, grid = encode(x, axis)
             for bits in PAGE_WIDTHS:
                 wanted = planes(codes, bits, side)
-                cases.add("pack", (side, 1 - axis, dim, bits), x, wanted, grid.stored())
+                cases.add("pack", (side, 1 - axis, dim, bits), x, wanted, grid.stored(), b"")
+    for dim, bits in itertools.product((16, 80), PAGE_WIDTHS):
+        cases.name = f"carried keys of {dim} channels at {bits} bits"
+        x, feedback = adversarial(64, dim)["noise"], some_feedback(np.random.default_rng(1), dim)
+        codes, grid = encode(x, 0, bits=bits, feedback=feedback)
+        wanted = planes(codes, bits, 0)
+        cases.add("pack", (0, 1, dim, bits), x, wanted, grid.stored(), feedback)
 
 
 def opened(

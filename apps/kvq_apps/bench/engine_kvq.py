@@ -5,7 +5,6 @@ Knows how to fill a cache without weights; measures nothing.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvq import native
 from kvq.cache import Cache
-from kvq.classes import ClassedArena, ClassedSpec, open_cache, spec_of
+from kvq.classes import ClassedArena, ClassedSpec, spec_of
 from kvq.config import DEFAULT_POLICY, AttentionParams, Budget, parse_budget, parse_kv
 from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes, page_bytes
@@ -33,7 +32,6 @@ from kvq_apps.bench.engines import (
 )
 from kvq_apps.bench.ort_twin import ort_twin
 from kvq_models.config import ModelConfig
-from kvq_runtime import gpu
 from kvq_runtime.backends import WHOLE, Backend, Mode, Pass, missing, open_backend, plain_rows
 from kvq_runtime.backends.paged import PagedCache, class_fields
 from kvq_runtime.bundle import Bundle
@@ -101,12 +99,8 @@ class KvqEngine:
         arena = self._spec(setting, depth + room).resolved()
         if setting.policy is not None:
             _check_pressure(setting, arena, depth)
-        on_device = self._device != gpu.PROCESSOR
-        engine = self._device if on_device else self._backend.cache_kind
-        config = self._bundle.config
-        norms = [partial(self._bundle.weight_norms, one.layers) for one in config.cache_classes]
-        cache = open_cache(arena, weight_norms=norms, engine=engine)
-        fill(cache, config, depth)
+        cache = self._backend.cache_in(arena)
+        fill(cache, self._bundle.config, depth)
         return cache
 
     def _spec(self, setting: Setting, tokens: int) -> CacheSpec | ClassedSpec:

@@ -132,6 +132,7 @@ typedef struct {
     const int32_t* rows;        /* [count, 64] */
     const kvq_cuda_page* pages; /* [kv_heads, count] */
     const uint8_t* forms;       /* [kv_heads] */
+    const float* feedback;      /* as of kvq_cache_feed_back, [kv_heads, head_dim, head_dim], or NULL */
     int64_t constant_bytes;
 } kvq_cuda_closing;
 int kvq_cuda_close(const kvq_cuda_closing* closing, void* stream);

@@ -90,6 +90,27 @@ KVQ_DEVICE int code_of(const Packing& p, int token, int channel) {
     return static_cast<int>(rint(fminf(fmaxf(code, 0.0f), 255.0f)));
 }
 
+// As kvq.reference.carried, for keys that will be read at `bits`. A code is the same when it is
+// asked for again: what is taken off a channel comes of those before it.
+KVQ_DEVICE void carry(const Packing& p, int bits, const float* feedback) {
+    KVQ_SHARED float error[kPageTokens];
+    const int step = 1 << (8 - bits);
+    const float middle = static_cast<float>(step - 1) / 2 - 127.5f;
+    for (int c = 0; c + 1 < p.dim; c++, feedback += p.dim) {
+        for (int t = thread_index(); t < kPageTokens; t += thread_count()) {
+            const float seen = add(static_cast<float>(code_of(p, t, c) & -step), middle);
+            error[t] = sub(p.row(t)[c], add(p.mid[c], mul(p.scale[c], seen)));
+        }
+        sync_block();
+        const int behind = p.dim - c - 1;
+        for (int i = thread_index(); i < kPageTokens * behind; i += thread_count()) {
+            float& x = p.row(i / behind)[c + 1 + i % behind];
+            x = sub(x, mul(error[i / behind], feedback[c + 1 + i % behind]));
+        }
+        sync_block();
+    }
+}
+
 // A byte of the planes is two codes: of a key's or value's row, four columns apart (format.h).
 KVQ_DEVICE void encode_planes(const Packing& p) {
     for (int at = thread_index(); at < 32 * p.dim; at += thread_count()) {
@@ -147,6 +168,8 @@ KVQ_KERNEL close_pages(kvq_cuda_closing c) {
     const kvq_cuda_page& to = c.pages[head * c.count + page];
     uint8_t* grid = to.constants + (values ? grid_bytes(c.head_dim) : 0);
     encode_grid(p, grid);
+    if (!values && c.feedback)
+        carry(p, to.k_bits, c.feedback + int64_t{head} * c.head_dim * c.head_dim);
     encode_planes(p);
     store_planes(p, values ? to.v_bits : to.k_bits, to.granules + values * kGranulesPerSide);
     // Not every form fills the room for its grids.

@@ -764,14 +764,40 @@ inline size_t value_place(int t, int c, bool& high) {
     return static_cast<size_t>(t / 8 * 32 + t % 4 + c / 8 * 256 + 4 * (c % 8));
 }
 
-bool pack(const float* x, int head_dim, bool values, bool channels, uint8_t* planes,
-          uint8_t* grid) {
+// x [64, D] moved as kvq.reference.carried does; what is errs of a channel is taken off in blocks of
+// sixteen channels, where feedback is 0 of those that are done.
+void carry(float* x, int head_dim, const float* scale, const float* mid, int bits,
+           const float* feedback) {
+    const int step = 1 << (8 - bits);
+    const float middle = static_cast<float>(step - 1) / 2 - 127.5f;
+    alignas(64) float own[kPageTokens], scales[kPageTokens], mids[kPageTokens], error[kPageTokens];
+    alignas(64) uint8_t codes[kPageTokens];
+    for (int c = 0; c + 1 < head_dim; c++, feedback += head_dim) {
+        std::fill(scales, scales + kPageTokens, scale[c]);
+        std::fill(mids, mids + kPageTokens, mid[c]);
+        for (int t = 0; t < kPageTokens; t++) own[t] = x[t * head_dim + c];
+        encode_codes(own, scales, mids, kPageTokens, codes);
+        for (int t = 0; t < kPageTokens; t++) {
+            const float seen = static_cast<float>(codes[t] & -step) + middle;
+            error[t] = own[t] - (mid[c] + scale[c] * seen);
+        }
+        for (int t = 0; t < kPageTokens; t++) {
+            float* row = x + t * head_dim;
+            for (int i = (c + 1) / 16 * 16; i < head_dim; i += 16)
+                store(row + i, load(row + i) - set1(error[t]) * load(feedback + i));
+        }
+    }
+}
+
+bool pack(float* x, int head_dim, bool values, bool channels, int bits, const float* feedback,
+          uint8_t* planes, uint8_t* grid) {
     const size_t plane_bytes = 2 * kvq::granule_bytes(head_dim);
     std::memset(planes, 0, 2 * plane_bytes);
     alignas(64) float low[kMaxHeadDim], high[kMaxHeadDim], scale[kMaxHeadDim] = {};
     alignas(64) float mid[kMaxHeadDim] = {};
     extremes(x, head_dim, channels, low, high);
     if (!encode_grid(low, high, channels ? head_dim : kPageTokens, grid, scale, mid)) return false;
+    if (feedback) carry(x, head_dim, scale, mid, bits, feedback);
     alignas(64) uint8_t codes[kMaxHeadDim];
     for (int t = 0; t < kPageTokens; t++) {
         if (!channels) {  // one group is the whole row

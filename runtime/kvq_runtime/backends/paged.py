@@ -148,13 +148,17 @@ class PagedBackend(ABC):
     def open_cache(self, config: SessionConfig) -> PagedCache:
         """See `Backend.open_cache`."""
         assert config.arena is not None
-        on_device = self.device != gpu.PROCESSOR
-        engine = self.device if on_device else self.cache_kind
-        norms = [
-            partial(self.bundle.weight_norms, one.layers)
-            for one in self.bundle.config.cache_classes
-        ]
-        return open_cache(config.arena, weight_norms=norms, engine=engine)
+        return self.cache_in(config.arena)
+
+    def cache_in(self, arena: Arena | ClassedArena) -> PagedCache:
+        """An empty cache of this model in `arena`."""
+        classes = self.bundle.config.cache_classes
+        return open_cache(
+            arena,
+            weight_norms=[partial(self.bundle.weight_norms, one.layers) for one in classes],
+            feedback=self.bundle.key_feedback,
+            engine=self.cache_kind if self.device == gpu.PROCESSOR else self.device,
+        )
 
 
 def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionConfig:
