@@ -141,9 +141,10 @@ def feedback_of(moments: Floats) -> tuple[Floats, Floats]:
     channels = moments.shape[-1]
     mean = np.trace(moments, axis1=-2, axis2=-1)[..., None, None] / channels
     mean = np.maximum(mean, np.finfo(np.float32).tiny)
-    inverse = np.linalg.inv(moments / mean + DAMPING * np.eye(channels))
-    upper = np.linalg.cholesky((inverse + inverse.swapaxes(-1, -2)) / 2).swapaxes(-1, -2)
-    diagonal = np.diagonal(upper, axis1=-2, axis2=-1)
+    inverse: Floats = np.linalg.inv(moments / mean + DAMPING * np.eye(channels))
+    lower: Floats = np.linalg.cholesky((inverse + inverse.swapaxes(-1, -2)) / 2)
+    upper = lower.swapaxes(-1, -2)
+    diagonal: Floats = np.diagonal(upper, axis1=-2, axis2=-1)
     return np.triu(upper / diagonal[..., None], 1), mean[..., 0] / np.square(diagonal)
 
 

@@ -74,6 +74,7 @@ bool Device::load(const char* path, std::string& why) {
     find("kvq_cuda_clear", calls_.clear), find("kvq_cuda_wait", calls_.wait);
     find("kvq_cuda_set_ops", calls_.set_ops), find("kvq_cuda_store", calls_.store);
     find("kvq_cuda_attend", calls_.attend), find("kvq_cuda_close", calls_.close);
+    find("kvq_cuda_narrow_keys", calls_.narrow_keys);
     find("kvq_cuda_narrow", calls_.narrow), find("kvq_cuda_linear_run", calls_.linear);
     find("kvq_cuda_gather", calls_.gather), find("kvq_cuda_best", calls_.best);
     if (!whole || calls_.abi() != KVQ_ABI)

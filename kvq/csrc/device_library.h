@@ -48,6 +48,7 @@ public:
         decltype(&kvq_cuda_attend) attend;
         decltype(&kvq_cuda_close) close;
         decltype(&kvq_cuda_narrow) narrow;
+        decltype(&kvq_cuda_narrow_keys) narrow_keys;
         decltype(&kvq_cuda_linear_run) linear;
         decltype(&kvq_cuda_gather) gather;
         decltype(&kvq_cuda_best) best;

@@ -50,9 +50,7 @@ int PageTable::close(int stream, int column, const uint16_t* const* k, const uin
     std::memset(stored, 0, static_cast<size_t>(arena_.sizes.constant_bytes));
     for (int i = 0; i < kPageTokens; i++) kernel.from_half(k[i], x + i * dim(), dim());
     if (form(stream) & kRotatedKeys) hadamard(x, kPageTokens, dim());
-    const float* feedback = arena_.feedback;
-    if (feedback) feedback += int64_t{stream} * dim() * dim();
-    if (!kernel.pack(x, dim(), false, true, e.k_bits, feedback, planes, stored))
+    if (!kernel.pack(x, dim(), false, true, e.k_bits, feedback(stream), planes, stored))
         return KVQ_NOT_FINITE;
     write_side(e, 0, e.k_bits, planes);
     for (int i = 0; i < kPageTokens; i++) kernel.from_half(v[i], x + i * dim(), dim());
@@ -205,11 +203,23 @@ void PageTable::write_side(Entry& e, int side, int bits, uint8_t* planes) {
 }
 
 // Drops planes of one side; of the one that is halved both granules go into the first.
-void PageTable::lower_side(Entry& e, int side, int from, int to) {
+// Keys that have feedback are rounded anew.
+void PageTable::lower_side(Entry& e, int side, int from, int to, const float* feedback) {
     const size_t bytes = granule_bytes(dim());
     uint32_t* granule = e.granule + side * kGranulesPerSide;
     if (from > to) changed();
-    if (halves_plane(to) && from > to && arena_.twin) {
+    if (feedback && from > to && arena_.twin) {
+        kvq_cuda_keys keys{};
+        for (int g = 0; g < granules(from); g++) keys.granules[g] = pool_.granule(granule[g]);
+        keys.grid = constants(e), keys.feedback = feedback, keys.from = from, keys.to = to;
+        arena_.twin->narrow_keys(keys);
+    } else if (feedback && from > to) {
+        alignas(64) uint8_t planes[kPageTokens * kMaxHeadDim];
+        for (int g = 0; g < granules(from); g++)
+            std::memcpy(planes + g * bytes, pool_.granule(granule[g]), bytes);
+        kernels().narrow_keys(planes, dim(), from, to, constants(e), feedback);
+        write_side(e, side, to, planes);
+    } else if (halves_plane(to) && from > to && arena_.twin) {
         const uint32_t* of = granule + halved(to);
         arena_.twin->narrow(pool_.granule(of[0]), pool_.granule(of[1]));
     } else if (halves_plane(to) && from > to) {
@@ -241,14 +251,15 @@ int PageTable::demote(const kvq_action* actions, int count) {
         if (!may_lower(actions[i])) return KVQ_BAD_ARGUMENT;
     for (int i = 0; i < count; i++) {
         const kvq_action& a = actions[i];
-        Entry& e = entry_at(a.layer * arena_.config().kv_heads + a.head, a.column);
+        const int stream = a.layer * arena_.config().kv_heads + a.head;
+        Entry& e = entry_at(stream, a.column);
         if (!a.k_bits) {
             release(e);
             continue;
         }
         if (a.k_bits > e.k_bits || a.v_bits > e.v_bits) continue;  // an earlier action went lower
-        lower_side(e, 0, e.k_bits, a.k_bits);
-        lower_side(e, 1, e.v_bits, a.v_bits);
+        lower_side(e, 0, e.k_bits, a.k_bits, feedback(stream));
+        lower_side(e, 1, e.v_bits, a.v_bits, nullptr);
         e.k_bits = static_cast<uint8_t>(a.k_bits);
         e.v_bits = static_cast<uint8_t>(a.v_bits);
     }

@@ -73,7 +73,10 @@ private:
     void take(Entry& e, int k_bits, int v_bits);
     void release(Entry& e);
     void write_side(Entry& e, int side, int bits, uint8_t* planes);
-    void lower_side(Entry& e, int side, int from, int to);
+    void lower_side(Entry& e, int side, int from, int to, const float* feedback);
+    const float* feedback(int stream) const {
+        return arena_.feedback ? arena_.feedback + int64_t{stream} * dim() * dim() : nullptr;
+    }
     void move_item(int kind, uint32_t from, uint32_t to, uint32_t owner);
     void changed() const;
     void drop_column(int column);

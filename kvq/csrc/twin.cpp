@@ -357,16 +357,30 @@ int Twin::close_layer(PageTable& pages, const Tail& tail, int layer, const Tail:
     return status_;
 }
 
+void Twin::narrow_keys(kvq_cuda_keys keys) {
+    for (uint8_t*& granule : keys.granules) granule = granule ? of(granule) : nullptr;
+    keys.grid = of(keys.grid), keys.feedback = feedback_ + (keys.feedback - arena_.feedback);
+    // What a page becomes is read again when it loses more.
+    for (const kvq_cuda_keys& before : narrowed_keys_)
+        if (before.granules[0] == keys.granules[0]) {
+            narrow_all();
+            break;
+        }
+    narrowed_keys_.push_back(keys);
+}
+
 void Twin::narrow_all() {
     std::lock_guard<std::mutex> turn(device_.turn);
-    const auto planes = std::exchange(narrowed_, {});
-    if (planes.empty()) return;
-    const uint8_t* told =
-        table(planes.data(), static_cast<int64_t>(planes.size() * sizeof planes[0]));
-    if (!told) return;
-    note(device_.calls().narrow(reinterpret_cast<const kvq_cuda_plane*>(told),
-                                static_cast<int32_t>(planes.size()), config().head_dim,
-                                device_.facts().stream));
+    const auto queue = [&](const auto& run, const auto& work) {
+        if (work.empty()) return;
+        const auto count = static_cast<int32_t>(work.size());
+        const uint8_t* told = table(work.data(), count * static_cast<int64_t>(sizeof work[0]));
+        if (told)
+            note(run(reinterpret_cast<decltype(work.data())>(told), count, config().head_dim,
+                     device_.facts().stream));
+    };
+    queue(device_.calls().narrow, std::exchange(narrowed_, {}));
+    queue(device_.calls().narrow_keys, std::exchange(narrowed_keys_, {}));
 }
 
 }  // namespace kvq

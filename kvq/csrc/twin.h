@@ -67,6 +67,8 @@ public:
     void narrow(uint8_t* first, const uint8_t* second) {
         narrowed_.push_back({of(first), of(second)});
     }
+    // Likewise of keys that are rounded anew; pointers are the host's.
+    void narrow_keys(kvq_cuda_keys keys);
     void narrow_all();
 
 private:
@@ -119,6 +121,7 @@ private:
     DeviceBytes tables_, chunk_, taken_, feedback_room_;
     const float* feedback_ = nullptr;
     std::vector<kvq_cuda_plane> narrowed_;
+    std::vector<kvq_cuda_keys> narrowed_keys_;
     PassTables pass_;
     uint64_t entries_ = 1;
     std::vector<uint64_t> told_;  // per layer: `entries_` as the device has them

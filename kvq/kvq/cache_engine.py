@@ -72,7 +72,7 @@ class CacheEngine(Protocol):
     def read_by(self, rule: ReadRule) -> None: ...
 
     def feed_back(self, feedback: Float) -> None:
-        """Keys of pages that close are `kvq.reference.carried` by it, [L, Hk, D, D]."""
+        """Keys that close or lose bits are `kvq.reference.carried` by it, [L, Hk, D, D]."""
         ...
 
     def missing(self, tokens: int) -> tuple[int, int]:

@@ -113,7 +113,12 @@ def encode(
     grid = Grid(Line.of(reach / np.float32(REACH), np.ceil), mids)
     if feedback is not None:
         x = carried(x, grid, bits, feedback)
-    return _codes(x, *(np.expand_dims(line, axis) for line in (grid.scale, grid.mid))), grid
+    return codes_on(grid, x, axis), grid
+
+
+def codes_on(grid: Grid, x: Float, axis: int) -> Bytes:
+    """The 8-bit codes [64, D] of x on a grid whose groups lie along `axis`."""
+    return _codes(x, np.expand_dims(grid.scale, axis), np.expand_dims(grid.mid, axis))
 
 
 def _codes(x: Float, scale: Float, mid: Float) -> Bytes:

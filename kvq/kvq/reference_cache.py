@@ -115,7 +115,7 @@ class ReferenceCache:
 
     def feed_back(self, feedback: Float) -> None:
         """See `CacheEngine.feed_back`."""
-        self.table.feedback = feedback.reshape(-1, *feedback.shape[2:])
+        self.table.feedback = [own for of_layer in feedback for own in of_layer]
 
     # -- bytes --
 

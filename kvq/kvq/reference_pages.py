@@ -17,6 +17,8 @@ from kvq.reference import (
     Float,
     Grid,
     Half,
+    carried,
+    codes_on,
     decode,
     encode,
     hadamard,
@@ -48,6 +50,12 @@ class Page:
         """Values as seen; the view "hi" reads 8 and 6 bits as 4, by their hi plane."""
         bits = min(self.bits[side], 4) if view == "hi" else self.bits[side]
         return decode(self.codes[side], self.grids[side], bits, grid_axis(side, self.form))
+
+    def narrow_keys(self, bits: int, feedback: Float) -> None:
+        """Rounds what is read of the keys for a read at fewer bits, see `kvq.reference.carried`."""
+        grid = self.grids[KEYS]
+        keys = carried(self.read(KEYS, "full"), grid, bits, feedback)
+        self.codes = codes_on(grid, keys, grid_axis(KEYS, self.form)), self.codes[VALUES]
 
     def stored(self, constant_bytes: int) -> bytes:
         """The page's bytes as the native cache keeps them: constants in their room, then planes."""
@@ -153,7 +161,7 @@ class PageTable:
         self._arena = arena
         self.columns: list[Column] = []
         self.forms = arena.spec.forms or (PageForm.PLAIN,) * arena.streams
-        self.feedback: Sequence[Float | None] = (None,) * arena.streams
+        self.feedback: list[Float | None] = [None] * arena.streams
         self._entering = np.empty((arena.streams, 2), np.uint8)
         self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
 
@@ -271,12 +279,11 @@ class PageTable:
         for form, feedback, (k_bits, v_bits), (keys, values) in packed:
             k, v = keys.astype(np.float32), values.astype(np.float32)
             k = hadamard(k) if form & PageForm.ROTATED_KEYS else k
-            sides = (
-                encode(k, grid_axis(KEYS, form), bits=k_bits, feedback=feedback),
-                encode(v, grid_axis(VALUES, form)),
+            k_codes, k_grid = encode(k, grid_axis(KEYS, form), bits=k_bits, feedback=feedback)
+            v_codes, v_grid = encode(v, grid_axis(VALUES, form))
+            page = Page(
+                codes=(k_codes, v_codes), grids=(k_grid, v_grid), bits=(k_bits, v_bits), form=form
             )
-            codes, grids = zip(*sides, strict=True)
-            page = Page(codes=codes, grids=grids, bits=(k_bits, v_bits), form=form)
             column.pages.append(page)
         self.columns.append(column)
 
@@ -293,6 +300,9 @@ class PageTable:
             if not k_bits:
                 self.column(column).pages[self.stream(layer, head)] = None
             elif page and k_bits <= page.bits[0] and v_bits <= page.bits[1]:
+                feedback = self.feedback[self.stream(layer, head)]
+                if feedback is not None and k_bits < page.bits[0]:
+                    page.narrow_keys(k_bits, feedback)
                 page.bits = (k_bits, v_bits)
         self.columns = [column for column in self.columns if any(column.pages)]
 

@@ -457,7 +457,13 @@ class Traces(RuleBasedStateMachine):
                     assert holds_numbers(stored, dim, page.numbers)
                 key = (layer, head, page.numbers[0])
                 widths_then, bytes_then = self.closed.setdefault(key, (held, stored))
-                assert stored == lowered(bytes_then, widths_then, held, dim)
+                wanted = lowered(bytes_then, widths_then, held, dim)
+                if self.budget % 2:  # keys with feedback are rounded anew
+                    keys = slice(constant_bytes(dim), constant_bytes(dim) + 8 * dim * held[0])
+                    stored, wanted = (
+                        one[: keys.start] + one[keys.stop :] for one in (stored, wanted)
+                    )
+                assert stored == wanted
 
     @invariant()
     def the_budget_holds_and_every_byte_is_counted(self) -> None:

@@ -99,7 +99,8 @@ class KvqEngine:
         arena = self._spec(setting, depth + room).resolved()
         if setting.policy is not None:
             _check_pressure(setting, arena, depth)
-        cache = self._backend.cache_in(arena)
+        assert self._backend.paged is not None
+        cache = self._backend.paged.cache_in(arena)
         fill(cache, self._bundle.config, depth)
         return cache
 

@@ -169,6 +169,13 @@ KVQ_EXPORT int kvq_cuda_narrow(const kvq_cuda_plane* planes, int32_t count, int3
     return outcome();
 }
 
+KVQ_EXPORT int kvq_cuda_narrow_keys(const kvq_cuda_keys* keys, int32_t count, int32_t head_dim,
+                                    void* stream) {
+    if (!is_head(head_dim) || count < 1) return KVQ_BAD_ARGUMENT;
+    launch(narrow_keys, Dim3{count}, kMostChannels, packing_bytes(head_dim), stream, keys, head_dim);
+    return outcome();
+}
+
 KVQ_EXPORT int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream) {
     const kvq_cuda_linear& c = *call;
     if (!kvq::is_matrix(matrix_of(c)) || c.tokens < 1 || c.exact_rows < 0 ||

@@ -144,6 +144,16 @@ typedef struct {
 } kvq_cuda_plane;
 /* `planes` [count] is the device's too. */
 int kvq_cuda_narrow(const kvq_cuda_plane* planes, int32_t count, int32_t head_dim, void* stream);
+/* Keys of a page whose planes of `from` bits lie in these granules become `to` bits wide, in the
+   first of them, rounded by `feedback` [head_dim, head_dim] as when a page closes. */
+typedef struct {
+    uint8_t* granules[4];
+    const uint8_t* grid;
+    const float* feedback;
+    int32_t from, to;
+} kvq_cuda_keys;
+/* `keys` [count] is the device's too. */
+int kvq_cuda_narrow_keys(const kvq_cuda_keys* keys, int32_t count, int32_t head_dim, void* stream);
 
 /* out = residual + bias + weights . input, as kvq_linear in kvq.h. For more than 16 tokens with its
    arithmetic, to the last bit where the input is x itself; for up to 16 the input is rounded to

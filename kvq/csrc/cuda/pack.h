@@ -177,6 +177,41 @@ KVQ_KERNEL close_pages(kvq_cuda_closing c) {
     for (int i = thread_index(); values && rest + i < end; i += thread_count()) rest[i] = 0;
 }
 
+// The code of token t, channel c of keys of `bits` bits; of bits that are gone 0.
+KVQ_DEVICE int read_key(uint8_t* const* granule, int dim, int bits, int t, int c) {
+    const int at = t / 8 * 4 * dim + 4 * (t % 8) + c / 8 * 32 + c % 4, size = 16 * dim;
+    const int half = at / 64 * 32 + at % 32, four = c % 8 >= 4 ? 4 : 0, two = at / 32 % 2 * 4 + four / 2;
+    if (bits == 2) return (granule[0][half] >> two & 3) << 6;
+    const int upper = (granule[at / size][at % size] >> four & 15) << 4;
+    if (bits == 8) return upper | (granule[2 + at / size][at % size] >> four & 15);
+    return bits == 6 ? upper | (granule[2][half] >> two & 3) << 2 : upper;
+}
+
+// A block of kMostChannels threads per page. All is read before it is written.
+KVQ_KERNEL narrow_keys(const kvq_cuda_keys* all, int head_dim) {
+    KVQ_DYNAMIC_SHARED(room);
+    KVQ_SHARED float mid[kMostChannels], scale[kMostChannels];
+    const kvq_cuda_keys& keys = all[block_index().x];
+    const Packing p{head_dim, false, true, reinterpret_cast<float*>(room), mid, scale,
+                    room + kPageTokens * (head_dim + 4) * sizeof(float)};
+    const Line scales = scales_of(keys.grid), mids = mids_of(keys.grid, head_dim);
+    for (int c = thread_index(); c < head_dim; c += thread_count()) {
+        scale[c] = add(scales.low, mul(scales.unit, static_cast<float>(scales.codes[c])));
+        mid[c] = add(mids.low, mul(mids.unit, static_cast<float>(mids.codes[c])));
+    }
+    sync_block();
+    const float middle = static_cast<float>((1 << (8 - keys.from)) - 1) / 2 - 127.5f;
+    for (int i = thread_index(); i < kPageTokens * head_dim; i += thread_count()) {
+        const int t = i / head_dim, c = i % head_dim;
+        const auto code = static_cast<float>(read_key(keys.granules, head_dim, keys.from, t, c));
+        p.row(t)[c] = add(mid[c], mul(scale[c], add(code, middle)));
+    }
+    sync_block();
+    carry(p, keys.to, keys.feedback);
+    encode_planes(p);
+    store_planes(p, keys.to, keys.granules);
+}
+
 // A block of kMostChannels threads per plane; the first granule is read before it is written.
 KVQ_KERNEL narrow(const kvq_cuda_plane* planes, int head_dim) {
     const kvq_cuda_plane& plane = planes[block_index().x];

@@ -78,6 +78,10 @@ struct Kernels {
                  const float* feedback, uint8_t* planes, uint8_t* grid);
     // The grid's scales, then its mids, float32 [2, groups].
     void (*read_grid)(const uint8_t* grid, int groups, float* out);
+    // Planes of keys of `from` bits, rounded anew for a read of `to` bits, moved as by `pack`: hi4
+    // then lo4.
+    void (*narrow_keys)(uint8_t* planes, int head_dim, int from, int to, const uint8_t* grid,
+                        const float* feedback);
     // A plane of nibbles becomes the 2-bit plane of their top bits, at its start.
     void (*narrow)(uint8_t* plane, int head_dim);
     // Attends the block to up to kRunPages pages that have moved alike; visible[i] are the masks of

@@ -764,8 +764,8 @@ inline size_t value_place(int t, int c, bool& high) {
     return static_cast<size_t>(t / 8 * 32 + t % 4 + c / 8 * 256 + 4 * (c % 8));
 }
 
-// x [64, D] moved as kvq.reference.carried does; what is errs of a channel is taken off in blocks of
-// sixteen channels, where feedback is 0 of those that are done.
+// x [64, D] moved as kvq.reference.carried does, in blocks of sixteen channels: of those that are
+// done feedback is 0.
 void carry(float* x, int head_dim, const float* scale, const float* mid, int bits,
            const float* feedback) {
     const int step = 1 << (8 - bits);
@@ -789,22 +789,19 @@ void carry(float* x, int head_dim, const float* scale, const float* mid, int bit
     }
 }
 
-bool pack(float* x, int head_dim, bool values, bool channels, int bits, const float* feedback,
-          uint8_t* planes, uint8_t* grid) {
+// The planes of x [64, D], of which every channel or every token has a scale and a mid.
+void put_codes(const float* x, int head_dim, bool values, bool channels, const float* scale,
+               const float* mid, uint8_t* planes) {
     const size_t plane_bytes = 2 * kvq::granule_bytes(head_dim);
     std::memset(planes, 0, 2 * plane_bytes);
-    alignas(64) float low[kMaxHeadDim], high[kMaxHeadDim], scale[kMaxHeadDim] = {};
-    alignas(64) float mid[kMaxHeadDim] = {};
-    extremes(x, head_dim, channels, low, high);
-    if (!encode_grid(low, high, channels ? head_dim : kPageTokens, grid, scale, mid)) return false;
-    if (feedback) carry(x, head_dim, scale, mid, bits, feedback);
+    alignas(64) float scales[kMaxHeadDim], mids[kMaxHeadDim];
     alignas(64) uint8_t codes[kMaxHeadDim];
     for (int t = 0; t < kPageTokens; t++) {
         if (!channels) {  // one group is the whole row
-            std::fill(low, low + head_dim, scale[t]);
-            std::fill(high, high + head_dim, mid[t]);
+            std::fill(scales, scales + head_dim, scale[t]);
+            std::fill(mids, mids + head_dim, mid[t]);
         }
-        encode_codes(x + t * head_dim, channels ? scale : low, channels ? mid : high, head_dim,
+        encode_codes(x + t * head_dim, channels ? scale : scales, channels ? mid : mids, head_dim,
                      codes);
         for (int c = 0; c < head_dim; c++) {
             bool above;
@@ -812,7 +809,44 @@ bool pack(float* x, int head_dim, bool values, bool channels, int bits, const fl
             put_nibble(planes, plane_bytes, at, above, codes[c]);
         }
     }
+}
+
+bool pack(float* x, int head_dim, bool values, bool channels, int bits, const float* feedback,
+          uint8_t* planes, uint8_t* grid) {
+    alignas(64) float low[kMaxHeadDim], high[kMaxHeadDim], scale[kMaxHeadDim] = {};
+    alignas(64) float mid[kMaxHeadDim] = {};
+    extremes(x, head_dim, channels, low, high);
+    if (!encode_grid(low, high, channels ? head_dim : kPageTokens, grid, scale, mid)) return false;
+    if (feedback) carry(x, head_dim, scale, mid, bits, feedback);
+    put_codes(x, head_dim, values, channels, scale, mid, planes);
     return true;
+}
+
+// The code of token t, channel c in the planes of keys of `bits` bits; of bits that are gone 0.
+inline int read_key(const uint8_t* planes, int head_dim, int bits, int t, int c) {
+    bool above;
+    const size_t at = key_place(head_dim, t, c, above), halved = at / 64 * 32 + at % 32;
+    const int four = above ? 4 : 0, two = static_cast<int>(at / 32 % 2) * 4 + four / 2;
+    if (bits == 2) return (planes[halved] >> two & 3) << 6;
+    const int upper = (planes[at] >> four & 15) << 4;
+    const uint8_t* lower = planes + 2 * kvq::granule_bytes(head_dim);
+    if (bits == 8) return upper | (lower[at] >> four & 15);
+    return bits == 6 ? upper | (lower[halved] >> two & 3) << 2 : upper;
+}
+
+void narrow_keys(uint8_t* planes, int head_dim, int from, int to, const uint8_t* grid,
+                 const float* feedback) {
+    Grid own;
+    widen(grid, head_dim, 8, own);
+    const float middle = static_cast<float>((1 << (8 - from)) - 1) / 2 - 127.5f;
+    alignas(64) float x[kPageTokens * kMaxHeadDim];
+    for (int t = 0; t < kPageTokens; t++)
+        for (int c = 0; c < head_dim; c++) {
+            const auto code = static_cast<float>(read_key(planes, head_dim, from, t, c));
+            x[t * head_dim + c] = own.mid[c] + own.step[c] * (code + middle);
+        }
+    carry(x, head_dim, own.step, own.mid, to, feedback);
+    put_codes(x, head_dim, false, true, own.step, own.mid, planes);
 }
 
 void read_grid(const uint8_t* grid, int groups, float* out) {
