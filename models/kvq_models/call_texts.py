@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -317,18 +317,15 @@ def _xml_call(scanner: _Scanner, schemas: Schemas) -> Call:
         scanner.want("<parameter=")
         key = scanner.up_to(">").strip()
         text = scanner.up_to("</parameter>").removeprefix("\n").removesuffix("\n")
-        found[key] = typed(text, rows.get(key, others), root)
+        schema = rows.get(key, others)
+        found[key] = typed(text, kinds_of(schema, root)) if is_object(schema) else text
     if not name or "" in found:
         raise _NoCallError
     return name, found
 
 
-def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """A value that stands as text, of a kind that its schema wants; text where there is none.
-
-    `root` is the schema of all arguments.
-    """
-    kinds = kinds_of(schema, root) if is_object(schema) else {"string"}
+def typed(text: str, kinds: Collection[str]) -> Any:
+    """A value that stands as text, of one of `kinds` if they have text and it may be another."""
     if kinds == {"string"}:
         return text
     try:

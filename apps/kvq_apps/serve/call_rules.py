@@ -110,7 +110,7 @@ class CallRules:
         def reads(value: Any) -> bool:
             """Whether the text of `value` is read as that."""
             bare = value if isinstance(value, str) else json.dumps(value)
-            return values.quotes != ("",) or typed(bare, schema, self._root) == value
+            return values.quotes != ("",) or typed(bare, kinds) == value
 
         rows: list[Part] = []
         for branch in alternatives(schema, self._root):

@@ -242,7 +242,7 @@ def objects(draw: st.DrawFn, depth: int = 2) -> tuple[Any, Any]:
 
 
 MANY = settings(
-    max_examples=60,
+    max_examples=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
@@ -376,7 +376,8 @@ def test_what_holds_itself_does_so_a_few_times(family: str) -> None:
     for length in range(9):
         text = written(family, [("act", chain(length))])
         assert read(found, text) == [("act", chain(length))]
-        assert fits(found, text, control=False) == (length <= 6), length
+        # Qwen's arguments are none of the values within others.
+        assert fits(found, text, control=False) == (length <= 5 + (family == "qwen")), length
 
 
 @pytest.mark.parametrize("family", FAMILIES)
