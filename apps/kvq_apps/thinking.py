@@ -1,7 +1,7 @@
 """Whether a chat's model thinks before it answers, and the form of an answer behind a thought."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,42 +58,55 @@ class Thinks:
 
         return ThinkingReader(self.thinking.form, begun=self.begun)
 
-    def constraint(self, answer: "Constraint | None", shown: Sequence[int]) -> "Constraint | None":
+    def said(self, answer: "Constraint | None") -> "Constraint | None":
+        """The form of an `answer` that is said, behind the mark that some models have for it."""
+        from kvq_runtime.constraint import Constraint
+
+        form = self.thinking.form
+        if answer is None or not form.plain:
+            return answer
+        rules = answer.lark.replace("start:", "said:", 1)
+        return Constraint(f"start: {self._spelled(form.plain)} said\n{rules}")
+
+    def constraint(
+        self, answer: "Constraint | None", shown: Collection[int] = (), *, calls: bool = False
+    ) -> "Constraint | None":
         """The form of a thought and then an `answer`, None: any text and the tokens `shown`.
 
-        None where nothing is asked. Raises `UsageError` for a budget that cannot be kept.
+        What is said has its mark (`said`); any text may be a call where `calls` may be made. None
+        where nothing is asked. Raises `UsageError` for a budget that cannot be kept.
         """
         from kvq_runtime.constraint import Constraint
 
         if answer is None and self.budget is None:
             return None
         form = self.thinking.form
-        closing = self._spelled(form.closing)
-        if not closing.startswith("<") and self.budget is not None:
+        end = self._spelled(form.end)
+        if not end.startswith("<") and self.budget is not None:
             raise UsageError(
                 "this model's mark after a thought is no token of its own, so its thinking cannot "
                 "be held to reasoning_budget_tokens; leave that out"
             )
-        thought = "thought thought_end /[ \\n]*/"
-        rules = self._thought(closing)
-        if self.begun:
-            first = thought
-        elif form.plain:
-            first = f"(thought_mark {thought} | plain_mark)"
-            rules += f"plain_mark: {self._spelled(form.plain)}\n"
+        gap = "/[ \\n]*/" if form.breaks else ""
+        first = f"thought thought_end {gap}"
+        rules = self._thought(end)
+        if not self.begun:
+            first = f"(thought_mark {first})?"
+            rules += f"thought_mark: {self._spelled(form.opening)}\n"
+        if answer is None:
+            rules += self._any(shown, calls=calls)
         else:
-            first = f"(thought_mark {thought})?"
-        rules += "" if self.begun else f"thought_mark: {self._spelled(form.opening)}\n"
-        return Constraint(f"start: {first} behind\n{rules}{self._answer(answer, shown)}")
+            rules += answer.lark.replace("start:", "behind:", 1)
+        return Constraint(f"start: {first} behind\n{rules}")
 
-    def _thought(self, closing: str) -> str:
+    def _thought(self, end: str) -> str:
         """Rules of a thought and of the mark after it, as it is spelled."""
-        mark = _text(self.thinking.form.closing)
-        if not closing.startswith("<"):
+        mark = _text(self.thinking.form.end)
+        if not end.startswith("<"):
             return f'thought[lazy]: /(?s:.*){mark}/\nthought_end: ""\n'
         limit = "" if self.budget is None else f"[max_tokens={self.budget}]"
         rest = f"/(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/"
-        return f"thought{limit}: THOUGHT\nTHOUGHT: {rest}\nthought_end: {closing}\n"
+        return f"thought{limit}: THOUGHT\nTHOUGHT: {rest}\nthought_end: {end}\n"
 
     def _spelled(self, mark: str) -> str:
         """A mark in a rule: control tokens by their ids, and what lies between as text."""
@@ -108,14 +121,36 @@ class Thinks:
         )
         return " ".join(spelled)
 
-    def _answer(self, answer: "Constraint | None", shown: Sequence[int]) -> str:
-        if answer is not None:
-            return answer.lark.replace("start:", "behind:", 1)
-        tokens = "".join(f" | <[{token}]>" for token in shown)
-        opening = _text(self.thinking.form.opening)
-        return (
-            f"behind: (THOUGHTLESS{tokens})*\nTHOUGHTLESS: /(?s:.+)/ & ~/[ \\n]*{opening}(?s:.*)/\n"
+    def _any(self, shown: Collection[int], *, calls: bool) -> str:
+        """Rules of an answer of any text, in which the tokens `shown` may stand."""
+        form, own = self.thinking.form, self.thinking.shown
+        opening = _text(form.opening)
+        text = f"THOUGHTLESS: /(?s:.+)/ & ~/[ \\n]*{opening}(?s:.*)/\n"
+        # Marks of thoughts are none of what is said.
+        anything = f"(THOUGHTLESS{_tokens(set(shown) - own)})*"
+        if not form.plain:
+            return f"behind: {anything}\n{text}"
+        said = f"{self._spelled(form.plain)} {anything}"
+        if not calls:
+            return f"behind: {said}\n{text}"
+        # A message ends with a mark of its own, and behind a call none comes.
+        ends = {
+            self.thinking.tokenizer.token_id(token) for token in form.tokens if token in form.end
+        }
+        called = f"(THOUGHTLESS{_tokens(set(shown) - ends)})*"
+        call, aside = (
+            " | ".join(self._spelled(mark) for mark, called in form.starts if called == which)
+            for which in (True, False)
         )
+        return (
+            f"behind: (({aside}) THOUGHTLESS? thought_end)* ({said} | ({aside}) {anything} | "
+            f"({call}) {called})\n{text}"
+        )
+
+
+def _tokens(ids: Collection[int]) -> str:
+    """Each of these tokens as another possibility."""
+    return "".join(f" | <[{token}]>" for token in sorted(ids))
 
 
 def _text(mark: str) -> str:

@@ -1,18 +1,20 @@
-"""Calls of tools that are not JSON objects: what stands between the marks, read as calls.
+"""Calls of tools that are not JSON objects: how they stand between marks, and how they are read.
 
 `tools` has the table of forms that names these. Whatever a model writes there, a reader says None
-for what is no call, in time and depth that are bounded by the text. Knows no stream.
+for what is no call, in time and depth that are bounded by the text. Knows no stream, no grammar.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 from kvq.json_values import is_object
+from kvq_models.call_schemas import kind_of, kinds_of
 
 Call = tuple[str, dict[str, Any]]
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -20,10 +22,10 @@ Schemas = Mapping[str, Mapping[str, Any]]
 _MOST_NESTED = 64
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4})?")
-_WORDS = {
-    **{"true": True, "True": True, "false": False, "False": False},
-    **{"null": None, "None": None},
-}
+Words = Mapping[bool | None, tuple[str, ...]]
+_JSON_WORDS: Words = {True: ("true",), False: ("false",), None: ("null",)}
+_ANY_WORDS: Words = {True: ("true", "True"), False: ("false", "False"), None: ("null", "None")}
+_WORDS = {word: value for value, words in _ANY_WORDS.items() for word in words}
 # A string of Gemma's stands between two of these, as it is.
 _RAW_QUOTE = '<|"|>'
 _QUOTED = {
@@ -79,6 +81,83 @@ def harmony_calls(body: str, schemas: Schemas) -> list[Call] | None:
     except (ValueError, RecursionError):
         return None
     return [(found[1], arguments)] if is_object(arguments) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Values:
+    """How values stand in a notation.
+
+    A string stands between two of one of `quotes`. What may not stand there bare has a backslash
+    before it where the notation `escapes`, and stands nowhere else; the ends of lines and their
+    like may stand there with `controls`. A space at the end of `comma`,
+    between two values, and of `colon`, behind a key, may be left out. Keys of objects are `bare`,
+    or strings; `by_name`: they come in the order of their names. `inner` is how values stand within
+    lists and objects, where that is otherwise.
+    """
+
+    words: Words
+    quotes: tuple[str, ...]
+    escapes: bool = False
+    controls: bool = False
+    comma: str = ", "
+    colon: str = ": "
+    bare: bool = False
+    by_name: bool = False
+    inner: Values | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notation:
+    """How a family's template writes a call between the marks of its form, and what reads it.
+
+    `head` and `tail` stand around the arguments, `key` and `end` around each value, `comma` between
+    two of them; NAME and KEY stand for the names. Without a `key` the arguments are one object.
+    """
+
+    read: Callable[[str, Schemas], list[Call] | None]
+    values: Values
+    head: str
+    tail: str = ""
+    key: str = ""
+    end: str = ""
+    comma: str = ""
+
+
+_JSON = Values(words=_JSON_WORDS, quotes=('"',), escapes=True)
+
+XML = Notation(
+    read=xml_calls,
+    # A string that is an argument stands there as it is.
+    values=Values(words=_ANY_WORDS, quotes=("",), inner=_JSON),
+    head="<function=NAME>\n",
+    tail="</function>",
+    key="<parameter=KEY>\n",
+    end="\n</parameter>\n",
+)
+GEMMA = Notation(
+    read=gemma_calls,
+    values=Values(
+        words={**_JSON_WORDS, None: ("null", "None")},
+        quotes=(_RAW_QUOTE,),
+        comma=",",
+        colon=":",
+        bare=True,
+        by_name=True,
+    ),
+    head="call:NAME{",
+    tail="}",
+    key="KEY:",
+    comma=",",
+)
+PYTHON = Notation(
+    read=python_calls,
+    values=Values(words=_ANY_WORDS, quotes=("'", '"'), escapes=True, controls=True),
+    head="NAME(",
+    tail=")",
+    key="KEY=",
+    comma=", ",
+)
+HARMONY = Notation(read=harmony_calls, values=_JSON, head="NAME <|constrain|>json<|message|>")
 
 
 def json_calls(body: str) -> list[Call] | None:
@@ -230,29 +309,34 @@ def _gemma_call(scanner: _Scanner) -> Call:
 def _xml_call(scanner: _Scanner, schemas: Schemas) -> Call:
     scanner.want("<function=")
     name = scanner.up_to(">").strip()
-    properties = schemas.get(name, {}).get("properties")
+    root = schemas.get(name, {})
+    properties, others = root.get("properties"), root.get("additionalProperties")
     rows = properties if is_object(properties) else dict[str, Any]()
     found: dict[str, Any] = {}
     while not scanner.took("</function>"):
         scanner.want("<parameter=")
         key = scanner.up_to(">").strip()
         text = scanner.up_to("</parameter>").removeprefix("\n").removesuffix("\n")
-        found[key] = _typed(text, rows.get(key))
+        schema = rows.get(key, others)
+        found[key] = typed(text, kinds_of(schema, root)) if is_object(schema) else text
     if not name or "" in found:
         raise _NoCallError
     return name, found
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """A value that stands as text, as the schema of its parameter wants it."""
-    kind = cast(Mapping[str, Any], schema).get("type") if isinstance(schema, Mapping) else "string"
-    if kind == "string":
+def typed(text: str, kinds: Collection[str]) -> Any:
+    """A value that stands as text, of one of `kinds` if they have text and it may be another."""
+    if kinds == {"string"}:
         return text
     try:
         value = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):
-        return _WORDS.get(text.strip(), text)
-    return text if isinstance(value, float) and value in _ENDLESS else value
+        value = _WORDS.get(text.strip(), text)
+    if (isinstance(value, float) and value in _ENDLESS) or (
+        "string" in kinds and kind_of(value) not in kinds
+    ):
+        return text
+    return value
 
 
 _ENDLESS = (float("inf"), float("-inf"))

@@ -19,9 +19,10 @@ class ThinkingForm:
     """One form: a thought stands between `opening` and `closing`.
 
     `known_by` stands in the templates of models that write it. `tokens` are the parts of the marks
-    that a vocabulary may have as control tokens. Before an answer without a thought stands `plain`.
-    With `breaks` lines end behind the opening and around the closing mark. `turns` are other
-    marks that end a thought, before a call or what is said beside it, each with what of it stays.
+    that a vocabulary may have as control tokens. Before an answer without a thought stands `plain`,
+    with which the closing mark ends. With `breaks` lines end behind the opening and around the
+    closing mark. `turns` are other marks that end a thought, before a call or what is said beside
+    it, each with what of it stays.
     """
 
     known_by: str
@@ -31,6 +32,16 @@ class ThinkingForm:
     plain: str = ""
     breaks: bool = True
     turns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def end(self) -> str:
+        """What stands behind a thought, whatever follows."""
+        return self.closing.removesuffix(self.plain)
+
+    @property
+    def starts(self) -> tuple[tuple[str, bool], ...]:
+        """What else than `plain` an answer may begin with, and whether that begins a call."""
+        return tuple((mark.removeprefix(self.end), kept != "") for mark, kept in self.turns)
 
 
 FORMS = (

@@ -15,14 +15,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NoReturn, Protocol, cast
 
-from kvq_models.call_texts import (
-    Call,
-    Schemas,
-    gemma_calls,
-    harmony_calls,
-    python_calls,
-    xml_calls,
-)
+from kvq_models.call_texts import GEMMA, HARMONY, PYTHON, XML, Call, Notation, Schemas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +24,11 @@ class ToolForm:
 
     A form without an opening is the whole answer; it may stand after the mark `before`.
     `known_by` stands in the templates that ask for it, `not_by` in those of another form. `calls`
-    reads what stands between the marks where that is no JSON; None for what is no call. Then what
+    is the notation of what stands between the marks where that is no JSON. Then what
     stands between the marks `bare`, with them, is read too. `tokens`: marks within calls, and
     parts of marks, that a vocabulary may have as control tokens. `unsaid`: marks around what is
-    said, which are no part of it.
+    said, which are no part of it. `last`: a call is the last of an answer, and its closing mark may
+    be a token that ends one.
     """
 
     known_by: str
@@ -45,10 +39,11 @@ class ToolForm:
     arguments: str = "arguments"
     before: str = ""
     not_by: str = "\0"
-    calls: Callable[[str, Schemas], list[Call] | None] | None = None
+    calls: Notation | None = None
     bare: tuple[str, str] | None = None
     tokens: tuple[str, ...] = ()
     unsaid: tuple[str, ...] = ()
+    last: bool = False
 
 
 FORMS = (
@@ -61,17 +56,17 @@ FORMS = (
     # Mistral 0.3
     ToolForm(known_by="[TOOL_CALLS]", opening="[TOOL_CALLS]", listed=True, not_by="[ARGS]"),
     # Qwen 3.5 and Qwen 3 Coder
-    ToolForm(known_by="<parameter=", opening="<tool_call>", closing="</tool_call>",
-        calls=xml_calls, bare=("<function=", "</function>")),
+    ToolForm(known_by="<parameter=", opening="<tool_call>", closing="</tool_call>", gap="\n",
+        calls=XML, bare=("<function=", "</function>")),
     # Gemma 4
     ToolForm(known_by="<|tool_call>", opening="<|tool_call>", closing="<tool_call|>",
-        calls=gemma_calls, tokens=('<|"|>',)),
+        calls=GEMMA, tokens=('<|"|>',)),
     # LFM 2 and 2.5
     ToolForm(known_by="List of tools: ", opening="<|tool_call_start|>",
-        closing="<|tool_call_end|>", calls=python_calls),
+        closing="<|tool_call_end|>", listed=True, calls=PYTHON),
     # gpt-oss, whose call is a message to a function; the recipient may stand before the channel
     ToolForm(known_by="<|call|>", opening="<|channel|>commentary to=functions.",
-        closing="<|call|>", calls=harmony_calls, bare=(" to=functions.", "<|call|>"),
+        closing="<|call|>", last=True, calls=HARMONY, bare=(" to=functions.", "<|call|>"),
         tokens=("<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|start|>"),
         unsaid=("<|start|>assistant", "<|end|>", "<|channel|>commentary<|message|>",
             "<|channel|>final<|message|>")),
@@ -142,7 +137,7 @@ def reader_of(form: ToolForm, schemas: Schemas, most: int | None = None) -> Read
     At most `most` calls are told.
     """
     if form.calls is not None:
-        return MarkedReader(form, form.calls, schemas, most)
+        return MarkedReader(form, form.calls.read, schemas, most)
     return CallReader(form, schemas, most)
 
 

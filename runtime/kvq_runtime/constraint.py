@@ -33,7 +33,7 @@ _SPACES = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
 # So little text holds no chain of rules that overflows 2 MiB of stack.
 _MOST_SMALL = 1 << 12
 # What is much work in little text: whether some text fits several patterns, division.
-_SLOW = re.compile(r'"(pattern|format|allOf|multipleOf)')
+_SLOW = re.compile(r'"(pattern|format|allOf|multipleOf)|& /')
 _MOST_NESTED = 120
 _MOST_REFERENCES = 500
 # What is kept read, of which a small constraint takes at most 16 MiB and another 64.
@@ -77,8 +77,7 @@ class Constraint:
     @classmethod
     def regex(cls, pattern: str) -> "Constraint":
         """A text that `pattern` matches as a whole, as Rust's regex crate reads it."""
-        bare = re.sub(r"(\\.)|([/\n])", _in_slashes, _bounded(pattern), flags=re.DOTALL)
-        return cls(f"start: /{bare}/\n" if bare else 'start: ""\n')
+        return cls(f"start: {slashed(_bounded(pattern))}\n")
 
 
 def json_part(schema: Mapping[str, Any] | str | None) -> str:
@@ -104,6 +103,12 @@ def json_part(schema: Mapping[str, Any] | str | None) -> str:
 def escaped(text: str) -> str:
     """`text` itself as a part of a Lark grammar."""
     return f"/{''.join(map(escaped_character, text))}/" if text else '""'
+
+
+def slashed(pattern: str) -> str:
+    """What `pattern` matches as a part of a Lark grammar."""
+    bare = re.sub(r"(\\.)|([/\n])", _in_slashes, pattern, flags=re.DOTALL)
+    return f"/{bare}/" if bare else '""'
 
 
 class Grammars:

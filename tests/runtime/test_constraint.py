@@ -21,6 +21,7 @@ from tokenizers import decoders, models, normalizers
 from kvq.errors import UsageError
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime import trial
 from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import MOST_CHARACTERS, Constraint, Grammars
 from kvq_runtime.drafter import Draft
@@ -568,6 +569,14 @@ def test_a_trial_ends_when_nobody_wants_it_any_more(
     with pytest.raises(UsageError):
         Grammars(BYTES).read(properties(300), lambda: len(trials) > 0)
     assert [one.returncode for one in trials] == [-signal.SIGKILL]
+
+
+def test_a_grammar_with_tokens_of_the_model_is_tried_like_any_other() -> None:
+    trial.try_out('start: <[300]> %json {"type": "integer"}\n', lambda: False)
+    with pytest.raises(UsageError, match="too much work"):
+        trial.try_out(
+            'start: <[300]> %json {"type": "integer", "multipleOf": 99999989}\n', lambda: False
+        )
 
 
 def test_a_schema_may_not_set_the_library_up() -> None:

@@ -91,7 +91,7 @@ def run(arguments: Namespace) -> int:
         _refuse_endless(prompt, engine, session)
         ids, begin_with, thinks = _prompt_ids(engine, arguments, prompt)
         if thinks is not None:
-            constraint = thinks.constraint(constraint, ())
+            constraint = thinks.constraint(thinks.said(constraint))
         meter = Meter()
         answer = _answer(
             session, ids, begin_with, arguments, sampling, constraint, cancel, pieces, thinks

@@ -159,12 +159,13 @@ def form_of(
     # Beside another name `response_format` only asks for text.
     name = next((name for name in reversed(NAMES) if fields.get(name)), "tools")
     try:
+        if thinks is not None:
+            constraint = thinks.said(constraint)
         if tools is not None:
             constraint = tools.constraint(tokenizer, constraint)
         if thinks is not None:
-            # Marks of thoughts are none of an answer.
-            shown = _shown(tokenizer, tools, None) - thinks.thinking.shown
-            constraint = thinks.constraint(constraint, sorted(shown))
+            shown = _shown(tokenizer, tools, None)
+            constraint = thinks.constraint(constraint, shown, calls=tools is not None)
     except UsageError as error:
         raise RequestError(str(error), param=name) from error
     return None if constraint is None else Form(constraint, name)

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from kvq.errors import UsageError
 from kvq.json_values import is_object
+from kvq_apps.serve.call_rules import CallRules
 from kvq_apps.serve.fields import Fields
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import MARKS, Reader, ToolForm, reader_of, tool_form
@@ -52,13 +53,8 @@ class Tools:
     def constraint(self, tokenizer: Tokenizer, text: Constraint | None) -> Constraint | None:
         """What the answer has to look like: calls, where one must be, or `text`, or either.
 
-        Raises `UsageError` where calls in this model's form cannot be held to one.
+        Raises `UsageError` where no call of this model's can be held to a schema.
         """
-        if self.form.calls is not None and (self.called or text is not None):
-            raise UsageError(
-                "this model writes calls in a notation of its own, which no answer can be held to; "
-                "let tool_choice be auto, and leave response_format out beside tools"
-            )
         if not self.called:
             return text if text is None else _either(text, self._calls(tokenizer, self._names))
         return Constraint(f"start: calls\n{self._calls(tokenizer, self.called)}")
@@ -70,9 +66,15 @@ class Tools:
     def _calls(self, tokenizer: Tokenizer, names: Sequence[str]) -> str:
         """Lark rules of one or more calls of `names`."""
         form = self.form
-        opening, closing = (_mark(tokenizer, mark) for mark in (form.opening, form.closing))
+
+        def spelled(text: str) -> str:
+            return _spelled(tokenizer, text, (form.opening, form.closing, *form.tokens))
+
+        opening, closing = spelled(form.opening), spelled(form.closing)
         gap, more = escaped(form.gap), f"{{0,{MOST_CALLS - 1}}}"
-        if form.listed:
+        if form.last:
+            calls = f"{opening} call"
+        elif form.listed:
             others = f"({escaped(', ')} call){more}" if self.many else ""
             calls = f"{opening} {escaped('[')} call {others} {escaped(']')} {closing}"
         elif form.opening:
@@ -81,8 +83,20 @@ class Tools:
         else:
             calls = "call"
         rows = {row["function"]["name"]: row["function"] for row in self.rows}
-        called = " | ".join(_object(rows[name], form.arguments) for name in names)
-        return f"calls: {calls}\ncall: {called}\n"
+        functions = [rows[name] for name in names]
+        if form.calls is None:
+            called, rules = [_object(one, form.arguments) for one in functions], ""
+        else:
+            made = CallRules(form, form.calls, spelled)
+            called = [call for one in functions if (call := made.call(one)) is not None]
+            rules = made.lark
+        if not called:
+            raise UsageError(
+                f"this model's notation of calls cannot write one of {', '.join(names)[:200]} that "
+                "fits its schema; begin its name with a letter, leave out what cannot be required, "
+                "or let tool_choice be auto"
+            )
+        return f"calls: {calls}\ncall: {' | '.join(called)}\n{rules}"
 
 
 def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
@@ -151,10 +165,15 @@ def _object(function: Mapping[str, Any], arguments: str) -> str:
     return f"({escaped(head)} {json_part(schema)} {escaped('}')})"
 
 
-def _mark(tokenizer: Tokenizer, mark: str) -> str:
-    """A mark in Lark: a control token by its id, as its text alone would not be it."""
-    token = tokenizer.token_id(mark)
-    return escaped(mark) if token is None or not tokenizer.is_control(token) else f"<[{token}]>"
+def _spelled(tokenizer: Tokenizer, text: str, marks: Iterable[str]) -> str:
+    """`text` in Lark: `marks` that are control tokens by their ids, since text is none of them."""
+    ids = {mark: tokenizer.token_id(mark) for mark in marks if mark}
+    control = {
+        mark: one for mark, one in ids.items() if one is not None and tokenizer.is_control(one)
+    }
+    parts = re.split(f"({'|'.join(map(re.escape, control))})", text) if control else [text]
+    rows = (f"<[{control[part]}]>" if part in control else escaped(part) for part in parts if part)
+    return " ".join(rows) or '""'
 
 
 def _either(text: Constraint, calls: str) -> Constraint:

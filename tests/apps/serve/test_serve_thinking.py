@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -238,6 +238,61 @@ def test_a_call_may_be_a_message_of_its_own_behind_a_thought(special: bool, befo
             told, text, calls, _ = streamed(server, tools=[WEATHER], max_tokens=200)
             assert (told or None, text or None) == (thinks, content)
             assert len(calls) == len(functions)
+
+
+SCHEMA = {"type": "object", "properties": {"q": {"const": 1}}, "required": ["q"]}
+FORECAST = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+SAID = f"<|channel|>commentary {HARMONY_CALL[0]}"
+ASIDE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+STRING = {"response_format": {"type": "json_object", "schema": {"type": "string"}}}
+
+
+def thinking_first(tokenizer: Tokenizer, said: str) -> Callable[[Sequence[int]], int]:
+    """A model that thinks, as long as it may, and then says `said`."""
+    go = tokenizer.token_id(GO)
+    first, end, then = (
+        tokenizer.encode(text, special=True)
+        for text in (f"<|channel|>analysis<|message|>{THOUGHT}", "<|end|><|start|>assistant", said)
+    )
+
+    def rule(tokens: Sequence[int]) -> int:
+        mine = list(tokens)[len(tokens) - list(tokens[::-1]).index(go) :]
+        place = mine.index(end[0]) if end[0] in mine else len(mine)
+        script = [*mine[:place], *end, *then, 0] if place < len(mine) else [*first, *end]
+        return script[min(len(mine), len(script) - 1)]
+
+    return rule
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("budget", [-1, 4])
+@pytest.mark.parametrize(
+    ("said", "more"),
+    [
+        (SAID, {}),
+        (f" {HARMONY_CALL[1]}", {}),
+        (f"{ASIDE}{SAID}", {}),
+        (f"{FINAL}It rains.", {}),
+        (SAID, {"tool_choice": "required"}),
+        (SAID, STRING),
+        (f'{FINAL}"It rains."', STRING),
+    ],
+)
+def test_a_call_comes_behind_a_thought_that_a_budget_cuts(
+    special: bool, budget: int, said: str, more: dict[str, Any]
+) -> None:
+    marks = (*CHANNEL_MARKS, "<|constrain|>", "<|call|>")
+    with served(said, special=special, template=CALLING, marks=marks) as server:
+        rule = server.rule  # type: ignore[attr-defined]
+        rule.backend.rule = thinking_first(rule.tokenizer, said)
+        found = message(server, tools=[FORECAST], reasoning_budget_tokens=budget, **more)
+        encode, decode = rule.tokenizer.encode, rule.tokenizer.decode
+        kept = decode(encode(THOUGHT)[:4]) if budget == 4 else THOUGHT
+        content = "I look." if said.startswith(ASIDE) else said.partition(FINAL)[2]
+        calls = [{"name": "weather", "arguments": '{"q": 1}'}] * (FINAL not in said)
+        assert found["reasoning_content"] == kept.strip()
+        assert (found["content"] or "") == content
+        assert [call["function"] for call in found.get("tool_calls", [])] == calls
 
 
 @pytest.mark.parametrize("special", [False, True])
