@@ -19,7 +19,8 @@ from kvq_export.layout import plan_layout
 from kvq_export.weights import quantize
 from kvq_models.reference import forward, plain_attention
 from originals import original_of
-from tiny import checkpoint_weights, make_checkpoint, make_llama_checkpoint
+from shelf import Shelf
+from tiny import checkpoint_weights, make_llama_checkpoint
 
 FORM = BlockFormat(grid=Grid.ZERO_POINT)
 QUIET = ExportOptions(quality=False, threads=1)
@@ -31,10 +32,10 @@ def unseen(done: int, total: int, label: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "gemma3"])
 def test_a_damage_is_the_divergence_that_one_rounded_matrix_makes(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By hand, one matrix after the other; here in passes of four lanes and a clean one."""
-    source = make_checkpoint(case, tmp_path / "source")
+    source = shelf.family(case)
     original = original_of(source)
     exact, config = checkpoint_weights(source), original.config
     texts = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12))

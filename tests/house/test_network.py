@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,17 +90,16 @@ for ask in (lambda: socket.create_connection(("collector.invalid", 443)),
 
 
 @pytest.mark.slow
-def test_a_run_sends_nothing_and_leaves_nothing_of_others(watched: Watched, home: Path) -> None:
-    assert watched(COMMAND, "run", "-n", "4", "--backend", "onnx", "def f") == ""
+def test_a_run_and_a_benchs_peer_send_nothing_and_leave_nothing_of_others(
+    watched: Watched, home: Path, bundle: str
+) -> None:
+    """Both at once, for most of it is waiting."""
+    run = ("run", "-n", "4", "--backend", "onnx", "def f")
+    bench = ("bench", bundle, "--context", "20", "--repeat", "1", "--peer", "onnxruntime")
+    with ThreadPoolExecutor() as pool:
+        assert set(pool.map(lambda words: watched(COMMAND, *words), (run, bench))) == {""}
     assert foreign_files(home) == []
     assert list(home.rglob("model.onnx")), "the embedded model was not run"
-
-
-@pytest.mark.slow
-def test_the_benchs_peer_sends_nothing(watched: Watched, home: Path, bundle: str) -> None:
-    words = ["bench", bundle, "--context", "20", "--repeat", "1", "--peer", "onnxruntime"]
-    assert watched(COMMAND, *words) == ""
-    assert foreign_files(home) == []
 
 
 @pytest.mark.slow

@@ -11,12 +11,14 @@ from typing import Any
 
 from filelock import FileLock
 
-from kvq_export.config import ExportOptions
+from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.embedded import embedded_folder
-from tiny import make_llama_checkpoint
+from tiny import make_checkpoint, make_llama_checkpoint
 
-PLAIN = ExportOptions(quality=False)
+PLAIN = ExportOptions(quality=False, calibrate=False)
+# Of which rounding leaves little in the way of what is compared.
+EIGHT = ExportOptions(quality=False, weights=WeightFormat(bits=8))
 
 
 def cut(file: Path, num_bytes: int = 1) -> None:
@@ -33,6 +35,10 @@ class Shelf:
     def checkpoint(self, **config: Any) -> Path:
         """`make_llama_checkpoint` with these keys of its configuration; the folder is `tiny`."""
         return self.once("tiny", config, lambda path: make_llama_checkpoint(path, **config))
+
+    def family(self, case: str, **asked: Any) -> Path:
+        """A row of `tiny.CASES`, as `make_checkpoint` saves it; the folder is `source`."""
+        return self.once("source", (case, asked), lambda path: make_checkpoint(case, path, **asked))
 
     def bundle(self, options: ExportOptions = PLAIN, **config: Any) -> Path:
         """That checkpoint exported; the folder is `bundle`."""
