@@ -222,6 +222,7 @@ def test_longrope_picks_one_table_per_session(shelf: Shelf) -> None:
 def test_inverse_frequencies_equal_transformers_within_one_bit(checkpoint: Path) -> None:
     _, config, _ = read_checkpoint(checkpoint)
     model = tiny.transformers_model(checkpoint)
+    tiny.transformers_logits(checkpoint, random_ids(1))  # a longer text had it take longer waves
     names = {"full_attention_inv_freq": 0, "sliding_attention_inv_freq": 1, "inv_freq": 0}
     parts = dict(model.model.named_children())
     buffers = dict((parts.get("rotary_emb") or parts["pos_emb"]).named_buffers())

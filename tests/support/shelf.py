@@ -5,15 +5,20 @@ run share the folder, so whoever comes first makes what another waits for.
 """
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
+import pytest
 from filelock import FileLock
 
+from kvq_apps.model_path import resolve_model
+from kvq_apps.output import LOG
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_models.embedded import embedded_folder
+from kvq_models.embedded import NAMES
 from tiny import make_checkpoint, make_llama_checkpoint
 
 PLAIN = ExportOptions(quality=False, calibrate=False)
@@ -52,10 +57,20 @@ class Shelf:
         )
 
     def embedded(self, name: str) -> Path:
-        """The embedded model `name`, exported."""
-        folder = embedded_folder(name)
-        assert folder is not None
-        return self.exported(folder)
+        """The embedded model `name`, as its first use exports it."""
+
+        def make(cache: Path) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("XDG_CACHE_HOME", str(cache))
+                resolve_model(name, tell=LOG)
+
+        (bundle,) = (self.once("cache", name, make) / "kvq/bundles").iterdir()
+        return bundle
+
+    def used_before(self, cache: Path) -> None:
+        """Makes a cache folder that of a user who has run the embedded models."""
+        for bundle in map(self.embedded, NAMES):
+            copytree(bundle, cache / "kvq/bundles" / bundle.name, copy_function=os.link)
 
     def once(self, name: str, asked: object, make: Callable[[Path], object]) -> Path:
         """What `make` writes at a path that ends with `name`, by what it was `asked` to be."""
