@@ -21,6 +21,8 @@ from kvq_export.export import export_model
 from kvq_models.embedded import NAMES
 from tiny import make_checkpoint, make_llama_checkpoint
 
+# As a first use exports it, and as quickly as can be.
+USUAL = ExportOptions(quality=False)
 PLAIN = ExportOptions(quality=False, calibrate=False)
 # Of which rounding leaves little in the way of what is compared.
 EIGHT = ExportOptions(quality=False, weights=WeightFormat(bits=8))
@@ -45,12 +47,12 @@ class Shelf:
         """A row of `tiny.CASES`, as `make_checkpoint` saves it; the folder is `source`."""
         return self.once("source", (case, asked), lambda path: make_checkpoint(case, path, **asked))
 
-    def bundle(self, options: ExportOptions = PLAIN, **config: Any) -> Path:
+    def bundle(self, options: ExportOptions = USUAL, **config: Any) -> Path:
         """That checkpoint exported; the folder is `bundle`."""
         source = self.checkpoint(**config)
         return self.exported(source, options)
 
-    def exported(self, source: Path, options: ExportOptions = PLAIN) -> Path:
+    def exported(self, source: Path, options: ExportOptions = USUAL) -> Path:
         """Any checkpoint that no test changes, exported."""
         return self.once(
             "bundle", (source, options), lambda path: export_model(source, path, options)
