@@ -16,10 +16,9 @@ import pytest
 from kvq.errors import KvqError
 from kvq_export import export
 from kvq_export.checkpoint import Checkpoint
-from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.manifest import DATA_FILE
-from shelf import cut
+from shelf import PLAIN, cut
 from tiny import make_llama_checkpoint, read_safetensors, write_safetensors
 
 WEIGHTS = "model.safetensors"
@@ -207,7 +206,7 @@ def refuse(source: Path, tmp_path: Path, message: str) -> None:
     """Exporting `source` raises `message` with exit code 2 and leaves nothing in `tmp_path`."""
     before = sorted(tmp_path.iterdir())
     with pytest.raises(KvqError, match=message) as caught:
-        export_model(source, tmp_path / "bundle", ExportOptions(quality=False))
+        export_model(source, tmp_path / "bundle", PLAIN)
     assert caught.value.exit_code == 2
     assert sorted(tmp_path.iterdir()) == before
 
@@ -239,7 +238,7 @@ def test_of_two_tensors_of_one_name_the_index_decides(sources: Path, tmp_path: P
 
 def test_a_destination_that_cannot_be_made_is_refused(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
-    options = ExportOptions(quality=False)
+    options = PLAIN
     with pytest.raises(KvqError, match=r"cannot be written: .*choose another folder with -o"):
         export_model(sources / "single", tmp_path / "file" / "bundle", options)
     assert (tmp_path / "file").read_text() == "kept"

@@ -1,6 +1,7 @@
 """What matrices lose at 4 bits, and how bits are spent on them."""
 
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from kvq_export.export import export_model
 from kvq_export.layout import plan_layout
 from kvq_export.weights import quantize
 from kvq_models.reference import forward, plain_attention
+from kvq_runtime.bundle import Bundle
 from originals import original_of
-from tiny import checkpoint_weights, make_checkpoint, make_llama_checkpoint
+from shelf import PLAIN, Shelf
+from tiny import checkpoint_weights, make_llama_checkpoint
 
 FORM = BlockFormat(grid=Grid.ZERO_POINT)
 QUIET = ExportOptions(quality=False, threads=1)
@@ -31,10 +34,10 @@ def unseen(done: int, total: int, label: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "gemma3"])
 def test_a_damage_is_the_divergence_that_one_rounded_matrix_makes(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By hand, one matrix after the other; here in passes of four lanes and a clean one."""
-    source = make_checkpoint(case, tmp_path / "source")
+    source = shelf.family(case)
     original = original_of(source)
     exact, config = checkpoint_weights(source), original.config
     texts = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12))
@@ -96,7 +99,7 @@ def test_the_file_is_as_large_as_asked_and_no_larger(tmp_path: Path) -> None:
     least = plan_layout(original.config, original.sources, narrow).num_bytes
     most = plan_layout(original.config, original.sources, WeightFormat(bits=8)).num_bytes
     for size in (least, (least + most) // 2, most):
-        options = ExportOptions(quality=False, weights=WeightFormat(size_bytes=size), force=True)
+        options = replace(PLAIN, weights=WeightFormat(size_bytes=size), force=True)
         bundle = export_model(source, tmp_path / "bundle", options)
         written = (bundle.path / "model.onnx.data").stat().st_size
         assert size - 8192 <= written <= size
@@ -106,7 +109,7 @@ def test_the_file_is_as_large_as_asked_and_no_larger(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"with 4 bits everywhere it is 100 bytes more"):
         export_model(source, tmp_path / "bundle", short)
     # What was there is still there.
-    assert [*export_model(source, tmp_path / "b", QUIET).manifest.weights.by_format] != [*formats]
+    assert Bundle.open(bundle.path).manifest.weights.by_format == formats
 
 
 def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: Path) -> None:
@@ -122,11 +125,10 @@ def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: P
     assert re.fullmatch(
         r"[▁▂▃▄▅▆▇█]{2}  from ▁ 4 to █ 8; (embed|head) \d, (embed|head) \d", told["bits by layer"]
     )
-    words = ["export", str(source), "-o", str(tmp_path / "four"), "--wbits", "4", "--no-quality"]
-    assert main(words) == 0
-    assert main([*words[:-2], "4.6", "--no-quality", "--force"]) == 0
-    plain = ExportOptions(quality=False, calibrate=False)
-    manifest = export_model(source, tmp_path / "plain", plain).manifest
+    quickly = ("--no-quality", "--no-calibrate", "--force", "--wbits")
+    for bits in ("4", "4.6"):
+        assert main(["export", str(source), "-o", str(tmp_path / "said"), *quickly, bits]) == 0
+    manifest = export_model(source, tmp_path / "plain", PLAIN).manifest
     assert sorted(manifest.weights.by_format) == ["4/64/zero_point", "8/64/symmetric"]
     assert "bits by layer" not in dict(weight_rows(manifest.to_json()))
     bare = ExportOptions(tokenizer=False, weights=WeightFormat(mean_bits=4.6))

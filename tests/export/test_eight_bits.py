@@ -19,19 +19,20 @@ from kvq_export.weights import half_scales, quantize
 from kvq_models.family import is_stack
 from kvq_models.reference import Weights, forward, plain_attention
 from originals import original_of
-from tiny import checkpoint_weights, make_checkpoint, make_llama_checkpoint
+from shelf import Shelf
+from tiny import checkpoint_weights, make_llama_checkpoint
 
 TOKENS = 24
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3", "phi", "olmoe", "gemma4", "lfm2"])
 def test_the_likeliest_tokens_are_those_of_products_of_8_bits(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By hand text after text, by the products' own definition over packed panels."""
     few = partialmethod(Checkpoint.chunks, max_weights=1 << 12)
     monkeypatch.setattr(Checkpoint, "chunks", few)
-    source = make_checkpoint(case, tmp_path / "source")
+    source = shelf.family(case)
     original, exact = original_of(source), checkpoint_weights(source)
     texts = np.random.default_rng(0).integers(0, original.config.vocab_size, (8, TOKENS))
     found = eight_bits.likeliest_tokens(original, texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from kvq_export.source import open_source
 from kvq_models.registry import read_checkpoint
 from kvq_runtime.engine import Engine
 from logits import divergence, prompt
-from tiny import checkpoint_weights, make_checkpoint, read_safetensors, write_safetensors
+from shelf import Shelf
+from tiny import checkpoint_weights, read_safetensors, write_safetensors
 
+NAMES = ("packed", "floats")
 STACKS = ("gate_up_proj", "down_proj")
 Tensors = dict[str, np.ndarray]
 
@@ -52,11 +55,20 @@ def plain(folder: Path, decoded: Tensors) -> None:
     write_safetensors(file, read_safetensors(file) | decoded)
 
 
-def test_a_bundle_keeps_every_weight_of_experts(tmp_path: Path) -> None:
-    folder = make_checkpoint("gpt-oss", tmp_path / "packed")
-    decoded = pack(folder)
-    floats = make_checkpoint("gpt-oss", tmp_path / "floats")
-    plain(floats, decoded)
+@pytest.fixture(scope="module")
+def both(shelf: Shelf) -> tuple[Path, Path]:
+    """A checkpoint of such experts, and one of the same experts as floats."""
+
+    def make(folder: Path) -> None:
+        packed, floats = (Path(copytree(shelf.family("gpt-oss"), folder / name)) for name in NAMES)
+        plain(floats, pack(packed))
+
+    folder = shelf.once("mxfp4", "", make)
+    return folder / NAMES[0], folder / NAMES[1]
+
+
+def test_a_bundle_keeps_every_weight_of_experts(both: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, floats = both
     expected = checkpoint_weights(floats)
     bundle = export_model(folder, tmp_path / "bundle", ExportOptions(quality=False))
     assert bundle.manifest.weights is not None
@@ -81,15 +93,12 @@ def test_a_bundle_keeps_every_weight_of_experts(tmp_path: Path) -> None:
     assert types["mxfp4"]["exact"] == types["mxfp4"]["tensors"] == 3 * 8 * bundle.config.num_layers
 
 
-def test_rows_are_read_alike_in_any_chunks(tmp_path: Path) -> None:
-    folder = make_checkpoint("gpt-oss", tmp_path / "packed")
-    floats = make_checkpoint("gpt-oss", tmp_path / "floats")
-    plain(floats, pack(folder))
-    for path in (folder, floats):
+def test_rows_are_read_alike_in_any_chunks(both: tuple[Path, Path]) -> None:
+    expected = checkpoint_weights(both[1])
+    for path in both:
         source = open_source(path)
         family, config, _ = source.config()
         checkpoint, sources = source.checkpoint(config), family.weights(config)
-        expected = checkpoint_weights(floats)
         for name in ("layers.1.experts_gate_up", "layers.0.experts_down"):
             for most, rows in ((1 << 20, None), (700, None), (900, range(100, 290))):
                 chunks = list(checkpoint.chunks(sources[name], most, rows))
@@ -100,11 +109,10 @@ def test_rows_are_read_alike_in_any_chunks(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, expected(name)[some])
 
 
-def test_other_widths_are_rounded_from_what_is_there(tmp_path: Path) -> None:
-    folder = make_checkpoint("gpt-oss", tmp_path / "packed")
-    floats = make_checkpoint("gpt-oss", tmp_path / "floats")
-    plain(floats, pack(folder))
-    expected = checkpoint_weights(floats)
+def test_other_widths_are_rounded_from_what_is_there(
+    both: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, expected = both[0], checkpoint_weights(both[1])
     options = ExportOptions(weights=WeightFormat(bits=4), quality=False, calibrate=False)
     bundle = export_model(folder, tmp_path / "bundle", options)
     found, wanted = (read("layers.0.experts_down") for read in (bundle.read_weight, expected))
@@ -140,9 +148,9 @@ def fewer_rows(tensors: Tensors) -> None:
     ],
 )
 def test_what_is_damaged_is_refused(
-    change: Callable[[Tensors], None], says: str, tmp_path: Path
+    change: Callable[[Tensors], None], says: str, shelf: Shelf, tmp_path: Path
 ) -> None:
-    folder = make_checkpoint("gpt-oss", tmp_path / "packed")
+    folder = Path(copytree(shelf.family("gpt-oss"), tmp_path / "packed"))
     pack(folder, lambda tensors: (make_writable(tensors), change(tensors))[1])
     with pytest.raises(CheckpointError, match=says):
         export_model(folder, tmp_path / "bundle", ExportOptions(quality=False, calibrate=False))
@@ -153,7 +161,7 @@ def make_writable(tensors: Tensors) -> None:
     tensors |= {name: tensor.copy() for name, tensor in tensors.items()}
 
 
-def test_another_gate_is_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint("gpt-oss", tmp_path, swiglu_limit=5.0)
+def test_another_gate_is_refused(shelf: Shelf) -> None:
+    folder = shelf.family("gpt-oss", swiglu_limit=5.0)
     with pytest.raises(UnsupportedModelError, match=r"swiglu_limit = 5\.0 is not supported"):
         read_checkpoint(folder)

@@ -23,7 +23,6 @@ from kvq_runtime.engine import Engine
 from kvq_runtime.manifest import MAPS_FILE
 from logits import divergence, prompt
 from shelf import Shelf
-from tiny import make_checkpoint
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
 EIGHT = WeightFormat(bits=8)
@@ -64,8 +63,10 @@ def test_ridge_finds_a_linear_teacher_and_gains_by_every_feature() -> None:
     assert errors == sorted(errors, reverse=True)
 
 
-def test_a_model_without_a_norm_before_its_layers_is_refused_first(tmp_path: Path) -> None:
-    source = make_checkpoint("olmo2", tmp_path / "source")
+def test_a_model_without_a_norm_before_its_layers_is_refused_first(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    source = shelf.family("olmo2")
     options = ExportOptions(quality=False, calibrate=False, predict="1")
     with pytest.raises(UsageError, match="a layer of olmo2 has none; leave it out"):
         export_model(source, tmp_path / "bundle", options)

@@ -11,12 +11,12 @@ import pytest
 
 from kvq.errors import CheckpointError
 from kvq_export.checkpoint import Checkpoint
-from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_export.source import open_source
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for, read_checkpoint, text_config
 from kvq_runtime.engine import Engine
+from shelf import PLAIN
 from tiny import (
     CASES,
     COMMON,
@@ -65,7 +65,7 @@ def test_a_tied_matrix_may_have_either_name(tmp_path: Path) -> None:
         source = make_llama_checkpoint(tmp_path / name, tie_word_embeddings=True)
         if name == "head":
             keep_only_the_head(source, tied=True)
-        bundle = export_model(source, tmp_path / f"{name}-bundle", ExportOptions(quality=False))
+        bundle = export_model(source, tmp_path / f"{name}-bundle", PLAIN)
         with Engine.open(bundle.path, threads=1) as engine, engine.session() as session:
             logits.append(np.concatenate([*session.logits(ids)]))
     np.testing.assert_array_equal(*logits)
@@ -75,7 +75,7 @@ def test_a_head_is_no_embedding_where_they_are_not_tied(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     keep_only_the_head(source, tied=False)
     with pytest.raises(CheckpointError, match=r"'model\.embed_tokens\.weight' is missing.*not"):
-        export_model(source, tmp_path / "bundle", ExportOptions(quality=False))
+        export_model(source, tmp_path / "bundle", PLAIN)
 
 
 def gemma3_that_sees(folder: Path) -> Any:

@@ -24,7 +24,8 @@ from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import Bundle
 from originals import original_of
-from tiny import CASES, make_checkpoint, make_llama_checkpoint
+from shelf import Shelf
+from tiny import CASES, make_llama_checkpoint
 
 WEIGHTS = WeightFormat(bits=4)
 UNKNOWN = {
@@ -47,9 +48,9 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_computes_what_the_reference_does_or_says_what_it_does_not_know(
-    case: str, tmp_path: Path
+    case: str, shelf: Shelf
 ) -> None:
-    original = original_of(make_checkpoint(case, tmp_path))
+    original = original_of(shelf.family(case))
     if case in UNKNOWN:
         with pytest.raises(UnsupportedModelError, match=UNKNOWN[case]) as refused:
             tuning.check_tunable(original.config)

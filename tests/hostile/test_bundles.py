@@ -16,13 +16,13 @@ import onnx_ir as ir
 import pytest
 
 from kvq.errors import BundleError, CheckpointError, KvqError
-from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_models.registry import read_checkpoint
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
 from kvq_runtime.file_hashes import file_sha256
 from kvq_runtime.manifest import MANIFEST_FILE, MODEL_FILE, checksum
+from shelf import PLAIN
 from tiny import make_llama_checkpoint
 
 
@@ -30,7 +30,7 @@ from tiny import make_llama_checkpoint
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundles")
     source = make_llama_checkpoint(folder / "source")
-    return export_model(source, folder / "bundle", ExportOptions(quality=False)).path
+    return export_model(source, folder / "bundle", PLAIN).path
 
 
 @pytest.fixture

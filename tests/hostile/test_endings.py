@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ import pytest
 from environment import environment_in
 from kvq.errors import BundleError
 from kvq_apps import cli
-from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_export.staging import staged
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.manifest import MANIFEST_FILE
+from shelf import PLAIN
 from tiny import make_llama_checkpoint
 
 # What the installed script `kvq` does; it says when it has taken Ctrl-C over.
@@ -126,7 +127,7 @@ def test_whoever_is_refused_memory_is_understood(
 
 def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source")
-    options = ExportOptions(quality=False, force=True)
+    options = replace(PLAIN, force=True)
     export_model(source, tmp_path / "one", options)
     dead = tmp_path / ".one.0123abcd.partial"
     other = tmp_path / ".two.0123abcd.partial"
@@ -136,7 +137,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> Non
     # Killed between two renames: the old bundle is all there is.
     (tmp_path / "one").rename(tmp_path / ".one.89abcdef.old")
     with pytest.raises(BundleError, match="already holds a bundle"):
-        export_model(source, tmp_path / "one", ExportOptions(quality=False))
+        export_model(source, tmp_path / "one", PLAIN)
     assert Bundle.open(tmp_path / "one").has_onnx
     export_model(source, tmp_path / "one", options)
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "one", "source"]

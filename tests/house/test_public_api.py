@@ -66,8 +66,9 @@ def test_an_engine_opens_a_checkpoint_a_bundle_and_refuses_other_names(
 
 @pytest.mark.slow
 def test_an_engine_of_no_name_is_the_embedded_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shelf.used_before(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for names, expected in (((), "default"), (("default",), "default"), (("nano",), "nano")):
         with kvq.Engine.open(*names, threads=1) as engine:

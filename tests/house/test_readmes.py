@@ -208,6 +208,7 @@ def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for text, name in MADE.findall(readme.read_text()):
             (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.chdir(tmp_path)
+    shelf.used_before(tmp_path / "cache")
     settings = {"HOME": tmp_path, "KVQ_MODEL": tmp_path / "qwen3", "KVQ_THREADS": 1}
     for name, value in (settings | folders_in(tmp_path) | ROOTS).items():
         monkeypatch.setenv(name, str(value))

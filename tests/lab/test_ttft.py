@@ -13,16 +13,15 @@ from kvq_apps import options
 from kvq_apps.bench.plot import check_plot
 from kvq_apps.cli import main
 from kvq_export import prediction
-from kvq_export.config import ExportOptions, WeightFormat
-from shelf import Shelf
+from kvq_export.config import ExportOptions
+from shelf import EIGHT, Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 
 @pytest.fixture(scope="module")
 def bundle(shelf: Shelf) -> str:
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    return str(shelf.bundle(options, num_hidden_layers=4))
+    return str(shelf.bundle(EIGHT, num_hidden_layers=4))
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -17,14 +17,13 @@ from environment import environment_in
 from kvq import native
 from kvq.native_linear import weight_bytes_read
 from kvq_export.checkpoint import Checkpoint
-from kvq_export.config import ExportOptions
-from kvq_export.export import export_model
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends.onnx import OnnxBackend
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
+from shelf import Shelf
 
 MODELS = Path(kvq_embedded.__path__[0])
 # Nothing the models were trained on, and nothing that a change elsewhere rewrites.
@@ -157,8 +156,7 @@ def test_no_model_named_means_the_embedded_one_and_it_is_exported_once(tmp_path:
 
 @needs_native
 @pytest.mark.slow
-def test_a_head_that_reads_half_writes_the_same_text(tmp_path: Path) -> None:
-    bundle = export_model(MODELS / "default", tmp_path / "bundle", ExportOptions(quality=False))
+def test_a_head_that_reads_half_writes_the_same_text(shelf: Shelf) -> None:
     modes = [
         Sampling(temperature=0),
         Sampling(temperature=0.9, top_k=40),
@@ -170,7 +168,7 @@ def test_a_head_that_reads_half_writes_the_same_text(tmp_path: Path) -> None:
     prompts = ["def fibonacci(n):\n", "import numpy as np\n\n", "class Tree:\n    def "]
     answers: dict[bool, list[list[int]]] = {}
     read: dict[bool, int] = {}
-    with Engine.open(bundle.path, threads=1) as engine:
+    with Engine.open(shelf.embedded("default"), threads=1) as engine:
         assert isinstance(engine.backend, OnnxBackend)
         for halves in (True, False):
             engine.backend.ranks_by_halves = halves

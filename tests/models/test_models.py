@@ -24,6 +24,7 @@ from kvq_models.reference import (
     rotate,
 )
 from kvq_models.registry import FAMILIES, family_for, read_checkpoint, text_config
+from shelf import Shelf
 
 # Largest difference of a float32 logit; logits here have a standard deviation near 3. Two float32
 # implementations that sum in different orders stay below 4e-5.
@@ -32,8 +33,8 @@ SHORT, LONG = 48, 200  # tokens: within and beyond the 64 tokens the scaled rope
 
 
 @pytest.fixture(scope="module", params=list(tiny.CASES))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+def checkpoint(request: pytest.FixtureRequest, shelf: Shelf) -> Path:
+    return shelf.family(request.param)
 
 
 def random_ids(count: int, seed: int = 1) -> np.ndarray:
@@ -191,9 +192,9 @@ def test_every_row_of_the_table_imports(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-linear", "llama-llama3", "llama-yarn", "phi3-longrope"])
-def test_scaling_matters_beyond_the_trained_context(case: str, tmp_path: Path) -> None:
+def test_scaling_matters_beyond_the_trained_context(case: str, shelf: Shelf) -> None:
     """Guards the parity above: without the scaling the logits would be far outside TOLERANCE."""
-    folder = tiny.make_checkpoint(case, tmp_path)
+    folder = shelf.family(case)
     _, config, _ = read_checkpoint(folder)
     plain = 10_000.0 ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     unscaled = RopeConfig(inv_freq=tuple(plain.astype(np.float32).tolist()))
@@ -208,8 +209,8 @@ def vars_of(rope: RopeConfig) -> dict[str, Any]:
     return {"inv_freq": rope.inv_freq, "factor": rope.factor}
 
 
-def test_longrope_picks_one_table_per_session(tmp_path: Path) -> None:
-    _, config, _ = read_checkpoint(tiny.make_checkpoint("phi3-longrope", tmp_path))
+def test_longrope_picks_one_table_per_session(shelf: Shelf) -> None:
+    _, config, _ = read_checkpoint(shelf.family("phi3-longrope"))
     assert [config.needs_long_rope(tokens) for tokens in (64, 65)] == [False, True]
     assert config.inv_freq(0).shape == config.inv_freq(0, long_rope=True).shape == (24,)
     ratio = config.inv_freq(0) / config.inv_freq(0, long_rope=True)
@@ -218,13 +219,10 @@ def test_longrope_picks_one_table_per_session(tmp_path: Path) -> None:
     assert config.ropes[0].factor == pytest.approx(np.sqrt(1 + np.log(8) / np.log(64)))
 
 
-@pytest.mark.parametrize("case", tiny.CASES)
-def test_inverse_frequencies_equal_transformers_within_one_bit(case: str, tmp_path: Path) -> None:
-    import transformers
-
-    folder = tiny.make_checkpoint(case, tmp_path)
-    _, config, _ = read_checkpoint(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+def test_inverse_frequencies_equal_transformers_within_one_bit(checkpoint: Path) -> None:
+    _, config, _ = read_checkpoint(checkpoint)
+    model = tiny.transformers_model(checkpoint)
+    tiny.transformers_logits(checkpoint, random_ids(1))  # a longer text had it take longer waves
     names = {"full_attention_inv_freq": 0, "sliding_attention_inv_freq": 1, "inv_freq": 0}
     parts = dict(model.model.named_children())
     buffers = dict((parts.get("rotary_emb") or parts["pos_emb"]).named_buffers())
@@ -701,10 +699,10 @@ def test_a_qwen3_5_that_is_none_is_refused(keys: dict[str, Any], message: str) -
     assert message in str(refusal.value)
 
 
-def test_a_delta_net_equals_its_peer_step_by_step_and_cut_back(tmp_path: Path) -> None:
+def test_a_delta_net_equals_its_peer_step_by_step_and_cut_back(shelf: Shelf) -> None:
     """The peer computes a prompt in chunks and a step otherwise; both are compared."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    folder = tiny.make_checkpoint("qwen3-5", tmp_path)
+    folder = shelf.family("qwen3-5")
     _, config, _ = read_checkpoint(folder)
     weight, ids = tiny.checkpoint_weights(folder), np.random.default_rng(5).integers(0, 384, 90)
     attend = plain_attention()
@@ -715,7 +713,7 @@ def test_a_delta_net_equals_its_peer_step_by_step_and_cut_back(tmp_path: Path) -
         ]
     )
     np.testing.assert_allclose(found, tiny.transformers_logits(folder, ids), atol=3e-4)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = tiny.transformers_model(folder)
     cache, steps = transformers.DynamicCache(config=model.config), list[np.ndarray]()
     with torch.no_grad():
         for token in ids[:40]:

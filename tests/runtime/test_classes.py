@@ -9,12 +9,12 @@ import pytest
 
 from kvq import Engine, Sampling, native
 from kvq.errors import BackendError, SnapshotError, UnsupportedModelError, UsageError
-from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
-from tiny import make_checkpoint
+from shelf import EIGHT, Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
@@ -25,12 +25,13 @@ CONTEXT = {"context_tokens": 1200}
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    folder = tmp_path_factory.mktemp("gemma4")
-    source = make_checkpoint("gemma4", folder / "source", max_position_embeddings=8192)
-    weights = WeightFormat(bits=8)
-    options = ExportOptions(weights=weights, quality=False, calibrate=False)
-    return export_model(source, folder / "bundle", options)
+def source(shelf: Shelf) -> Path:
+    return shelf.family("gemma4", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def bundle(shelf: Shelf, source: Path) -> Bundle:
+    return Bundle.open(shelf.exported(source, EIGHT))
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +132,14 @@ def test_a_rollback_beyond_a_window_is_computed_anew(engine: Engine) -> None:
         assert greedy(back, 20) == greedy(fresh, 20)
 
 
-def test_what_layers_that_are_read_cannot_do_is_refused(engine: Engine, bundle: Bundle) -> None:
+def test_what_layers_that_are_read_cannot_do_is_refused(
+    engine: Engine, source: Path, tmp_path: Path
+) -> None:
     with pytest.raises(BackendError, match="cannot be left out of a pass"):
         engine.session(predict="50%").prefill(IDS[:100])
-    source = bundle.path.with_name("source")
     options = ExportOptions(quality=False, calibrate=False, predict="3")
     with pytest.raises(UsageError, match="predict is of models whose layers are alike"):
-        export_model(source, bundle.path.with_name("predicting"), options)
+        export_model(source, tmp_path / "predicting", options)
     options = ExportOptions(quality=False, calibrate=False, format="gguf")
     with pytest.raises(UnsupportedModelError, match="and not of gemma4_text"):
-        export_model(source, bundle.path.with_name("file"), options)
+        export_model(source, tmp_path / "file", options)

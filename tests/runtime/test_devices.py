@@ -12,7 +12,6 @@ import pytest
 from emulated import emulated_library
 from kvq import devices, native
 from kvq.errors import BackendError, BudgetError, UsageError
-from kvq_export.config import ExportOptions, WeightFormat
 from kvq_runtime import gpu
 from kvq_runtime.backends import WHOLE, Mode, forward_chain, onnx
 from kvq_runtime.config import Sampling
@@ -21,7 +20,7 @@ from kvq_runtime.generation import Step
 from kvq_runtime.metrics import SessionStats
 from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
 from logits import far
-from shelf import Shelf
+from shelf import EIGHT, Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
@@ -43,7 +42,7 @@ def device(shelf: Shelf) -> None:
 
 @pytest.fixture(scope="module")
 def bundle(shelf: Shelf) -> Path:
-    return shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(bits=8)))
+    return shelf.bundle(EIGHT)
 
 
 def logits_of(path: Path, kv: str, **engine: str) -> np.ndarray:
@@ -98,8 +97,7 @@ def test_a_session_goes_on_on_the_other_device(bundle: Path, tmp_path: Path) -> 
 
 
 def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    path = shelf.bundle(options, num_hidden_layers=4)
+    path = shelf.bundle(EIGHT, num_hidden_layers=4)
     asked: dict[str, Any] = {"kv": "4:2", "context_tokens": 300, "chunk_tokens": 64}
 
     def told(**memory: Any) -> tuple[list[int], SessionStats]:

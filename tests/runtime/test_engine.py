@@ -13,16 +13,14 @@ from kvq import native
 from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError, argument
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_apps.flags import told
-from kvq_export.config import ExportOptions, WeightFormat
-from kvq_export.export import export_model
 from kvq_runtime.backends import BACKENDS, PREFERENCE, missing
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.healing import heal
 from kvq_runtime.session import Session
 from logits import generated, log_softmax, prompt
-from shelf import Shelf
-from tiny import make_checkpoint, make_llama_checkpoint
+from shelf import EIGHT, Shelf
+from tiny import make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
 # Mean KL divergence between the backends by (K, V) bits. The onnx backend rounds activations to
@@ -32,7 +30,7 @@ MEAN_DIVERGENCE = {(16, 16): 0.006, (8, 8): 0.008, (4, 2): 0.05}
 
 @pytest.fixture(scope="module")
 def folder(shelf: Shelf) -> Path:
-    return shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(bits=8)))
+    return shelf.bundle(EIGHT)
 
 
 # The backends over a bundle's graph; `test_llama_cpp.py` is about the other one.
@@ -263,10 +261,8 @@ def test_a_budget_in_tokens_holds_them_and_the_probes(engine: Engine, policy: st
         assert more.held.evicted_share > 0 or more.held.mean_v_bits < (448 * 4 + 52 * 16) / 500
 
 
-def test_the_long_rotary_table_is_chosen_once_by_the_context(tmp_path: Path) -> None:
-    source = make_checkpoint("phi3-longrope", tmp_path / "source")
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    folder = export_model(source, tmp_path / "bundle", options).path
+def test_the_long_rotary_table_is_chosen_once_by_the_context(shelf: Shelf) -> None:
+    folder = shelf.exported(shelf.family("phi3-longrope"), EIGHT)
     found = {
         (name, context): log_probabilities(
             folder, name, prompt(48), context_tokens=context, k_bits=16, v_bits=16

@@ -30,7 +30,7 @@ from kvq_runtime.graph_check import check_graph
 from kvq_specdraft import drafter_named
 from logits import divergence, prompt
 from originals import original_of
-from shelf import Shelf
+from shelf import EIGHT, Shelf
 from tiny import make_checkpoint
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -41,13 +41,12 @@ TEXT = prompt(120)
 
 @pytest.fixture(scope="module")
 def source(shelf: Shelf) -> Path:
-    return shelf.once("source", "qwen3-moe", lambda path: make_checkpoint("qwen3-moe", path))
+    return shelf.family("qwen3-moe")
 
 
 @pytest.fixture(scope="module")
 def engine(source: Path, shelf: Shelf) -> Iterator[Engine]:
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    with Engine.open(shelf.exported(source, options), threads=2) as opened:
+    with Engine.open(shelf.exported(source, EIGHT), threads=2) as opened:
         yield opened
 
 

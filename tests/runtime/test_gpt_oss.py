@@ -1,4 +1,7 @@
-"""Sessions of gpt-oss: sinks, windows that have a cache of their own, experts behind clamps."""
+"""Sessions of gpt-oss: sinks, windows that have a cache of their own, experts behind clamps.
+
+Trees of it are tested in `test_other_mixers.py`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +13,13 @@ import pytest
 from emulated import emulated_library
 from kvq import native
 from kvq.errors import BackendError, UnsupportedModelError, UsageError
-from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
 from logits import divergence, generated, prompt
-from shelf import Shelf
-from tiny import make_checkpoint
+from shelf import EIGHT, Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 CONTEXT, STEPS = 600, 24
@@ -26,36 +28,18 @@ TEXT = prompt(300)
 
 @pytest.fixture(scope="module")
 def source(shelf: Shelf) -> Path:
-    return shelf.once("source", "gpt-oss", lambda path: make_checkpoint("gpt-oss", path))
+    return shelf.family("gpt-oss")
 
 
 @pytest.fixture(scope="module")
 def engine(source: Path, shelf: Shelf) -> Iterator[Engine]:
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    with Engine.open(shelf.exported(source, options), threads=1) as opened:
+    with Engine.open(shelf.exported(source, EIGHT), threads=1) as opened:
         yield opened
 
 
 def opened(engine: Engine, **options: Any) -> Session[Any]:
     wanted = {"context_tokens": CONTEXT, "kv": "fp", "draft": lambda: None, "chunk_tokens": 64}
     return engine.session(**wanted | options)
-
-
-def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
-    """Bit for bit: products do not mix rows, and nothing else does."""
-    assert engine.backend.rows_agree
-    ids, parents = [7, 8, 9, 10, 11, 12], [-1, 0, 0, 2, 1, 3]
-    with opened(engine) as tree, opened(engine) as steps:
-        for session in (tree, steps):
-            session.prefill(TEXT)
-        with tree.sequence.forward(ids, parents) as branch:
-            found = branch.logits.copy()
-        for path in ([0, 1, 4], [0, 2, 3, 5]):
-            for row in path:
-                with steps.sequence.forward([ids[row]]) as branch:
-                    np.testing.assert_array_equal(branch.logits[0], found[row])
-                    branch.commit([0])
-            steps.rollback(len(path))
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "quantspec"])

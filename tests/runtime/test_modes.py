@@ -1,5 +1,6 @@
 """Passes that read less than the whole model: fewer bits, fewer layers; and what shares a pass."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,14 +8,14 @@ import pytest
 
 from kvq import native
 from kvq.errors import BackendError
-from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.config import WeightFormat
 from kvq_runtime.backends import WHOLE, Mode
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
 from kvq_runtime.sequence import Call, Sequence, forward_all
 from logits import far
 from rule_backend import RULE_LOGIT, RuleBackend
-from shelf import Shelf
+from shelf import EIGHT, PLAIN, Shelf
 
 HI = Mode(view="hi")
 PROMPT = np.random.default_rng(3).integers(6, 300, 200).tolist()
@@ -24,8 +25,7 @@ needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not(
 @pytest.fixture(scope="module")
 def eight(shelf: Shelf) -> Path:
     """Eight bits wherever there are weights, and one layer more than two."""
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    return shelf.bundle(options, num_hidden_layers=3)
+    return shelf.bundle(EIGHT, num_hidden_layers=3)
 
 
 def logits_of(path: Path, backend: str, modes: list[Mode], bits: int = 8) -> list[np.ndarray]:
@@ -68,7 +68,7 @@ def test_a_head_of_the_first_tokens_is_a_part_of_the_whole_head(eight: Path) -> 
 
 @needs_native
 def test_four_bits_have_no_upper_half(shelf: Shelf) -> None:
-    path = shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(embedding_bits=4)))
+    path = shelf.bundle(replace(PLAIN, weights=WeightFormat(embedding_bits=4)))
     whole, upper = logits_of(path, "onnx", [WHOLE, HI], bits=4)
     np.testing.assert_array_equal(whole, upper)
 
@@ -85,7 +85,7 @@ def test_modes_a_model_cannot_have_are_refused(eight: Path, shelf: Shelf) -> Non
         pytest.raises(BackendError, match="a head of 999 tokens is not possible"),
     ):
         engine.backend.check_mode(Mode(head_tokens=999))
-    path = shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(linear="ort")))
+    path = shelf.bundle(replace(PLAIN, weights=WeightFormat(linear="ort")))
     with Engine.open(path, threads=1) as engine:
         engine.backend.check_mode(WHOLE)
         with pytest.raises(BackendError, match='linear="ort"'):

@@ -16,7 +16,7 @@ from kvq_runtime.engine import Engine
 from kvq_runtime.prediction import prediction_named
 from kvq_runtime.session import Session
 from logits import divergence, generated, prompt
-from shelf import PLAIN, Shelf
+from shelf import EIGHT, PLAIN, Shelf
 
 LAYERS = 4
 TEXT = prompt(400)
@@ -31,8 +31,7 @@ def _native() -> None:
 
 @pytest.fixture(scope="module")
 def bundle(shelf: Shelf) -> Path:
-    weights = WeightFormat(bits=8)
-    return shelf.bundle(ExportOptions(quality=False, weights=weights), num_hidden_layers=LAYERS)
+    return shelf.bundle(EIGHT, num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")

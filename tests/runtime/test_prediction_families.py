@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 from kvq import native
-from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.prediction import fit
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
 from logits import far, prompt
-from shelf import Shelf
-from tiny import make_checkpoint
+from shelf import EIGHT, Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 # Windows of 24 and 20 tokens, in all layers, the later ones, or all but one; norms of keys, norms
@@ -33,8 +31,8 @@ TEXT = prompt(150)
 @pytest.fixture(params=FAMILIES, scope="module")
 def bundle(request: pytest.FixtureRequest, shelf: Shelf) -> Path:
     case, keys = str(request.param), dict[str, Any](FAMILIES[request.param])
-    source = shelf.once("source", (case, keys), lambda path: make_checkpoint(case, path, **keys))
-    return shelf.exported(source, ExportOptions(quality=False, weights=WeightFormat(bits=8)))
+    source = shelf.family(case, **keys)
+    return shelf.exported(source, EIGHT)
 
 
 def last_logits(engine: Engine, predict: str, *, refined: bool = False) -> np.ndarray:

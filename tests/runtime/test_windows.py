@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from kvq import native
-from kvq_export.config import ExportOptions, WeightFormat
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.session import Session
 from logits import prompt
-from shelf import Shelf
-from tiny import make_checkpoint
+from shelf import EIGHT, Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 CONTEXT = 2400
@@ -24,13 +22,8 @@ GREEDY = Sampling(temperature=0)
 @pytest.fixture(params=["gemma3", "mistral-window"], scope="module")
 def engine(request: pytest.FixtureRequest, shelf: Shelf) -> Iterator[Engine]:
     """Three layers of four with a window, and all of them."""
-    source = shelf.once(
-        "source",
-        (request.param, CONTEXT),
-        lambda path: make_checkpoint(request.param, path, max_position_embeddings=CONTEXT),
-    )
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    with Engine.open(shelf.exported(source, options), threads=1) as opened:
+    source = shelf.family(request.param, max_position_embeddings=CONTEXT)
+    with Engine.open(shelf.exported(source, EIGHT), threads=1) as opened:
         yield opened
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,10 @@ from kvq_specdraft.quantspec import QuantSpec
 from kvq_specdraft.relay import Relay
 from kvq_specdraft.skip import parsed
 from rule_backend import RuleBackend
-from shelf import Shelf
+from shelf import EIGHT, PLAIN, Shelf
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
 HI = Mode(view="hi")
-EIGHT = ExportOptions(quality=False, weights=WeightFormat(bits=8))
 SIZE = 8
 
 
@@ -151,7 +151,7 @@ def test_under_pressure_a_cache_becomes_what_plain_decoding_makes_it(
 @needs_native
 def test_where_there_is_one_plane_only_every_guess_is_right(shelf: Shelf) -> None:
     """QS-4: four bits everywhere, so the draft's view is the model's own."""
-    path = shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(embedding_bits=4)))
+    path = shelf.bundle(replace(PLAIN, weights=WeightFormat(embedding_bits=4)))
     with (
         Engine.open(path, threads=1) as four,
         session(four, made("quantspec", path), k_bits=4, v_bits=4, context_tokens=300) as drafted,

@@ -14,7 +14,6 @@ from answers import LIMITS, chi_square
 from draft_heads import HEAD, WALK, drafting_weights, make_drafting, make_walker
 from kvq import native
 from kvq.errors import BackendError, BudgetError, BundleError, KvqError, UsageError
-from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.config import ModelConfig
 from kvq_models.reference import Weights, forward, plain_attention
@@ -30,11 +29,10 @@ from kvq_specdraft import drafter_named
 from kvq_specdraft.mtp import Mtp
 from kvq_specdraft.relay import Relay
 from logits import prompt
-from shelf import Shelf
+from shelf import EIGHT, Shelf
 from tiny import make_checkpoint, read_safetensors, write_safetensors
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
-EIGHT = ExportOptions(quality=False, weights=WeightFormat(bits=8))
 GREEDY = Sampling(temperature=0)
 TEXT = prompt(150)
 ALWAYS = "mtp:least=1e-9,most=5"
@@ -327,7 +325,7 @@ def test_an_answer_has_no_head_of_its_own(engine: Engine) -> None:
         session.aids(drafter_named("mtp"))
 
 
-def test_a_bundle_names_its_graph_and_counts_its_weights(bundle: Path, tmp_path: Path) -> None:
+def test_a_bundle_names_its_graph_and_counts_its_weights(bundle: Path, shelf: Shelf) -> None:
     found = Bundle.open(bundle)
     assert DRAFT_FILE in found.manifest.files
     assert found.manifest.weights is not None
@@ -341,11 +339,7 @@ def test_a_bundle_names_its_graph_and_counts_its_weights(bundle: Path, tmp_path:
         head.form(name).panels * head.form(name).panel_bytes
         for name in ("join", "layers.0.qkv", "layers.0.o", "layers.0.gate_up", "layers.0.down")
     )
-    without = Bundle.open(
-        export_model(
-            make_checkpoint("qwen3-5", tmp_path / "plain"), tmp_path / "bundle", EIGHT
-        ).path
-    )
+    without = Bundle.open(shelf.exported(shelf.family("qwen3-5"), EIGHT))
     assert without.draft_head is None
     more = found.weight_bytes_per_step - without.weight_bytes_per_step
     stored = found.manifest.weights.num_bytes - without.manifest.weights.num_bytes

@@ -5,18 +5,27 @@ run share the folder, so whoever comes first makes what another waits for.
 """
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
+import pytest
 from filelock import FileLock
 
-from kvq_export.config import ExportOptions
+from kvq_apps.model_path import resolve_model
+from kvq_apps.output import LOG
+from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_models.embedded import embedded_folder
-from tiny import make_llama_checkpoint
+from kvq_models.embedded import NAMES
+from tiny import make_checkpoint, make_llama_checkpoint
 
-PLAIN = ExportOptions(quality=False)
+# As a first use exports it, and as quickly as can be.
+USUAL = ExportOptions(quality=False)
+PLAIN = ExportOptions(quality=False, calibrate=False)
+# Of which rounding leaves little in the way of what is compared.
+EIGHT = ExportOptions(quality=False, weights=WeightFormat(bits=8))
 
 
 def cut(file: Path, num_bytes: int = 1) -> None:
@@ -34,22 +43,36 @@ class Shelf:
         """`make_llama_checkpoint` with these keys of its configuration; the folder is `tiny`."""
         return self.once("tiny", config, lambda path: make_llama_checkpoint(path, **config))
 
-    def bundle(self, options: ExportOptions = PLAIN, **config: Any) -> Path:
+    def family(self, case: str, **asked: Any) -> Path:
+        """A row of `tiny.CASES`, as `make_checkpoint` saves it; the folder is `source`."""
+        return self.once("source", (case, asked), lambda path: make_checkpoint(case, path, **asked))
+
+    def bundle(self, options: ExportOptions = USUAL, **config: Any) -> Path:
         """That checkpoint exported; the folder is `bundle`."""
         source = self.checkpoint(**config)
         return self.exported(source, options)
 
-    def exported(self, source: Path, options: ExportOptions = PLAIN) -> Path:
+    def exported(self, source: Path, options: ExportOptions = USUAL) -> Path:
         """Any checkpoint that no test changes, exported."""
         return self.once(
             "bundle", (source, options), lambda path: export_model(source, path, options)
         )
 
     def embedded(self, name: str) -> Path:
-        """The embedded model `name`, exported."""
-        folder = embedded_folder(name)
-        assert folder is not None
-        return self.exported(folder)
+        """The embedded model `name`, as its first use exports it."""
+
+        def make(cache: Path) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("XDG_CACHE_HOME", str(cache))
+                resolve_model(name, tell=LOG)
+
+        (bundle,) = (self.once("cache", name, make) / "kvq/bundles").iterdir()
+        return bundle
+
+    def used_before(self, cache: Path) -> None:
+        """Makes a cache folder that of a user who has run the embedded models."""
+        for bundle in map(self.embedded, NAMES):
+            copytree(bundle, cache / "kvq/bundles" / bundle.name, copy_function=os.link)
 
     def once(self, name: str, asked: object, make: Callable[[Path], object]) -> Path:
         """What `make` writes at a path that ends with `name`, by what it was `asked` to be."""

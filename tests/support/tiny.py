@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -451,17 +452,25 @@ def weight_statistics(
     return 0.0, (3.0 if "lm_head" in name else 1.4) / shape[-1] ** 0.5
 
 
-def transformers_logits(folder: Path, ids: np.ndarray, **kwargs: Any) -> np.ndarray:
-    """Logits float32 [T, vocab] that transformers computes in float32 for ids int64 [T]."""
+@lru_cache(maxsize=1)
+def transformers_model(folder: Path) -> Any:
+    """A checkpoint that no test changes, in transformers; the newest stays loaded."""
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
+
+
+def transformers_logits(folder: Path, ids: np.ndarray, **kwargs: Any) -> np.ndarray:
+    """Logits float32 [T, vocab] that transformers computes in float32 for ids int64 [T]."""
+    import torch
+
     with torch.no_grad():
-        return model(torch.from_numpy(ids)[None], **kwargs).logits[0].float().numpy()
+        logits = transformers_model(folder)(torch.from_numpy(ids)[None], **kwargs).logits
+        return logits[0].float().numpy()
 
 
 def checkpoint_weights(folder: Path) -> Weights:

@@ -29,14 +29,13 @@ from kvq_apps.chat.plain import PlainChat
 from kvq_apps.chat.remote import RemoteClient
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.visible import storable
-from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
 from serving import process
-from shelf import Shelf
+from shelf import PLAIN, Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
@@ -173,7 +172,7 @@ def test_a_chat_is_sampled_as_the_model_asks(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source")
     asks = {"do_sample": True, "temperature": 0.6, "top_k": 9}
     (source / "generation_config.json").write_text(json.dumps(asks))
-    path = str(export_model(source, tmp_path / "bundle", ExportOptions(quality=False)).path)
+    path = str(export_model(source, tmp_path / "bundle", PLAIN).path)
     turns: list[Turn] = []
 
     class Watched(LocalClient):
@@ -690,7 +689,7 @@ def endless_bundle(folder: Path) -> str:
     weights = load_file(checkpoint / "model.safetensors")
     weights["lm_head.weight"][: len(CONTROL_TOKENS)] = 0
     save_file(weights, checkpoint / "model.safetensors")
-    return str(export_model(checkpoint, folder / "bundle", ExportOptions(quality=False)).path)
+    return str(export_model(checkpoint, folder / "bundle", PLAIN).path)
 
 
 @pytest.mark.slow

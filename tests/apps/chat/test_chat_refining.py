@@ -11,10 +11,9 @@ from kvq_apps.chat.app import ChatApp
 from kvq_apps.chat.client import Stream, Turn
 from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
-from kvq_export.config import ExportOptions, WeightFormat
 from kvq_lab.fake_chat import FakeClient, FakeOptions
 from kvq_runtime.config import Sampling
-from shelf import Shelf
+from shelf import EIGHT, Shelf
 
 
 def test_what_was_predicted_is_computed_while_nobody_waits() -> None:
@@ -51,8 +50,7 @@ def test_a_question_stops_it_and_it_goes_on_afterwards() -> None:
 
 @pytest.mark.skipif(not native.available(), reason=native.why_not())
 def test_a_local_engine_refines_in_pieces(shelf: Shelf) -> None:
-    options = ExportOptions(quality=False, weights=WeightFormat(bits=8))
-    bundle = str(shelf.bundle(options, num_hidden_layers=4))
+    bundle = str(shelf.bundle(EIGHT, num_hidden_layers=4))
     client = LocalClient(
         bundle, engine_options={"threads": 1}, session_options={"predict": "50%", "kv": "8:8"}
     )

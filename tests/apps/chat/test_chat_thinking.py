@@ -21,14 +21,13 @@ from kvq_apps.chat.plain import answer_once
 from kvq_apps.chat.remote import RemoteClient
 from kvq_apps.chat.settings import ChatSettings
 from kvq_apps.chat.thoughts import Thoughts, said_of, thought_line
-from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_models.control import ControlTokens
 from kvq_models.thinking import KEPT, ThinkingReader
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from serving import Rule, running
-from shelf import Shelf
+from shelf import PLAIN, Shelf
 from tiny import byte_level_tokenizer, make_llama_checkpoint
 
 Pilots = Pilot[Any]
@@ -156,7 +155,7 @@ def bundle_with(template: str, shelf: Shelf, tmp_path: Path) -> str:
     source = tmp_path / "checkpoint"
     make_llama_checkpoint(source, max_position_embeddings=1024)
     (source / "chat_template.jinja").write_text(template)
-    export_model(source, tmp_path / "bundle", ExportOptions(quality=False))
+    export_model(source, tmp_path / "bundle", PLAIN)
     return str(tmp_path / "bundle")
 
 

@@ -294,7 +294,7 @@ def test_an_embedded_model_is_exported_by_its_name(ask: Ask, tmp_path: Path) -> 
 
 def test_export_json(checkpoint: Path, ask: Ask, tmp_path: Path) -> None:
     words = ("export", str(checkpoint), "-o", str(tmp_path / "made"))
-    report = ask(*words, "--wbits", "4", "--no-quality")
+    report = ask(*words, "--wbits", "4", "--no-quality", "--no-calibrate")
     assert report["path"] == str(tmp_path / "made")
     assert report["quality"] is None
     assert [*report["weights"]["formats"]] == ["8/64/symmetric", "4/64/zero_point"]

@@ -12,7 +12,7 @@ from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.manifest import VERSION, checksum
-from shelf import Shelf
+from shelf import PLAIN, Shelf
 
 Refused = Callable[..., str]
 
@@ -129,7 +129,7 @@ def test_a_model_that_cannot_chat(
     shutil.copytree(shelf.checkpoint(), source)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         (source / name).unlink(missing_ok=True)
-    base = str(export_model(source, tmp_path / "base-kvq", ExportOptions(quality=False)).path)
+    base = str(export_model(source, tmp_path / "base-kvq", PLAIN).path)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     line = refused("chat", "-m", base, stdin=b"hi")
     assert f"error: {base} has no chat template, so it cannot chat; `kvq run -m {base}`" in line

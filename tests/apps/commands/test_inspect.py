@@ -355,7 +355,8 @@ def test_what_was_made_is_found_by_its_name_and_what_was_run_by_its_path(
     run = Path(shutil.copytree(bundle, tmp_path / "elsewhere" / "was-run"))
     made = tmp_path / "elsewhere" / "was-made"
     assert main(["run", "-m", str(run), "-n", "1", "a", "b"]) == 0
-    assert main(["export", str(checkpoint), "-o", str(made), "--no-quality", "--no-calibrate"]) == 0
+    quickly = ("--no-quality", "--no-calibrate")
+    assert main(["export", str(checkpoint), "-o", str(made), *quickly]) == 0
     capsys.readouterr()
     assert [row["path"] for row in inspect()["models"]] == [str(run), str(made)]
     assert set(inspect("--names")["names"]) == {"default", "nano", str(run), "was-made"}
@@ -378,7 +379,7 @@ def test_what_was_made_is_found_by_its_name_and_what_was_run_by_its_path(
     assert model_path.resolve_model("was-made") == made
     assert model_path.known_names()["was-made"] == made
     # Of two that were made under a name it is the one that is here.
-    assert main(["export", str(checkpoint), "-o", "was-made", "--force", "--no-quality"]) == 0
+    assert main(["export", str(checkpoint), "-o", "was-made", "--force", *quickly]) == 0
     assert model_path.resolve_model("was-made") == Path("was-made")
     monkeypatch.chdir(tmp_path)
     assert model_path.resolve_model("was-made") == checkout / "was-made"

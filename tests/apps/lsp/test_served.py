@@ -22,6 +22,7 @@ from kvq_runtime.named_engine import Engine
 from kvq_specdraft import writer_named
 from language_client import URI, ProcessClient, ThreadClient, at, texts
 from serving import process
+from shelf import Shelf
 
 TEXT = "import os\n\n\ndef read(path):\n    with open(\n"
 
@@ -91,9 +92,10 @@ def test_addresses_that_are_none_are_refused(address: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def addresses(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """A real server of the embedded model: its address, and its socket."""
     home = tmp_path_factory.mktemp("serve")
+    shelf.used_before(home / "cache")
     socket = str(home / "kvq.sock")
     words = "--socket", socket, "--sessions", "2", "--kv", "fp"
     with process("nano", environment_in(home), *words) as found:
@@ -151,8 +153,9 @@ def test_two_editors_of_one_server_keep_their_own_text(addresses: list[str]) -> 
                 assert client.command("explain", URI)["encodedTokens"] < 16
 
 
-def test_a_server_that_is_killed_comes_back(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_comes_back(shelf: Shelf, tmp_path: Path) -> None:
     """LSP-19: nothing is shown, nothing lost; the next request finds the other server."""
+    shelf.used_before(tmp_path / "cache")
     home, socket = environment_in(tmp_path), str(tmp_path / "kvq.sock")
     with closing(ProcessClient(tmp_path, "--server", socket, "--drafts", "2")) as client:
         client.start(TEXT)

@@ -21,32 +21,23 @@ from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
 from kvq_apps.cli import main
 from kvq_apps.serve.server import Server
-from kvq_export.config import ExportOptions, WeightFormat
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.hunks import common_prefix
 from kvq_specdraft import drafter_named
 from serving import CHAT, GREEDY, ask, loaded, metric, running
-from shelf import Shelf
-from tiny import make_checkpoint
+from shelf import EIGHT, Shelf
 
 pytestmark = [
     pytest.mark.usefixtures("own_state"),
     pytest.mark.skipif(not native.available(), reason=native.why_not()),
 ]
 SYSTEM = {"role": "system", "content": "A page holds sixty-four tokens; a plan says how many. " * 9}
-EIGHT = ExportOptions(quality=False, weights=WeightFormat(bits=8))
 
 
 @pytest.fixture(scope="module", params=["lfm2", "qwen3-5"])
 def bundle(request: pytest.FixtureRequest, shelf: Shelf) -> Path:
-    case = request.param
-    source = shelf.once(
-        "source",
-        f"long {case}",
-        lambda path: make_checkpoint(case, path, max_position_embeddings=2048),
-    )
-    return shelf.exported(source, EIGHT)
+    return shelf.exported(shelf.family(request.param, max_position_embeddings=2048), EIGHT)
 
 
 @pytest.fixture(scope="module")
