@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
-from kvq_export.gguf_model import GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS
+from kvq_export.gguf_model import GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS, SIGMOID_GATING
 from kvq_models.config import ModelConfig, RopeConfig
-from kvq_models.family import Family, FimNames
+from kvq_models.family import MOST_LAYERS, Family, FimNames
 from kvq_models.registry import family_for
 from kvq_runtime.gguf_format import Value
 
@@ -23,7 +23,10 @@ ARCHITECTURES: Mapping[str, str] = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "granite": "granite",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
     "llama": "llama",
     "mistral3": "ministral3",
     "olmo2": "olmo2",
@@ -32,16 +35,23 @@ ARCHITECTURES: Mapping[str, str] = {
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen35": "qwen3_5_text",
     "qwen3moe": "qwen3_moe",
     "smollm3": "smollm3",
     "starcoder2": "starcoder2",
 }
 # Those whose norms have a mean; config.json calls their epsilon by a name of the family's own.
 _LAYER_NORMS: Mapping[str, str] = {"phi2": "layer_norm_eps", "starcoder2": "norm_epsilon"}
+# Those whose config.json calls the epsilon of norms without a mean otherwise.
+_RMS_NORMS: Mapping[str, str] = {"lfm2": "norm_eps", "lfm2moe": "norm_eps"}
+# Those whose layers may differ in their KV heads and in the width of their MLPs.
+_UNLIKE = frozenset(("gemma4", "lfm2", "lfm2moe"))
 # What llama.cpp takes for the ends of an answer by their texts alone.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>")
 _CONTROL = 3
 _GEMMA3_PERIOD, _OLMO3_PERIOD = 6, 4
+# A pair whose frequency is divided by as much does not turn.
+_STILL = 1e20
 _LOCAL_BASE = 10_000.0
 # Keys that say nothing of the arithmetic, or what a shape says too.
 _HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"))
@@ -70,6 +80,16 @@ class Metadata:
         if type(value) is not int:
             self._refuse(key, value, "a whole number")
         return value
+
+    def wholes(self, key: str, default: int | None = None) -> list[int]:
+        """A whole number of every layer, also where the file has one for all."""
+        value = self._get(key, default)
+        layers = self.whole("block_count")
+        if not isinstance(value, np.ndarray):
+            return [self.whole(key, default)] * min(layers, MOST_LAYERS)
+        if value.dtype.kind not in "iu" or len(value) != layers:
+            self._refuse(key, value[:8].tolist(), f"{layers} whole numbers")
+        return value.tolist()
 
     def real(self, key: str, default: float | None = None) -> float:
         """A finite number, the shortest that rounds to the float32 in the file."""
@@ -176,7 +196,9 @@ def read_config(
         refused = isinstance(error, UnsupportedModelError)
         kind = UnsupportedModelError if refused else CheckpointError
         raise kind(f"{metadata.path}, its metadata as a config.json: {error}") from error
-    ropes = (_rope_of_factors(metadata, tensors, config),) if tensors.rope else config.ropes
+    ropes = config.ropes
+    if tensors.rope:
+        ropes = (_rope_of_factors(metadata, tensors, config), *ropes[1:])
     scaling: dict[str, Any] = config_json["rope_scaling"] or {}
     if scaling.get("rope_type", "default") in ("default", "linear"):
         # llama.cpp multiplies by it whatever the table is; that of YaRN has its own way to say it.
@@ -213,10 +235,10 @@ def _common(
     return {
         "vocab_size": vocab_size,
         "hidden_size": metadata.whole("embedding_length"),
-        "intermediate_size": metadata.whole("feed_forward_length"),
-        "num_hidden_layers": metadata.whole("block_count"),
+        "intermediate_size": _least(metadata, "feed_forward_length"),
+        "num_hidden_layers": metadata.whole("block_count") - draft_layers(metadata),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": _least(metadata, "attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.whole("context_length"),
         **_norm_eps(metadata),
@@ -228,11 +250,25 @@ def _common(
     }
 
 
+def draft_layers(metadata: Metadata) -> int:
+    """How many layers behind the model's own are of a head that guesses further."""
+    drafts = metadata.architecture == "qwen35"
+    return metadata.whole("nextn_predict_layers", 0) if drafts else 0
+
+
 def _norm_eps(metadata: Metadata) -> dict[str, float]:
     name = _LAYER_NORMS.get(metadata.architecture)
     if name is not None:
         return {name: metadata.real("attention.layer_norm_epsilon")}
-    return {"rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon")}
+    name = _RMS_NORMS.get(metadata.architecture, "rms_norm_eps")
+    return {name: metadata.real("attention.layer_norm_rms_epsilon")}
+
+
+def _least(metadata: Metadata, key: str, default: int | None = None) -> int:
+    """What every layer has, or, where layers may differ, the least that is not 0."""
+    if metadata.architecture not in _UNLIKE:
+        return metadata.whole(key, default)
+    return min((number for number in metadata.wholes(key, default) if number), default=0)
 
 
 def _head_dim(metadata: Metadata) -> int:
@@ -282,7 +318,8 @@ def _rope_of_factors(metadata: Metadata, tensors: GgufShapes, config: ModelConfi
         factors = tensors.rope[name].astype(np.float64)
         if len(factors) != pairs or not (np.isfinite(factors) & (factors > 0)).all():
             raise CheckpointError(f"{metadata.path} is damaged: {name} holds no {pairs} factors")
-        return tuple((powers / factors).astype(np.float32).tolist())
+        table = np.where(factors < _STILL, powers / factors, 0)
+        return tuple(table.astype(np.float32).tolist())
 
     short, long = ROPE_TENSORS[1:]
     if long not in tensors.rope:
@@ -450,6 +487,113 @@ def _gemma(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     return {"hidden_activation": "gelu_pytorch_tanh"}
 
 
+def _lfm2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    _whole_rotation(metadata)
+    attends = metadata.wholes("attention.head_count_kv")
+    return {
+        "layer_types": ["full_attention" if heads else "conv" for heads in attends],
+        "conv_L_cache": metadata.whole("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _lfm2_moe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    gating = metadata.whole("expert_gating_func")
+    if gating != SIGMOID_GATING:
+        raise UnsupportedModelError(
+            f"{metadata.path} chooses experts by function {gating}; {SIGMOID_GATING}, sigmoids, is "
+            f"supported for {metadata.architecture}"
+        )
+    return _lfm2(metadata, tensors) | {
+        "num_experts": metadata.whole("expert_count"),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "num_dense_layers": metadata.whole("leading_dense_block_count", 0),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen3_5(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    # Of text all parts of a position are one number, however pairs are dealt out to them.
+    metadata.flags("rope.dimension_sections")
+    layers = metadata.whole("block_count") - draft_layers(metadata)
+    recurrent = metadata.flags("attention.recurrent_layers")
+    kinds = ["linear_attention" if one else "full_attention" for one in (recurrent or ())[:layers]]
+    heads = metadata.whole("ssm.time_step_rank")
+    return {
+        "partial_rotary_factor": _rotated_share(metadata),
+        "layer_types": kinds,
+        "full_attention_interval": metadata.whole("full_attention_interval", 4),
+        "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.whole("ssm.state_size"),
+        "linear_value_head_dim": metadata.whole("ssm.inner_size") // max(1, heads),
+        "linear_num_key_heads": metadata.whole("ssm.group_count"),
+        "linear_num_value_heads": heads,
+    }
+
+
+def _gemma4(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    """Sizes that differ are said of layers that see everything, as what they have of their own."""
+    types = _layer_types(metadata, _GEMMA3_PERIOD)
+    _whole_rotation(metadata)
+    head_dim = metadata.whole("attention.key_length_swa")
+    same = ("attention.value_length_swa", "rope.dimension_count_swa")
+    if types[-1:] != ["full_attention"] or {metadata.whole(key, head_dim) for key in same} != {
+        head_dim
+    }:
+        raise UnsupportedModelError(
+            f"{metadata.path} has a window in its last layer, or heads of {head_dim} channels in "
+            "layers with a window whose values have another size or that rotate in part; kvq "
+            "computes none of these"
+        )
+    full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    heads = metadata.wholes("attention.head_count_kv")
+    local = next((heads[layer] for layer in range(len(types)) if layer not in full), max(heads))
+    own = {"head_dim": _head_dim(metadata)}
+    bases = {
+        "full_attention": metadata.real("rope.freq_base", 10_000.0),
+        "sliding_attention": metadata.real("rope.freq_base_swa", _LOCAL_BASE),
+    }
+    return {
+        "head_dim": head_dim,
+        "global_head_dim": _head_dim(metadata),
+        "num_key_value_heads": local,
+        "per_layer_config": {
+            str(layer): own | {"num_key_value_heads": heads[layer]} for layer in full
+        },
+        "layer_types": types,
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()
+        },
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0),
+        **_gemma4_sharing(metadata, tensors, full),
+    }
+
+
+def _gemma4_sharing(metadata: Metadata, tensors: GgufShapes, full: list[int]) -> dict[str, Any]:
+    """Which layers read others' keys, which take keys for values, and embeddings of layers."""
+    layers, shared = metadata.whole("block_count"), metadata.whole("attention.shared_kv_layers", 0)
+    widths, owners = metadata.wholes("feed_forward_length"), layers - shared
+    wide = [widths[0] * (2 if layer >= owners else 1) for layer in range(len(widths))]
+    doubled = len(set(widths)) > 1
+    if doubled and widths != wide:
+        raise UnsupportedModelError(
+            f"{metadata.path} has MLPs of {sorted(set(widths))} columns; beside one width twice as "
+            f"many in the {shared} layers that read others' keys are supported"
+        )
+    table = tensors.shapes.get("per_layer_token_embd.weight", (1,))
+    return {
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": doubled,
+        "attention_k_eq_v": any(
+            f"blk.{layer}.attn_v.weight" not in tensors.shapes for layer in full if layer < owners
+        ),
+        "hidden_size_per_layer_input": metadata.whole("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": table[0],
+    }
+
+
 def _query_scalar(metadata: Metadata, large_layers: int) -> float:
     """What queries are divided by the root of: in the model of so many layers it is another."""
     if metadata.whole("block_count") != large_layers:
@@ -499,7 +643,10 @@ _OWN = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "granite": _granite,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
     "llama": _llama,
     "ministral3": _ministral3,
     "mistral": _mistral,
@@ -511,6 +658,7 @@ _OWN = {
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_5_text": _qwen3_5,
     "qwen3_moe": _qwen3_moe,
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,

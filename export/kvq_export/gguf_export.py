@@ -48,6 +48,8 @@ class GgufExport:
                 "quantiser, and "
                 f"{missing}; {argument('gguf_type')} q8_0, q4_0, f16 and bf16 work without it"
             )
+        if self.model.config.draft_head is not None:
+            logger.warning("the GGUF file is written without the model's draft head")
         if self.model.context_length < self.model.config.context_length:
             logger.warning(
                 "llama.cpp computes no window of %d tokens for this family: the GGUF file says "

@@ -17,10 +17,10 @@ import numpy as np
 from kvq.config import KvPlan
 from kvq.errors import BackendError, argument
 from kvq_export.gguf_blocks import StoredKind
-from kvq_export.gguf_model import GgufModel, GgufRope, GgufTensor
+from kvq_export.gguf_model import GgufModel, GgufRope, GgufTensor, Key
 from kvq_export.gguf_vocabulary import Vocabulary
 from kvq_export.writer import Progress
-from kvq_models.config import Experts
+from kvq_models.config import Attention, DeltaNet, Dense, Experts, ModelConfig, ShortConv
 
 ALIGNMENT = 32
 _PHI3_TOKENS = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
@@ -80,7 +80,7 @@ def write_gguf(
         kind = kinds[tensor.name]
         writer.add_tensor_info(
             tensor.name,
-            tensor.shape,
+            tensor.stored_shape,
             np.dtype(np.float32),
             _num_bytes(tensor, kind),
             raw_dtype=gguf.GGMLQuantizationType[kind.kind.upper()],
@@ -160,29 +160,53 @@ def _add_model(gguf: ModuleType, writer: Any, model: GgufModel) -> None:
     writer.add_context_length(model.context_length)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.widest_feed)
-    feed = config.layers[0].feed
-    if isinstance(feed, Experts):
-        writer.add_expert_count(feed.count)
-        writer.add_expert_used_count(feed.chosen)
-        writer.add_expert_feed_forward_length(feed.width)
+    feeds = [layer.feed for layer in config.layers]
+    widths = [feed.width for feed in feeds if isinstance(feed, Dense)]
+    writer.add_feed_forward_length(_one_or_all(widths or [config.widest_feed]))
+    experts = next((feed for feed in feeds if isinstance(feed, Experts)), None)
+    if experts is not None:
+        writer.add_expert_count(experts.count)
+        writer.add_expert_used_count(experts.chosen)
+        writer.add_expert_feed_forward_length(experts.width)
     writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_head_count_kv(_one_or_all(_kv_heads(config)))
+    writer.add_key_length(model.head_dim)
+    writer.add_value_length(model.head_dim)
     if config.norm == "layer":
         writer.add_layer_norm_eps(config.norm_eps)
     else:
         writer.add_layer_norm_rms_eps(config.norm_eps)
-    for key, value in model.multipliers.items():
-        writer.add_float32(f"{model.architecture}.{key}", value)
+    for key, value in model.keys.items():
+        _add_key(writer, f"{model.architecture}.{key}", value)
     if model.window_tokens:
         writer.add_sliding_window(model.window_tokens)
     if model.windowed:
         writer.add_sliding_window_pattern(list(model.windowed))
-    if config.final_softcap:
-        writer.add_final_logit_softcapping(config.final_softcap)
     _add_rope(gguf, writer, model.rope)
+
+
+def _kv_heads(config: ModelConfig) -> list[int]:
+    """KV heads of every layer: llama.cpp tells a convolution by 0, and a delta net by a list."""
+    heads = {ShortConv: 0, DeltaNet: config.num_kv_heads}
+    mixers = [layer.mixer for layer in config.layers]
+    return [
+        mixer.kv_heads if isinstance(mixer, Attention) else heads[type(mixer)] for mixer in mixers
+    ]
+
+
+def _one_or_all(numbers: list[int]) -> int | list[int]:
+    """The number that all layers have, or that of each."""
+    return numbers[0] if len(set(numbers)) == 1 else numbers
+
+
+def _add_key(writer: Any, name: str, value: Key) -> None:
+    match value:
+        case float():
+            writer.add_float32(name, value)
+        case int():
+            writer.add_uint32(name, value)
+        case _:
+            writer.add_array(name, value)
 
 
 def _add_rope(gguf: ModuleType, writer: Any, rope: GgufRope) -> None:

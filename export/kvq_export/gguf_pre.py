@@ -110,7 +110,8 @@ ROWS = (
 # Other names that llama.cpp has for the same cut.
 _SAME_AS: Mapping[str, str] = {
     "codeshell": "smollm", "command-r": "smollm", "dbrx": "smaug-bpe", "deepseek-r1-qwen": "qwen2",
-    "falcon3": "llama-bpe", "llama-v3": "llama-bpe", "llama3": "llama-bpe", "llama4": "gpt-4o",
+    "falcon3": "llama-bpe", "lfm2": "llama-bpe", "llama-v3": "llama-bpe", "llama3": "llama-bpe",
+    "llama4": "gpt-4o",
     "megrez": "qwen2", "mellum": "gpt-2", "olmo": "gpt-2", "phi-2": "gpt-2", "pixtral": "llama-bpe",
     "refact": "smollm", "stablelm2": "qwen2", "starcoder": "smollm",
 }  # fmt: skip

@@ -21,13 +21,25 @@ from kvq.errors import CheckpointError
 from kvq.reference_linear import BlockFormat, Blocks
 from kvq_export.checkpoint import Checkpoint, read_bytes
 from kvq_export.config import WeightFormat
-from kvq_export.gguf_config import ROPE_TENSORS, GgufShapes, Metadata, read_config
+from kvq_export.gguf_config import (
+    ROPE_TENSORS,
+    GgufShapes,
+    Metadata,
+    draft_layers,
+    read_config,
+)
 from kvq_export.gguf_groups import GRIDS, ROUNDED, blocks_of, check_type, decode
-from kvq_export.gguf_model import part_names, tensors_of
+from kvq_export.gguf_model import (
+    DealtHeads,
+    GgufTensor,
+    part_names,
+    spare_tensors,
+    tensors_of,
+)
 from kvq_export.gguf_tokenizer import read_tokenizer, read_tokens
 from kvq_export.source import format_of_file
 from kvq_models.config import ModelConfig
-from kvq_models.family import Family, WeightSource
+from kvq_models.family import Family, WeightSource, is_stack
 from kvq_models.tokenizer import TokenizerFiles
 from kvq_runtime.gguf_format import GgufContents, Tensor, TensorType, read_gguf
 
@@ -39,7 +51,8 @@ class GgufRows:
     """One tensor of a file; `start` is its first byte, counted from the file's.
 
     `interleave` is 0, or the rows of a head whose pairs (i, i + interleave/2) are neighbours in
-    the file; they are read apart again.
+    the file; they are read apart again. So are columns of heads that were `dealt_columns`, and
+    numbers that `decays` made of others: see `GgufTensor`.
     """
 
     name: str
@@ -48,6 +61,8 @@ class GgufRows:
     shape: tuple[int, ...]
     start: int
     interleave: int = 0
+    dealt_columns: DealtHeads | None = None
+    decays: bool = False
 
     def __str__(self) -> str:
         return f"tensor {self.name!r} of {self.file.name}"
@@ -59,24 +74,42 @@ class GgufRows:
 
     @property
     def grid(self) -> BlockFormat | None:
-        """See `Tensor.grid`; a vector is never asked for one."""
-        return GRIDS.get(self.kind.name)
+        """See `Tensor.grid`; a vector is never asked for one, and a block is never cut."""
+        grid = GRIDS.get(self.kind.name)
+        cut = grid and self.dealt_columns and self.dealt_columns.size % grid.block
+        return None if cut else grid
 
     @property
     def exact(self) -> bool:
         """See `Tensor.exact`."""
         return self.kind.name not in ROUNDED
 
-    def parts(self, experts: int) -> dict[str, "GgufRows"]:
-        """By name what is read of it as one matrix: of a tensor of so many experts each one's."""
-        if not experts or len(self.shape) != 3 or self.shape[0] != experts:
+    def parts(self, own: GgufTensor) -> dict[str, "GgufRows"]:
+        """By name what is read of it as one matrix, or vector, in the model's own order.
+
+        That is each expert's, and each head's where they were dealt out.
+        """
+        if self.shape != own.stored_shape:
             return {self.name: self}
-        shape = self.shape[1:]
-        one_bytes = math.prod(shape) // self.kind.block * self.kind.block_bytes
-        return {
-            name: replace(self, name=name, shape=shape, start=self.start + one * one_bytes)
-            for one, name in enumerate(part_names(self.name, experts))
-        }
+        whole = replace(
+            self,
+            shape=own.shape,
+            interleave=own.interleave,
+            dealt_columns=own.dealt_columns,
+            decays=own.decays,
+        )
+        if own.experts:
+            names, shapes = part_names(self.name, own.experts), [own.shape[1:]] * own.experts
+        elif own.dealt is not None and (len(own.shape) > 1 or self.kind.block == 1):
+            names = tuple(f"{self.name}.{run.start}" for run in own.rows)
+            shapes = [(len(run), *own.shape[1:]) for run in own.rows]
+        else:
+            return {self.name: whole}
+        start, found = self.start, dict[str, GgufRows]()
+        for name, shape in zip(names, shapes, strict=True):
+            found[name] = replace(whole, name=name, shape=shape, start=start)
+            start += math.prod(shape) // self.kind.block * self.kind.block_bytes
+        return found
 
     def check(self) -> None:
         """See `Tensor.check`."""
@@ -85,13 +118,30 @@ class GgufRows:
     def read(self, start: int, stop: int) -> np.ndarray:
         """See `Tensor.read`."""
         if len(self.shape) > 1:
-            return decode(self.kind, self._raw(start, stop))
+            values = decode(self.kind, self._raw(start, stop))
+            if self.dealt_columns is not None:
+                values = values[:, np.argsort(self.dealt_columns.columns)]
+            return values.reshape(-1, *self.shape[1:])
         values = decode(self.kind, self._bytes(0, 1))[0]
+        if self.decays:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                values = np.log(-values)
         return values[self._order(0, len(values))][start:stop]
 
     def read_blocks(self, start: int, stop: int) -> Blocks:
         """See `Tensor.read_blocks`."""
-        return blocks_of(self.kind, self._raw(start, stop))
+        blocks = blocks_of(self.kind, self._raw(start, stop))
+        if self.dealt_columns is None:
+            return blocks
+        order = np.argsort(self.dealt_columns.columns)
+        block = blocks.codes.shape[1] // blocks.scales.shape[1]
+        offsets = blocks.offsets
+        groups = order[::block] // block
+        return Blocks(
+            blocks.codes[:, order],
+            blocks.scales[:, groups],
+            None if offsets is None else offsets[:, groups],
+        )
 
     def _raw(self, start: int, stop: int) -> np.ndarray:
         """The bytes of rows [start, stop) of the model, uint8 [n, row bytes]; of whole heads."""
@@ -191,19 +241,32 @@ class GgufSource:
             parts.setdefault(tensor.source, []).append(tensor.parts)
         return {
             # Of experts one's matrices after the other's.
-            name: replace(source, parts=tuple(chain(*zip(*parts[name], strict=True))), offset=0.0)
+            name: replace(
+                source,
+                parts=tuple(
+                    chain(*(zip(*parts[name], strict=True) if is_stack(name) else parts[name]))
+                ),
+                offset=0.0,
+            )
             for name, source in family.weights(config).items()
         }
 
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
-        """See `Source.checkpoint`; the tensors of the rotary table are in the config already."""
+        """See `Source.checkpoint`; the tensors of the rotary table are in the config already.
+
+        Those of a head that guesses further are left out.
+        """
         known = {one.name: one for one in tensors_of(config, self.metadata.architecture)}
+        spare = {*ROPE_TENSORS, *spare_tensors(config)}
+        drafts = tuple(
+            f"blk.{config.num_layers + layer}." for layer in range(draft_layers(self.metadata))
+        )
         tensors: dict[str, GgufRows] = {}
         for name, rows in self._rows.items():
             own = known.get(name)
             if own is not None:
-                tensors |= replace(rows, interleave=own.interleave).parts(own.experts)
-            elif name not in ROPE_TENSORS:
+                tensors |= rows.parts(own)
+            elif name not in spare and not name.startswith(drafts):
                 tensors[name] = rows
         return Checkpoint(path=self.path, tensors=tensors, described_by="its metadata")
 

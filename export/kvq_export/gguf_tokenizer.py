@@ -1,7 +1,8 @@
 """The vocabulary of a GGUF file as the tokenizer.json of a checkpoint.
 
-Knows the two vocabularies that decoders have: byte-level BPE (`gpt2`), whose cut has a name, and
-pieces with marked spaces that merge by score (`llama`). The other way is `gguf_vocabulary`.
+Knows the vocabularies that decoders have: byte-level BPE (`gpt2`), whose cut has a name, and pieces
+with marked spaces that merge by score (`llama`) or as a list says (`gemma4`). The other way is
+`gguf_vocabulary`.
 """
 
 import json
@@ -27,7 +28,7 @@ from kvq_models.control import FIM_ORDER, SUFFIX_FIRST
 from kvq_models.tokenizer import TokenizerFiles
 
 _KEYS = "tokenizer.ggml."
-KINDS = ("gpt2", "llama")
+KINDS = ("gpt2", "llama", "gemma4")
 # Trained vocabularies have pieces of some dozens; the splits of a piece are as many as its square.
 _LONGEST_PIECE = 256
 # Tokens of a Phi-3 file after which spaces belong to the token; the file cannot say so.
@@ -61,12 +62,16 @@ def read_tokenizer(metadata: Metadata, tokens: list[str], types: np.ndarray) -> 
     if len(set(tokens)) < len(tokens):
         raise CheckpointError(f"{metadata.path} is damaged: two of its tokens are the same")
     pieces = _pieces(tokens, types)
-    row = _cut(metadata) if kind == "gpt2" else None
-    parts = (
-        _marked_words(metadata, pieces, types)
-        if row is None
-        else _byte_level(metadata, pieces, row)
-    )
+    row, parts = None, dict[str, Any]()
+    match kind:
+        case "gpt2":
+            row = _cut(metadata)
+            parts = _byte_level(metadata, pieces, row)
+        case "llama":
+            merges = _merges_by_score(metadata, pieces, types)
+            parts = _marked_words(metadata, pieces, types, merges, prefix=True)
+        case _:
+            parts = _marked_words(metadata, pieces, types, _merges(metadata), prefix=False)
     definition = {
         "version": "1.0",
         "truncation": None,
@@ -126,13 +131,18 @@ def _cut(metadata: Metadata) -> Row:
         raise UnsupportedModelError(f"{metadata.path}: {error}") from error
 
 
-def _byte_level(metadata: Metadata, pieces: dict[str, int], row: Row) -> dict[str, Any]:
+def _merges(metadata: Metadata) -> list[list[str]]:
+    """The pairs of pieces that a file lists, the first to merge first."""
     raw = metadata.values.get(f"{_KEYS}merges", [])
     if not isinstance(raw, list):
         raise CheckpointError(f"{metadata.path} is damaged: its merges are no texts")
     merges = [merge.decode("utf-8", errors="replace").split(" ") for merge in raw if merge]
     if any(len(merge) != 2 for merge in merges):
         raise CheckpointError(f"{metadata.path} is damaged: a merge is not of two pieces")
+    return merges
+
+
+def _byte_level(metadata: Metadata, pieces: dict[str, int], row: Row) -> dict[str, Any]:
     return {
         "normalizer": {"type": "NFC"} if row.composed else None,
         "pre_tokenizer": pre_tokenizer(row),
@@ -147,16 +157,21 @@ def _byte_level(metadata: Metadata, pieces: dict[str, int], row: Row) -> dict[st
             "byte_fallback": False,
             "ignore_merges": row.whole_words,
             "vocab": pieces,
-            "merges": merges,
+            "merges": _merges(metadata),
         },
     }
 
 
-def _marked_words(metadata: Metadata, pieces: dict[str, int], types: np.ndarray) -> dict[str, Any]:
-    scores = metadata.values.get(f"{_KEYS}scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(types):
-        raise CheckpointError(f"{metadata.path} is damaged: its tokens have no scores")
-    prefix = bool(metadata.values.get(f"{_KEYS}add_space_prefix", True))
+def _marked_words(
+    metadata: Metadata,
+    pieces: dict[str, int],
+    types: np.ndarray,
+    merges: Sequence[Sequence[str]],
+    *,
+    prefix: bool,
+) -> dict[str, Any]:
+    """`prefix`: a file that does not say whether a text begins with a space means that it does."""
+    prefix = bool(metadata.values.get(f"{_KEYS}add_space_prefix", prefix))
     single = bool(metadata.values.get(f"{_KEYS}remove_extra_whitespaces", False))
     unknown = np.flatnonzero(types == UNKNOWN).tolist()
     names = list(pieces)
@@ -186,7 +201,7 @@ def _marked_words(metadata: Metadata, pieces: dict[str, int], types: np.ndarray)
             "fuse_unk": True,
             "byte_fallback": bool((types == BYTE).any()),
             "vocab": pieces,
-            "merges": _merges_by_score(metadata, pieces, scores, types),
+            "merges": merges,
         },
     }
 
@@ -196,9 +211,12 @@ def _replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 
 def _merges_by_score(
-    metadata: Metadata, pieces: dict[str, int], scores: np.ndarray, types: np.ndarray
+    metadata: Metadata, pieces: dict[str, int], types: np.ndarray
 ) -> list[Sequence[str]]:
     """Every pair of pieces that make a third, the one of the highest score first."""
+    scores = metadata.values.get(f"{_KEYS}scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(types):
+        raise CheckpointError(f"{metadata.path} is damaged: its tokens have no scores")
     normal = {piece for piece, token in pieces.items() if types[token] == NORMAL}
     found: list[tuple[float, int, str, str]] = []
     for piece in normal:

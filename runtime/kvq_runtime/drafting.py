@@ -23,7 +23,7 @@ class Drafting(Generic[C]):
         # Rounds that the drafter is left alone for.
         self._pause = 0
         if drafter is not None:
-            self._check_branches(drafter)
+            self._check_possible(drafter)
             drafter.open(backend, sequence.config)
 
     def states(self) -> States | None:
@@ -33,8 +33,14 @@ class Drafting(Generic[C]):
         config = self._sequence.config
         return States(1 + config.chunk_tokens + config.draft_tokens)
 
-    def _check_branches(self, drafter: Drafter) -> None:
-        """Raises `BackendError` for drafts that branch, where passes take chains only."""
+    def _check_possible(self, drafter: Drafter) -> None:
+        """Raises `BackendError` for drafts that branch, where passes take chains only, or none."""
+        if not self._backend.takes_drafts:
+            raise BackendError(
+                f"{argument('draft')} {drafter.name} is not possible with this model on the "
+                f"{self._backend.name} backend, which takes no tokens back out of its recurrent "
+                "states; choose none, or run a bundle with an ONNX graph"
+            )
         if drafter.branches and not self._backend.takes_trees:
             raise BackendError(
                 f"{argument('draft')} {drafter.name} is not possible on the "

@@ -124,10 +124,49 @@ class GgufFile:
         return self._per_layer(key) if self._has(key) else self.heads
 
     @property
-    def kv_widths(self) -> tuple[tuple[int, int], ...]:
-        """Channels of all keys and of all values of a token, for every layer."""
+    def windowed_head_dims(self) -> tuple[int, int]:
+        """Channels of a key head and of a value head in layers with a window."""
         k_dim, v_dim = self.head_dims
-        return tuple((k_dim * heads, v_dim * heads) for heads in self.kv_heads)
+        return self._optional("attention.key_length_swa", k_dim), self._optional(
+            "attention.value_length_swa", v_dim
+        )
+
+    @property
+    def kv_widths(self) -> tuple[tuple[int, int], ...]:
+        """Channels of all keys and of all values of a token, for every layer that has its own."""
+        windowed = self._flags("attention.sliding_window_pattern")
+        owners = self.num_layers - self._optional("attention.shared_kv_layers", 0)
+        widths: list[tuple[int, int]] = []
+        for layer, heads in enumerate(self._attending_heads):
+            k_dim, v_dim = self.windowed_head_dims if windowed[layer] else self.head_dims
+            held = heads if layer < owners else 0
+            widths.append((k_dim * held, v_dim * held))
+        return tuple(widths)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states, float32, that a sequence has in layers which do not attend.
+
+        Rows of a short convolution; or those of a delta net's, or a Mamba's, and its matrices.
+        """
+        layers = self._attending_heads.count(0)
+        if taps := self._optional("shortconv.l_cache", 0):
+            return 4 * layers * (taps - 1) * self._count("embedding_length", MAX_WIDTH)
+        taps, inner, state, groups = (
+            self._optional(f"ssm.{key}", 0)
+            for key in ("conv_kernel", "inner_size", "state_size", "group_count")
+        )
+        rows = (taps - 1) * (inner + 2 * groups * state) if taps else 0
+        return 4 * layers * (rows + inner * state)
+
+    @property
+    def _attending_heads(self) -> tuple[int, ...]:
+        """KV heads of every layer; none of one that a file says is recurrent."""
+        recurrent, period = self._flags("attention.recurrent_layers"), "full_attention_interval"
+        if not any(recurrent) and (interval := self._optional(period, 0)) > 0:
+            recurrent = tuple((layer + 1) % interval != 0 for layer in range(self.num_layers))
+        pairs = zip(self.kv_heads, recurrent, strict=True)
+        return tuple(0 if recurs else heads for heads, recurs in pairs)
 
     @property
     def num_layers(self) -> int:
@@ -255,6 +294,13 @@ class GgufFile:
         if not isinstance(value, int) or isinstance(value, bool):
             raise ModelError(f"{self.path} is damaged: {key} is {value}, not a whole number")
         return value
+
+    def _flags(self, key: str) -> tuple[bool, ...]:
+        """A truth value for every layer; False where the file has no such list."""
+        value = self.contents.metadata.get(f"{self.architecture}.{key}")
+        if not isinstance(value, np.ndarray) or len(value) < self.num_layers:
+            return (False,) * self.num_layers
+        return tuple(map(bool, value[: self.num_layers]))
 
     def _per_layer(self, key: str) -> tuple[int, ...]:
         """A number for every layer, or one that all share."""

@@ -28,9 +28,9 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.gguf_blocks import pack_blocks
 from kvq_export.gguf_model import gguf_model
-from kvq_models.config import ModelConfig, RopeConfig
+from kvq_models.config import Experts, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
-from kvq_models.registry import read_checkpoint
+from kvq_models.registry import family_for, read_checkpoint
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
@@ -48,6 +48,12 @@ TOKENS = 120
 F16_LOGIT, F16_NATS = 0.12, 6e-5
 NATS = {"q8_0": 0.02, "bf16": 0.01, "q4_0": 1.5, "q4_k_m": 0.8}
 PROMPTS, PROMPT_TOKENS, STEPS = 12, 8, 12
+
+# The last layers with keys of their own are of both kinds, in the order llama.cpp asks for.
+LAST_TWO = [*["sliding_attention"] * 3, "full_attention", *["sliding_attention"] * 2]
+LAST_TWO += ["full_attention"]
+# Keys of a delta net are as wide as its values.
+SQUARE_STATES = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 
 _YARN = {
     "rope_type": "yarn",
@@ -161,6 +167,16 @@ CASES = {
         row="starcoder2", architecture="starcoder2", context=24, keys={"hidden_size": 256}
     ),
     "phi": Case(row="phi", architecture="phi2"),
+    "lfm2": Case(row="lfm2", architecture="lfm2", keys={"head_dim": 32}),
+    "lfm2-moe": Case(row="lfm2-moe", architecture="lfm2moe", keys={"head_dim": 32}, flips=0.2),
+    "gemma4": Case(row="gemma4", architecture="gemma4", keys={"layer_types": LAST_TWO}),
+    "gemma4-keys": Case(row="gemma4-keys", architecture="gemma4"),
+    "qwen3-5": Case(row="qwen3-5", architecture="qwen35", keys=SQUARE_STATES),
+    "qwen3-5-even": Case(
+        row="qwen3-5",
+        architecture="qwen35",
+        keys=SQUARE_STATES | {"linear_num_key_heads": 4, "tie_word_embeddings": False},
+    ),
 }
 
 
@@ -330,6 +346,86 @@ def test_a_float_file_holds_the_checkpoint(tmp_path: Path) -> None:
     assert len(found) == 3 + bundle.config.num_layers * (2 + 2 * len(sources))
 
 
+def test_heads_of_a_delta_net_are_dealt_out(checkpoint: Callable[[str], Path]) -> None:
+    """The first value head of each key head, then the second of each; what decays is -exp."""
+    source = checkpoint("qwen3-5")
+    weight = tiny.checkpoint_weights(source)
+    found = {tensor.name: floats(tensor) for tensor in tensors(export(source, "f16"))}
+
+    def dealt(values: np.ndarray, size: int) -> np.ndarray:
+        heads = values.reshape(2, 2, size, *values.shape[1:])
+        return heads.swapaxes(0, 1).reshape(values.shape)
+
+    whole, gates, conv = (weight(f"layers.1.{name}") for name in ("in_proj", "gates", "conv"))
+    wanted = {
+        "attn_qkv.weight": np.concatenate([whole[:128], dealt(whole[128:256], 32)]),
+        "attn_gate.weight": dealt(whole[256:], 32),
+        "ssm_beta.weight": dealt(gates[:4], 1),
+        "ssm_alpha.weight": dealt(gates[4:], 1),
+        "ssm_conv1d.weight": np.concatenate([conv[:128, 0], dealt(conv[128:, 0], 32)]),
+        "ssm_a": dealt(-np.exp(weight("layers.1.decay")), 1),
+        "ssm_dt.bias": dealt(weight("layers.1.dt_bias"), 1),
+        "ssm_norm.weight": weight("layers.1.head_scale"),
+        "ssm_out.weight": dealt(weight("layers.1.out_proj").T, 32).T,
+        "post_attention_norm.weight": weight("layers.1.mlp_norm"),
+    }
+    for name, values in wanted.items():
+        half = values.astype(np.float16) if found[f"blk.1.{name}"].ndim > 1 else values
+        rough = {"rtol": 1e-3} if half is not values else {}
+        np.testing.assert_allclose(found[f"blk.1.{name}"], half, **rough)
+
+
+def test_keys_say_how_layers_differ(checkpoint: Callable[[str], Path]) -> None:
+    wanted: dict[str, dict[str, Any]] = {
+        "lfm2": {"attention.head_count_kv": [0, 0, 2, 0, 2], "shortconv.l_cache": 3},
+        "lfm2-moe": {
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+            "feed_forward_length": 192,
+            "expert_feed_forward_length": 96,
+        },
+        "gemma4": {
+            "attention.head_count_kv": 1,
+            "attention.key_length": 64,
+            "attention.key_length_swa": 32,
+            "attention.value_length_swa": 32,
+            "attention.shared_kv_layers": 3,
+            "attention.sliding_window_pattern": [True] * 3 + [False, True, True, False],
+            "rope.dimension_count": 64,
+            "rope.dimension_count_swa": 32,
+            "feed_forward_length": [192] * 4 + [384] * 3,
+            "embedding_length_per_layer_input": 32,
+        },
+        "gemma4-keys": {
+            "attention.head_count_kv": [2, 2, 1],
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+            # Left out it would be 30.
+            "final_logit_softcapping": 0.0,
+        },
+        "qwen3-5": {
+            "attention.head_count_kv": 2,
+            "attention.recurrent_layers": [True, True, False, True, False],
+            "rope.dimension_count": 16,
+            "rope.dimension_sections": [3, 3, 2, 0],
+            "ssm.state_size": 32,
+            "ssm.group_count": 2,
+            "ssm.time_step_rank": 4,
+            "ssm.inner_size": 128,
+        },
+    }
+    for name, keys in wanted.items():
+        bundle = export(checkpoint(name), "f16")
+        found = {key: field(bundle, f"{CASES[name].architecture}.{key}") for key in keys}
+        assert found == keys
+    names = {tensor.name: tensor for tensor in tensors(export(checkpoint("gemma4-keys"), "f16"))}
+    assert "blk.1.attn_v.weight" in names
+    assert "blk.2.attn_v.weight" not in names
+    # An eighth of the pairs: of 64 channels a quarter turns.
+    assert (names["rope_freqs.weight"].data > 1e20).tolist() == [False] * 8 + [True] * 24
+
+
 def floats(tensor: Any) -> np.ndarray:
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
@@ -352,6 +448,24 @@ def test_chunks_of_some_rows_are_whole_heads(tmp_path: Path, rows: range) -> Non
 def config_of(checkpoint: Callable[[str], Path], name: str, **changes: Any) -> ModelConfig:
     _, config, _ = read_checkpoint(checkpoint(name))
     return tiny.altered(config, **changes)
+
+
+def of_row(row: str, **keys: Any) -> ModelConfig:
+    """The config of a row of `tiny.CASES` with these keys of its config.json."""
+    model_type, own = tiny.CASES[row]
+    values = {**tiny.COMMON, **own, **keys, "model_type": model_type}
+    return family_for(values).config(values)
+
+
+def with_experts(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """The config, all experts of it with these fields."""
+    layers = tuple(
+        dataclasses.replace(layer, feed=dataclasses.replace(layer.feed, **changes))
+        if isinstance(layer.feed, Experts)
+        else layer
+        for layer in config.layers
+    )
+    return dataclasses.replace(config, layers=layers)
 
 
 def tiny_rope(rope: RopeConfig) -> RopeConfig:
@@ -408,6 +522,33 @@ def test_what_llama_cpp_does_not_compute_is_refused_by_name(
             checkpoint,
             "olmo3",
             ropes=(other := config_of(checkpoint, "olmo3").ropes[1], tiny_rope(other)),
+        ),
+        "as lfm2, which does not compute heads that together are not as wide": of_row("lfm2"),
+        "as lfm2moe, which does not compute experts chosen by their shares alone": with_experts(
+            mixed_up := of_row("lfm2-moe", head_dim=32), choice_bias=False, scoring="softmax"
+        ),
+        "as lfm2moe, which does not compute experts of another kind": with_experts(
+            mixed_up, choice_bias=False
+        ),
+        "as lfm2moe, which does not compute experts before layers without": dataclasses.replace(
+            mixed_up, layers=mixed_up.layers[::-1]
+        ),
+        "as gemma4, which does not compute layers that read the keys of others": of_row("gemma4"),
+        "as gemma4, .* heads whose sizes differ otherwise than by windows": of_row(
+            "gemma4-keys", per_layer_config={"1": {"head_dim": 64}}
+        ),
+        "as gemma4, which does not compute a table of per-layer embeddings": of_row(
+            "gemma4", layer_types=LAST_TWO, vocab_size_per_layer_input=64
+        ),
+        "as gemma4, which does not compute layers that all see everything": of_row(
+            "gemma4-keys", layer_types=["full_attention"] * 3
+        ),
+        "as gemma4, .* experts, shares .*, experts of another kind": of_row("gemma4-experts"),
+        "as qwen35, which does not compute delta nets whose keys are not as wide": of_row(
+            "qwen3-5"
+        ),
+        "as qwen35, .* norms beside delta nets with another epsilon than 1e-06": of_row(
+            "qwen3-5", **SQUARE_STATES, rms_norm_eps=1e-5
         ),
         "kvq writes GGUF files of llama, mistral, .* not of mamba": config_of(
             checkpoint, "llama", model_type="mamba"

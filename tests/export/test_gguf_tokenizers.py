@@ -15,7 +15,9 @@ from tokenizers import Tokenizer as Library
 
 import tiny
 from kvq.errors import UnsupportedModelError
-from kvq_export import gguf_llama, gguf_pre
+from kvq_export import gguf_llama, gguf_pre, gguf_vocabulary
+from kvq_export.gguf_config import Metadata
+from kvq_export.gguf_tokenizer import read_tokenizer
 from kvq_export.source import open_source
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import Bundle
@@ -356,6 +358,33 @@ def test_byte_level_tokenizers_come_back(with_tokenizer: Callable[..., Path], na
     wanted = bundle.tokenizer()
     assert wanted is not None
     assert_same(read_back(bundle), wanted, (*HOSTILE, "a <think> b"))
+
+
+def test_pieces_that_merge_as_a_list_says_come_back() -> None:
+    """As llama.cpp writes those of Gemma 4."""
+    library = byte_fallback(prefix=False)
+    definition = json.loads(library.to_str())["model"]
+    tokens = list(definition["vocab"])
+    kinds = {"<unk>": gguf_vocabulary.UNKNOWN, "<s>": gguf_vocabulary.CONTROL}
+    types = [
+        kinds.get(
+            token, gguf_vocabulary.BYTE if token.startswith("<0x") else gguf_vocabulary.NORMAL
+        )
+        for token in tokens
+    ]
+    values = {
+        "general.architecture": "gemma4",
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": [" ".join(merge).encode() for merge in definition["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    files = read_tokenizer(Metadata(Path("a.gguf"), values), tokens, np.array(types))
+    found = Library.from_str(files.definition)
+    for text in HOSTILE:
+        wanted = library.encode(text.replace("</s>", ""), add_special_tokens=False).ids
+        assert found.encode(text.replace("</s>", ""), add_special_tokens=False).ids == wanted
+        assert found.decode(wanted) == library.decode(wanted)
+    assert files.settings["add_bos_token"] is True
 
 
 @pytest.mark.parametrize("prefix", [True, False])

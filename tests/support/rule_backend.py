@@ -168,7 +168,7 @@ class RuleBackend:
 
     name = cache_kind = "rule"
     weight_bytes_per_step = 100
-    takes_trees = True
+    takes_trees = takes_drafts = True
     rows_agree = True
     paged = None
 

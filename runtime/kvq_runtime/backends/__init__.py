@@ -310,7 +310,8 @@ class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
     `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
-    `takes_trees`: rows of a branch may follow any earlier row, not only the newest. `rows_agree`: a
+    `takes_trees`: rows of a branch may follow any earlier row, not only the newest. `takes_drafts`:
+    some rows of a branch may be kept and the others forgotten. `rows_agree`: a
     row's logits are the same, bit for bit, however many rows its pass has.
     """
 
@@ -319,6 +320,7 @@ class Backend(Protocol[C]):
     model: ModelFacts
     weight_bytes_per_step: int
     takes_trees: bool
+    takes_drafts: bool
     rows_agree: bool
 
     @property

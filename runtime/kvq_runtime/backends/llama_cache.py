@@ -22,7 +22,6 @@ from kvq_runtime.backends.llama_layout import (
     batch_size,
     keys_are_rotated,
     padded,
-    reported_caches,
 )
 from kvq_runtime.backends.llama_library import LlamaModel
 from kvq_runtime.config import SessionConfig
@@ -87,16 +86,15 @@ class LlamaCppCache:
             model,
             config=config,
             threads=threads,
-            # Parked tokens count against a window's room; a model with windows takes no edits.
-            sequences=1 if self._window_tokens else SEQUENCES,
+            # Parked tokens count against a window's room; a model with windows, or with states,
+            # takes no edits.
+            sequences=1 if self._window_tokens or layout.state_bytes else SEQUENCES,
         )
         self._rotates_keys = keys_are_rotated(lines)
         self.chunk_tokens = batch_size(config.context_tokens, config.chunk_tokens)
         self._batch = _Batch(self._functions, self.chunk_tokens)
         try:
-            layout.check(
-                reported_caches(lines), config.plan, config.context_tokens, config.chunk_tokens
-            )
+            layout.check(lines, config.plan, config.context_tokens, config.chunk_tokens)
         except BackendError:
             self.close()
             raise
@@ -108,7 +106,7 @@ class LlamaCppCache:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of K and V llama.cpp has allocated, full or not; never above the budget."""
+        """Bytes that llama.cpp has allocated, full or not; never above the budget."""
         return self._layout.num_bytes(
             self._config.plan, self.context_tokens, self._config.chunk_tokens
         )
@@ -181,7 +179,11 @@ class LlamaCppCache:
         return logits
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keeps the rows `path`, which in a chain are the first ones."""
+        """Keeps the rows `path`, which in a chain are the first ones.
+
+        Raises `BackendError` where some of them cannot be taken back.
+        """
+        self._check_taken_back(len(path))
         kept = self.tokens + len(path)
         if self._at is not None:
             self._rows = 0
@@ -191,7 +193,11 @@ class LlamaCppCache:
         self.trim(kept)
 
     def rewind(self, rows: int) -> None:
-        """Forgets all but the first `rows` rows of the chain, also after an error."""
+        """Forgets all but the first `rows` rows of the chain, also after an error.
+
+        Raises `BackendError` where some of them cannot be taken back.
+        """
+        self._check_taken_back(rows)
         self._rows = rows
         base = self.tokens
         if self._at is not None and rows == 0:
@@ -202,7 +208,8 @@ class LlamaCppCache:
     def trim(self, tokens: int) -> None:
         """Rolls back to the first `tokens` tokens, or to none where these are not all there.
 
-        A layer with a window has forgotten what lies before the last tokens' window.
+        A layer with a window has forgotten what lies before the last tokens' window, and a state
+        holds all tokens so far.
         """
         if tokens < self.tokens:
             self._truncate(tokens)
@@ -235,6 +242,9 @@ class LlamaCppCache:
         rope = self._functions.llama_model_rope_type(self._model.pointer)
         quantized, unquantized = self._config.plan.k_bits < _FLOAT_BITS, argument("kv", "fp")
         reasons = {
+            "this model has states of all tokens so far, from which llama.cpp takes none out": (
+                self._layout.state_bytes > 0
+            ),
             "the positions of this model have several dimensions": rope in _MULTIDIMENSIONAL_ROPES,
             "this model has attention windows, which forget what an edit brings back into sight": (
                 self._window_tokens > 0
@@ -328,9 +338,21 @@ class LlamaCppCache:
         self._clear()
         return False
 
+    def _check_taken_back(self, kept: int) -> None:
+        """Raises `BackendError` where a state holds rows of a chain of which a part is kept."""
+        if self._layout.state_bytes and 0 < kept < self._rows:
+            raise BackendError(
+                f"keeping {kept} of {self._rows} tokens of a pass is not possible with this model "
+                "on the llama.cpp backend, which takes no tokens back out of its states: leave "
+                f"{argument('draft')} out, or run a bundle with an ONNX graph"
+            )
+
     def _reaches_back(self) -> bool:
         """Whether all that the next token may attend to is still there."""
         first = self._functions.llama_memory_seq_pos_min(self._memory(), _MAIN)
+        if self._layout.state_bytes:
+            # A state has the position of its last token.
+            return first == self.tokens - 1
         needed = self.tokens - self._window_tokens if self._window_tokens else 0
         return 0 <= first <= max(0, needed)
 

@@ -50,6 +50,7 @@ class LlamaCppBackend:
 
     name = "llama.cpp"
     takes_trees = False
+    takes_drafts: bool
     rows_agree = False
     paged = None
 
@@ -64,6 +65,7 @@ class LlamaCppBackend:
         try:
             _refuse_other_kinds(model, file)
             self.layout = _measured_layout(model, file)
+            self.takes_drafts = not self.layout.state_bytes
             self._tokenizer = file.bundled_tokenizer or tokenizer_of(model, file)
             self.model = _facts(model, file, self._tokenizer)
             _warn_of_wider(file.name, file.kv, self.model.kv)
@@ -95,7 +97,9 @@ class LlamaCppBackend:
     def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
         """See `backends.estimate`. Windows, which only llama.cpp knows, count in full."""
         file = files.gguf()
-        layout = CacheLayout(groups=(LayerGroup(widths=file.kv_widths),))
+        layout = CacheLayout(
+            groups=(LayerGroup(widths=file.kv_widths),), state_bytes=file.state_bytes
+        )
         held = _config(file, layout, request.whole(file.context_length))
         return Estimate(
             plan=held.plan,
@@ -152,7 +156,8 @@ def refusal(file: GgufFile, plan: KvPlan) -> str | None:
                 "on the llama.cpp backend: choose 8 or 4, or 16 for both "
                 f"({argument('kv', 'fp')}); {bits}-bit pages need a bundle with an ONNX graph"
             )
-    for head_dim, bits in zip(file.head_dims, (plan.k_bits, plan.v_bits), strict=True):
+    widths = 2 * (plan.k_bits, plan.v_bits)
+    for head_dim, bits in zip(file.head_dims + file.windowed_head_dims, widths, strict=True):
         if head_dim % CACHE_TYPES[bits].block:
             return (
                 "a quantised cache is not possible on the llama.cpp backend with heads of "
@@ -207,7 +212,6 @@ def _refuse_other_kinds(model: LlamaModel, file: GgufFile) -> None:
         "an encoder": functions.llama_model_has_encoder(pointer),
         "no decoder": not functions.llama_model_has_decoder(pointer),
         "a recurrent state instead of a cache": functions.llama_model_is_recurrent(pointer),
-        "a recurrent state besides its cache": functions.llama_model_is_hybrid(pointer),
         "diffusion instead of a next token": functions.llama_model_is_diffusion(pointer),
     }
     found = [kind for kind, holds in kinds.items() if holds]
@@ -228,13 +232,13 @@ def _measured_layout(model: LlamaModel, file: GgufFile) -> CacheLayout:
     )
     context, lines = open_context(model, config=config, threads=1, sequences=1)
     model.library.functions.llama_free(context)
-    reported = reported_caches(lines)
     window_tokens = model.library.functions.llama_model_n_swa(model.pointer)
     layout = replace(
-        layout_of(reported, file.kv_widths, window_tokens),
+        layout_of(reported_caches(lines), file.kv_widths, window_tokens),
         turns_in_part=file.rotary_dim < file.head_dims[0],
+        state_bytes=file.state_bytes,
     )
-    layout.check(reported, config.plan, config.context_tokens, config.chunk_tokens)
+    layout.check(lines, config.plan, config.context_tokens, config.chunk_tokens)
     return layout
 
 

@@ -29,6 +29,7 @@ _SIZE = re.compile(
     r"llama_kv_cache: size =\s*[\d.]+ MiB \(\s*(\d+) cells,\s*(\d+) layers,.*"
     r"K \(\w+\):\s*([\d.]+) MiB, V \(\w+\):\s*([\d.]+) MiB"
 )
+_STATE = re.compile(r"llama_memory_recurrent: size =\s*([\d.]+) MiB")
 _ROTATION = re.compile(r"attn_rot_k = (\d)")
 
 
@@ -78,6 +79,12 @@ def reported_caches(lines: Sequence[str]) -> list[ReportedCache]:
     return found
 
 
+def reported_state_mib(lines: Sequence[str]) -> float:
+    """MiB of the states of layers that do not attend, rounded, from the same messages."""
+    found = (match for line in lines if (match := _STATE.match(line)))
+    return sum(float(match[1]) for match in found)
+
+
 def keys_are_rotated(lines: Sequence[str]) -> bool:
     """Whether every cache of a context turns its keys before it quantises them."""
     found = [match[1] for line in lines if (match := _ROTATION.search(line))]
@@ -110,14 +117,19 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheLayout:
-    """All caches of a context. `turns_in_part`: some channels of a key do not rotate."""
+    """All caches of a context. `turns_in_part`: some channels of a key do not rotate.
+
+    `state_bytes` are those of layers that do not attend: a state of all tokens so far, of which
+    none can be taken back.
+    """
 
     groups: tuple[LayerGroup, ...]
     turns_in_part: bool = False
+    state_bytes: int = 0
 
     def num_bytes(self, plan: KvPlan, context_tokens: int, chunk_tokens: int) -> int:
-        """Bytes of K and V that llama.cpp allocates for a context."""
-        return sum(
+        """Bytes of K, V and states that llama.cpp allocates for a context."""
+        return self.state_bytes + sum(
             group.cells(context_tokens, chunk_tokens) * sum(group.token_bytes(plan))
             for group in self.groups
         )
@@ -127,16 +139,22 @@ class CacheLayout:
         return sum(sum(group.token_bytes(plan)) for group in self.groups)
 
     def held_bytes(self, plan: KvPlan, tokens: int) -> int:
-        """Bytes of what a step attends to after `tokens` tokens."""
-        return sum(
+        """Bytes of what a step reads after `tokens` tokens."""
+        return self.state_bytes + sum(
             min(tokens, group.window_tokens or tokens) * sum(group.token_bytes(plan))
             for group in self.groups
         )
 
-    def check(
-        self, reported: Sequence[ReportedCache], plan: KvPlan, context_tokens: int, chunk: int
-    ) -> None:
-        """Compares these counts with llama.cpp's own. Raises `BackendError` where they differ."""
+    def check(self, lines: Sequence[str], plan: KvPlan, context_tokens: int, chunk: int) -> None:
+        """Compares these counts with llama.cpp's own, from the messages of a context's opening.
+
+        Raises `BackendError` where they differ.
+        """
+        reported, state_mib = reported_caches(lines), reported_state_mib(lines)
+        if abs(self.state_bytes / (1 << 20) - state_mib) > _ROUNDING_MIB:
+            raise BackendError(
+                _uncounted(f"states of {state_mib} MiB where {self.state_bytes} bytes were counted")
+            )
         if len(reported) != len(self.groups):
             raise BackendError(_uncounted(f"{len(reported)} caches instead of {len(self.groups)}"))
         for cache, group in zip(reported, self.groups, strict=True):

@@ -45,7 +45,7 @@ class PagedBackend(ABC):
     name: str
     cache_kind: str
     device = gpu.PROCESSOR
-    takes_trees = True
+    takes_trees = takes_drafts = True
     rows_agree = False  # matrix products of a library, which rounds as it likes
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
