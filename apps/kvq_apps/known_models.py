@@ -17,14 +17,7 @@ from pathlib import Path
 from kvq.files import replace_file
 from kvq.settings import cache_folder, data_folder, state_folder
 from kvq_runtime.gguf_format import is_gguf
-from kvq_runtime.manifest import (
-    DATA_FILE,
-    GGUF_FILE,
-    MANIFEST_FILE,
-    MODEL_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_FILE,
-)
+from kvq_runtime.manifest import BUNDLE_FILES, MANIFEST_FILE
 
 _FINGERPRINT = re.compile(r"-[0-9a-f]{12}$")
 # What stands for the / of a hub id in the name of its bundle; other bundles' names have none.
@@ -111,7 +104,7 @@ def of_hub() -> list[tuple[str, Path]]:
 def remove(bundle: Path) -> None:
     """Deletes the files of a bundle, and its folder unless something else is in there."""
     # The manifest first: what is left, if this is cut off, is no bundle.
-    for name in (MANIFEST_FILE, MODEL_FILE, DATA_FILE, GGUF_FILE, TOKENIZER_FILE, TEMPLATE_FILE):
+    for name in BUNDLE_FILES:
         (bundle / name).unlink(missing_ok=True)
     with suppress(OSError):
         bundle.rmdir()

@@ -141,10 +141,11 @@ def feedback_of(moments: Floats) -> tuple[Floats, Floats]:
     channels = moments.shape[-1]
     mean = np.trace(moments, axis1=-2, axis2=-1)[..., None, None] / channels
     mean = np.maximum(mean, np.finfo(np.float32).tiny)
-    inverse: Floats = np.linalg.inv(moments / mean + DAMPING * np.eye(channels))
-    lower: Floats = np.linalg.cholesky((inverse + inverse.swapaxes(-1, -2)) / 2)
+    damped: Floats = np.asarray(moments / mean + DAMPING * np.eye(channels), np.float64)
+    inverse = np.asarray(np.linalg.inv(damped), np.float64)
+    lower = np.asarray(np.linalg.cholesky((inverse + inverse.swapaxes(-1, -2)) / 2), np.float64)
     upper = lower.swapaxes(-1, -2)
-    diagonal: Floats = np.diagonal(upper, axis1=-2, axis2=-1)
+    diagonal = np.diagonal(upper, axis1=-2, axis2=-1)
     return np.triu(upper / diagonal[..., None], 1), mean[..., 0] / np.square(diagonal)
 
 

@@ -41,6 +41,19 @@ FEEDBACK_FILE = "feedback.npz"
 AUXILIARY_FILE = "auxiliary.npz"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
+# All that a bundle may be made of; the manifest first, so that half of one is none.
+BUNDLE_FILES = (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    DATA_FILE,
+    DRAFT_FILE,
+    GGUF_FILE,
+    MAPS_FILE,
+    FEEDBACK_FILE,
+    AUXILIARY_FILE,
+    TOKENIZER_FILE,
+    TEMPLATE_FILE,
+)
 
 # More than any vocabulary; tokenizers hold an id in 32 bits.
 _TOKENS = 1 << 31
