@@ -95,6 +95,13 @@ inline void release() {
 
 }  // namespace emulated_tiles
 
+// Compilers have some of these as macros.
+#undef _tile_loadconfig
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_zero
+#undef _tile_dpbsud
+#undef _tile_release
 #define _tile_loadconfig emulated_tiles::load_config
 #define _tile_loadd emulated_tiles::load
 #define _tile_stored emulated_tiles::store
