@@ -9,8 +9,10 @@ error, and in some heads its values are by far the largest of a page.
 """
 
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,10 @@ from kvq.classes import open_cache, spec_of
 from kvq.config import PAGE_TOKENS, AttentionParams, KvPlan, PageForm
 from kvq.reference import hadamard
 from kvq_export import quality
+from kvq_export.calibrated import ENDS
 from kvq_export.prediction import store_arrays
+from kvq_export.stand_ins import Rows, Stack
+from kvq_models.family import is_stack
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends
@@ -96,9 +101,18 @@ def _key_fits(
     bundle: Bundle, ids: NDArray[np.int64]
 ) -> list[tuple[NDArray[np.bool_], NDArray[np.float16]]]:
     """Of every class whether heads store their keys rotated, [L, Hk], and [L, Hk, D, D]."""
-    listening = Listening()
-    read = bundle.read_weight  # not kept: one matrix at a time
-    forward(bundle.config, read, ids, np.arange(len(ids)), listening, slice(0, 0))
+    listening, config = Listening(), bundle.config
+
+    def weight(name: str) -> NDArray[np.float32]:
+        """In memory are one matrix, one expert, or the rows of embeddings that are looked up."""
+        if is_stack(name):
+            return cast(Any, Stack(partial(_grouped, bundle, name)))
+        if name in ENDS:  # no row of logits is asked for
+            nothing = np.zeros((0, config.vocab_size), np.float32)
+            return cast(Any, Rows(partial(bundle.read_weight, name), lambda _: nothing))
+        return bundle.read_weight(name)
+
+    forward(config, weight, ids, np.arange(len(ids)), listening, slice(0, 0))
     found: list[tuple[NDArray[np.bool_], NDArray[np.float16]]] = []
     for index, one in enumerate(bundle.config.cache_classes):
         layers = [
@@ -107,6 +121,19 @@ def _key_fits(
         ]
         rotated, feedback = zip(*layers, strict=True)
         found.append((np.array(rotated), np.array(feedback)))
+    return found
+
+
+def _grouped(
+    bundle: Bundle, name: str, x: NDArray[np.float32], counts: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """As `kvq_models.reference.grouped`; of the experts only those with rows are read."""
+    height, stops = bundle.form(name).rows // len(counts), np.cumsum(counts)
+    found = np.empty((len(x), height), np.float32)
+    for expert in np.flatnonzero(counts):
+        rows = slice(stops[expert] - counts[expert], stops[expert])
+        own = slice(expert * height, (expert + 1) * height)
+        found[rows] = x[rows] @ bundle.read_weight(name, own).T
     return found
 
 

@@ -44,6 +44,21 @@ constexpr bool valid_width(int bits) { return bits == 8 || bits == 6 || bits == 
 constexpr bool halves_plane(int bits) { return bits == 6 || bits == 2; }
 constexpr size_t halved(int bits) { return bits == 6 ? 2 : 0; }
 
+// A code as a read at `bits` has it, its dropped bits 0, plus this: steps from its grid's middle.
+constexpr float from_middle(int bits) {
+    return static_cast<float>((1 << (8 - bits)) - 1) / 2 - 127.5f;
+}
+// Where planes of keys have the code of a token's channel: the byte of a plane of nibbles and how
+// far up in it, and the same of a plane of two bits.
+struct KeyPlace {
+    int nibble, nibble_shift, pair, pair_shift;
+};
+constexpr KeyPlace key_place(int head_dim, int token, int channel) {
+    const int at = token / 8 * 4 * head_dim + 4 * (token % 8) + channel / 8 * 32 + channel % 4;
+    const int shift = channel % 8 / 4 * 4;
+    return {at, shift, at / 64 * 32 + at % 32, at / 32 % 2 * 4 + shift / 2};
+}
+
 constexpr size_t granule_bytes(int head_dim) { return size_t{16} * head_dim; }
 constexpr int granules(int bits) { return bits / 2; }
 constexpr size_t grid_bytes(int groups) { return 8 + size_t{2} * groups; }

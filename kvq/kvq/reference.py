@@ -134,20 +134,23 @@ def carried(x: Float, grid: Grid, bits: int, feedback: Float) -> Float:
     2210.17323), with the second moments of a head's queries in place of its inputs'. So a product
     with a query errs less, in the same bytes. `feedback` [D, D] is 0 on and below its diagonal.
     """
-    x, scale, mid = x.copy(), grid.scale, grid.mid
-    for i in range(x.shape[1]):
-        own = slice(i, i + 1)
-        one = Grid(*(Line(line.ends, line.codes[own]) for line in grid))
-        error = x[:, own] - decode(_codes(x[:, own], scale[own], mid[own]), one, bits, 0)
-        x[:, i + 1 :] -= error * feedback[own, i + 1 :]
+    x, channels = x.copy(), zip(grid.scale, grid.mid, feedback, strict=True)
+    for i, (scale, mid, others) in enumerate(channels):
+        error = x[:, i] - (mid + scale * _steps(_codes(x[:, i], scale, mid), bits))
+        x[:, i + 1 :] -= error[:, None] * others[i + 1 :]
     return x
 
 
 def decode(codes: Bytes, grid: Grid, bits: int, axis: int) -> Float:
     """Values a read at `bits` sees, from 8-bit codes: the dropped bits read as their middle."""
+    scale, mid = np.expand_dims(grid.scale, axis), np.expand_dims(grid.mid, axis)
+    return mid + scale * _steps(codes, bits)
+
+
+def _steps(codes: Bytes, bits: int) -> Float:
+    """How many steps of 8-bit codes a read at `bits` sees them from the middle of their grid."""
     step = 1 << (8 - bits)
-    seen = (codes // step).astype(np.float32) * step + np.float32((step - 1) / 2 - 127.5)
-    return np.expand_dims(grid.mid, axis) + np.expand_dims(grid.scale, axis) * seen
+    return (codes // step).astype(np.float32) * step + np.float32((step - 1) / 2 - 127.5)
 
 
 # ---- planes ----------------------------------------------------------------------------------

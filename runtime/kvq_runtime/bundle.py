@@ -127,7 +127,7 @@ class Bundle:
             return ()
         found: list[np.ndarray] = []
         path = self.path / FEEDBACK_FILE
-        with _reading_maps(path), np.load(path, allow_pickle=False) as file:
+        with _reading_fitted(path), np.load(path, allow_pickle=False) as file:
             for index, one in enumerate(self.config.cache_classes):
                 own, shape = file[str(index)].astype(np.float32), one.shape
                 wanted = (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.head_dim)
@@ -329,7 +329,7 @@ class Bundle:
         form, path = self.map_form(), self.path / MAPS_FILE
         shapes = {"map": (form.panels, form.panel_bytes), "map_bias": (form.rows,)}
         found: dict[str, np.ndarray] = {}
-        with _reading_maps(path), np.load(path, allow_pickle=False) as file:
+        with _reading_fitted(path), np.load(path, allow_pickle=False) as file:
             for layer in range(self.fitted_layers, self.config.num_layers):
                 for kind, shape in shapes.items():
                     name = f"layers.{layer}.{kind}"
@@ -359,7 +359,7 @@ class Bundle:
             return ()
         config, path = self.config, self.path / AUXILIARY_FILE
         columns = 2 * config.num_kv_heads * config.head_dim
-        with _reading_maps(path), np.load(path, allow_pickle=False) as file:
+        with _reading_fitted(path), np.load(path, allow_pickle=False) as file:
             found = tuple(file[f"layers.{layer}.map"] for layer in range(config.num_layers))
             wrong = [w.shape for w in found if w.ndim != 2 or w.shape[1] != columns]
             if wrong or len({w.shape for w in found}) > 1:
@@ -457,11 +457,13 @@ class DraftHead(Bundle):
 
 
 @contextlib.contextmanager
-def _reading_maps(path: Path) -> Generator[None]:
+def _reading_fitted(path: Path) -> Generator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise BundleError(f"{path} holds no maps ({error}); export the model again") from error
+        raise BundleError(
+            f"{path} does not hold what was fitted ({error}); export the model again"
+        ) from error
 
 
 def _check_file(folder: Path, name: str, info: FileInfo, memory: HashMemory | None) -> None:

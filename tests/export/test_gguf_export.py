@@ -306,7 +306,7 @@ def test_rows_that_are_no_whole_blocks_fall_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_peak_memory_is_a_few_chunks_not_the_model(tmp_path: Path) -> None:
     source = tiny.make_llama_checkpoint(
-        tmp_path / "source", dtype="bfloat16", shards=2, vocab_size=1 << 16, hidden_size=256
+        tmp_path / "source", dtype="bfloat16", shards=2, vocab_size=1 << 17, hidden_size=256
     )
     tracemalloc.start()
     try:
@@ -314,7 +314,7 @@ def test_peak_memory_is_a_few_chunks_not_the_model(tmp_path: Path) -> None:
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert bundle.manifest.files[GGUF_FILE].num_bytes > 64 << 20
+    assert bundle.manifest.files[GGUF_FILE].num_bytes > 128 << 20
     assert peak_bytes < 40 << 20
 
 

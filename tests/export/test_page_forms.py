@@ -1,6 +1,9 @@
 """How pages are encoded and by which policy, chosen at export: in the bundle and its sessions."""
 
+import dataclasses
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +20,25 @@ from kvq.config import (
     KvPlan,
     PageForm,
 )
+from kvq.errors import BundleError
+from kvq.native import NativeCache
 from kvq.policies import policy_named
 from kvq.reference import KEYS, decode, encode
 from kvq.sizing import CacheSpec
 from kvq_apps.cli import main
 from kvq_export import page_forms
+from kvq_export.calibrated import ENDS
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
+from kvq_export.prediction import store_arrays
+from kvq_export.writer import write_manifest
+from kvq_models.family import is_stack
 from kvq_models.reference import forward
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
-from kvq_runtime.manifest import MANIFEST_FILE, Manifest, checksum
+from kvq_runtime.manifest import FEEDBACK_FILE, MANIFEST_FILE, Manifest, checksum
+from shelf import PLAIN, Shelf
 
 LAYERS, KV_HEADS = 2, 2
 
@@ -101,6 +111,53 @@ def heard(bundle: Bundle) -> page_forms.Listening:
     positions = np.arange(len(ids))
     forward(bundle.config, bundle.read_weight, ids, positions, listening, slice(0, 0))
     return listening
+
+
+@pytest.mark.parametrize("case", ["gemma4", "qwen3-moe", "phi"])
+def test_keys_are_fitted_with_one_matrix_or_expert_in_memory(
+    case: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, ids = Bundle.open(shelf.exported(shelf.family(case), PLAIN)), np.arange(100, 200)
+    listening, positions = page_forms.Listening(), np.arange(len(ids))
+    forward(bundle.config, bundle.read_weight, ids, positions, listening, slice(0, 0))
+    read, whole = Bundle.read_weight, set[str]()
+
+    def watched(self: Bundle, name: str, rows: Any = None) -> np.ndarray:
+        if rows is None:
+            whole.add(name)
+        return read(self, name, rows)
+
+    monkeypatch.setattr(Bundle, "read_weight", watched)
+    found = page_forms._key_fits(bundle, ids)
+    assert whole
+    assert not [name for name in whole if name in ENDS or is_stack(name)]
+    for (index, layer), moments in listening.moments.items():
+        for head, turned in enumerate(found[index][0][layer]):
+            own = page_forms.hadamard_both(moments) if turned else moments
+            wanted = page_forms.feedback_of(own)[0][head]
+            np.testing.assert_allclose(found[index][1][layer][head], wanted, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda own: own[:, :1],
+        lambda own: own + np.tril(np.ones_like(own)),
+        lambda own: np.where(own == 0, own, np.float16(np.inf)),
+    ],
+)
+def test_feedback_that_is_none_is_refused(
+    change: Callable[[np.ndarray], np.ndarray], bundle: Bundle, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(bundle.path, tmp_path / "bundle"))
+    (own,) = bundle.key_feedback
+    assert own.shape == (LAYERS, KV_HEADS, 64, 64)
+    info = store_arrays(folder / FEEDBACK_FILE, {"0": change(own.astype(np.float16))})
+    files = {**bundle.manifest.files, FEEDBACK_FILE: info}
+    write_manifest(folder, dataclasses.replace(bundle.manifest, files=files))
+    says = pytest.raises(BundleError, match=r"feedback.npz does not hold what was fitted")
+    with Engine.open(folder, threads=1) as engine, says:
+        engine.session()
 
 
 @pytest.mark.parametrize("bits", [8, 6, 4, 2])
@@ -234,6 +291,8 @@ def test_sessions_decide_by_the_policy_and_norms_of_the_bundle(bundle: Bundle) -
             cache = engine.backend.open_cache(config)
             assert isinstance(cache, Cache)
             assert cache.policy == policy_named(policy)
+            assert isinstance(cache.engine, NativeCache)
+            np.testing.assert_array_equal(cache.engine._feedback, bundle.key_feedback[0])
             norms = cache.evidence().weight_norms
             assert norms is not None
             np.testing.assert_array_equal(norms(), bundle.weight_norms(range(LAYERS)))

@@ -18,6 +18,7 @@ from caches import budget_for_tokens, open_cache
 from kvq import native
 from kvq.config import HEAD_DIMS, CacheShape, KvPlan, PageForm
 from kvq.errors import BackendError, CacheError
+from kvq.formats import grid_bytes
 from kvq.reference import attention_weights, encode, planes, two_bit_plane
 from pairs import (
     UNROTATED,
@@ -90,6 +91,27 @@ def test_carried_keys_are_packed_to_the_reference_bytes(kernels: str, dim: int) 
         codes, wanted = encode(x, 0, bits=bits, feedback=feedback)
         assert grid.tobytes() == wanted.stored(), (name, bits)
         assert (stored == planes(codes, bits, 0)).all(), (name, bits)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dim", [16, 80, 256])
+def test_carried_keys_are_narrowed_to_the_reference_bytes(kernels: str, dim: int) -> None:
+    """By every step down, several in one call too; values lose bytes alone."""
+    native.select_isa(kernels)
+    shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=dim)
+    plan, rng = KvPlan(k_bits=8, v_bits=8), np.random.default_rng(dim)
+    feedback = some_feedback(rng, 1, 2, dim)
+    pair = Pair.open(shape, plan, 4 << 20, 400, feedback=feedback)
+    pair.fill([attention(shape)], [pack_heads(*random_heads(rng, shape, 400))])
+    before = [pair.native.page(0, 0, column) for column in range(3)]
+    for steps in (
+        [(0, 6, 8), (1, 4, 8), (2, 2, 8)], [(0, 4, 6), (1, 2, 8)], [(0, 4, 4), (0, 2, 4), (2, 2, 2)]
+    ):  # fmt: skip
+        pair.demote([(0, head, c, k, v) for c, k, v in steps for head in (0, 1)])
+        for head, column in itertools.product((0, 1), range(3)):
+            assert pair.native.page(0, head, column) == pair.numpy.page(0, head, column)
+    assert before[1][: grid_bytes(dim)] == pair.native.page(0, 0, 1)[: grid_bytes(dim)]
+    pair.close()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

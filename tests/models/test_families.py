@@ -47,10 +47,10 @@ logger = logging.getLogger(__name__)
 
 # A prompt beyond every window and the 64 tokens (linear: 128) that scaled ropes were "trained" on;
 # with the steps it stays within the shortest context, 256.
-PROMPT_TOKENS, STEPS = 150, 24
+PROMPT_TOKENS, STEPS = 180, 64
 # Greedy tokens are decided only where the best leads by more than the tolerance, so of this many
 # random prompts the one is taken whose smallest lead is the largest.
-PROMPTS = 8
+PROMPTS = 16
 CHUNKS = {"1": 1, "7": 7, "64": 64, "all": 256}
 FLOAT_PLAN = KvPlan(k_bits=16, v_bits=16)
 FLOAT_KV = {"k_bits": 16, "v_bits": 16}
@@ -92,7 +92,6 @@ BOUNDS = {
     "qwen2-window": Bounds(shipped=0.01, four_bit=1.6),
     "qwen3": Bounds(logit=0.015, shipped=0.0035, four_bit=0.55),
     "phi3-longrope": Bounds(logit=0.04, shipped=0.009, four_bit=1.4),
-    "gemma2": Bounds(logit=0.04),
     "gemma": Bounds(logit=0.09, shipped=0.013, four_bit=1.7),
     "smollm3": Bounds(shipped=0.015, four_bit=1.7),
     "gemma3": Bounds(logit=0.006, shipped=1e-6, four_bit=1e-4),
@@ -198,7 +197,7 @@ class Peer:
     @torch.no_grad()
     def continuation(self) -> Continuation:
         """The greedy continuation of the most decided of some random prompts."""
-        draw = np.random.default_rng(3)
+        draw = np.random.default_rng(1)
         prompts = draw.integers(0, tiny.VOCAB_SIZE, (PROMPTS, PROMPT_TOKENS))
         tokens, logits, past = [torch.from_numpy(prompts)], [], None
         cache = cache_argument(self.model)

@@ -308,11 +308,11 @@ def after_edits(session: Session, case: EditCase) -> np.ndarray:
 def test_moving_is_nearer_than_splicing(
     written: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PIE-11, over 12 edits of a trained model."""
+    """PIE-11, over 21 edits of a trained model."""
     bundle, texts = written
     moved, spliced = list[float](), list[float]()
     with Engine.open(bundle, backend="reference", threads=1) as engine:
-        cases = edit_cases(engine.tokenizer, texts, limit=12, context_tokens=CONTEXT, seed=1)[:12]
+        cases = edit_cases(engine.tokenizer, texts, limit=21, context_tokens=CONTEXT, seed=1)[:21]
         for case in cases:
             with engine.session(context_tokens=CONTEXT, kv="fp") as session:
                 session.prefill(case.after)

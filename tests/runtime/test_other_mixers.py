@@ -152,7 +152,7 @@ def drafted(session: Session[Any], right: Sequence[int], draw: np.random.Generat
         branch.commit(range(kept))
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(10))
 def test_random_traces_answer_as_plain_decoding_does(
     engine: Engine, answers: list[list[int]], case: str, tmp_path: Path, part: int
 ) -> None:
@@ -167,6 +167,7 @@ def test_random_traces_answer_as_plain_decoding_does(
                 advance(session.sequence, int(draw.integers(1, 64)))
             done = 0
             while done < STEPS - 8:
+                left = None
                 match int(draw.integers(6)):
                     case 0:
                         step = generated(session, 1)
@@ -174,7 +175,8 @@ def test_random_traces_answer_as_plain_decoding_does(
                     case 1 | 2:
                         drafted(session, answer[done:], draw)
                     case 3:
-                        session.rollback(int(draw.integers(done + 1)))
+                        left = done - int(draw.integers(done + 1))
+                        session.rollback(done - left)
                     case 4:
                         session.save(tmp_path / "one")
                         session.close()
@@ -186,6 +188,7 @@ def test_random_traces_answer_as_plain_decoding_does(
                     advance(session.sequence)
                 done = len(session.tokens) - len(text)
                 assert list(session.tokens[len(text) :]) == answer[:done], seed
+                assert left in (None, done), seed
                 cache = session.sequence.cache
                 assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
         session.close()
@@ -271,21 +274,17 @@ def test_a_tight_budget_gives_up_pages_and_no_rows(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["lfm2", "qwen3-5", "lfm3"], indirect=True)
 def test_a_long_text_stays_finite_however_it_is_read(shelf: Shelf, case: str) -> None:
-    """4096 tokens in pieces of 64 and of 200, then some steps: the same logits, and no drift.
-
-    Of the mixers; experts remember nothing.
-    """
-    source = shelf.family(case, max_position_embeddings=8192)
-    text, found = prompt(300) * 14, []
+    """8192 tokens in pieces of 64 and of 200, then some steps: the same logits, and no drift."""
+    source = shelf.family(case, max_position_embeddings=16384)
+    text, found = prompt(300) * 28, []
     with Engine.open(shelf.exported(source, PLAIN), threads=1) as engine:
         for chunk in (64, 200):
-            wanted = {"context_tokens": 5000, "chunk_tokens": chunk, "kv_budget": "5000tok"}
+            wanted = {"context_tokens": 9000, "chunk_tokens": chunk, "kv_budget": "9000tok"}
             with opened(engine, **wanted) as session:
-                session.prefill(text[:4096])
+                session.prefill(text[:8192])
                 found.append([session.sequence._logits])
-                for token in text[4096:4104]:
+                for token in text[8192:8200]:
                     session.prefill([token])
                     found[-1].append(session.sequence._logits)
     one, other = (np.stack(logits) for logits in found)

@@ -32,11 +32,12 @@ enum Call {
     kPage,
     kLinear,
     kEmbed,
+    kFeedBack,
     kCalls
 };
 constexpr const char* kNames[kCalls] = {"pack",   "open",   "begin", "attend", "commit",
                                         "rewind", "demote", "shift", "mask",   "evidence",
-                                        "page",   "linear", "embed"};
+                                        "page",   "linear", "embed", "feed_back"};
 
 // One call: its name and number, then arguments and answers as they lie in memory.
 struct Record {
@@ -106,6 +107,9 @@ private:
                 return pack();
             case kOpen:
                 return open();
+            case kFeedBack:
+                feedback_.assign(r.array<float>(0), r.array<float>(0) + r.count<float>(0));
+                return kvq_cache_feed_back(cache_, feedback_.data());
             case kBegin:
                 return kvq_cache_begin(cache_, r.number(0), nullptr, r.number(0, 1), -1, nullptr);
             case kAttend:
@@ -273,6 +277,7 @@ private:
 
     const Record* record_ = nullptr;
     int64_t cache_ = 0;
+    std::vector<float> feedback_;  // what it keeps a pointer to
 };
 
 }  // namespace

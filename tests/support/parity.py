@@ -51,7 +51,7 @@ from tolerances import (
 
 CALLS = (
     "pack", "open", "begin", "attend", "commit", "rewind", "demote", "shift", "mask", "evidence",
-    "page", "linear", "embed",
+    "page", "linear", "embed", "feed_back",
 )  # fmt: skip
 VIEWS: tuple[View, ...] = ("full", "hi")
 NORM_EPS = 1e-5
@@ -122,6 +122,10 @@ class RecordedCache(ReferenceCache):
         given = (call, qkv, positions, inv_freq, self.limits, out, sink_logits)
         self._cases.add("attend", *given)
         return out
+
+    def feed_back(self, feedback: Float) -> None:
+        super().feed_back(feedback)
+        self._cases.add("feed_back", feedback)
 
     def commit(self, rows: int | Sequence[int]) -> None:
         super().commit(rows)
@@ -252,6 +256,22 @@ def masks_shifts_and_caps(cases: Cases) -> None:
             ask(cache, pack_heads(q, 0 * k, v), frequencies(32), **options)
 
 
+def narrowed_keys(cases: Cases) -> None:
+    """Pages whose keys were carried, and lose bits."""
+    for dim in (48, 128):
+        cases.name = f"keys of {dim} channels that lose bits"
+        shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=dim)
+        rng = np.random.default_rng(dim)
+        cache = opened(cases, shape, (8, 8), RANDOM[(8, 8)], 400)
+        cache.feed_back(some_feedback(rng, 1, 2, dim))
+        fill(cache, pack_heads(*random_heads(rng, shape, 400)), UNROTATED)
+        for lower in ([(0, 6, 8), (1, 4, 4), (2, 2, 8)], [(0, 4, 8), (1, 2, 2)], [(0, 2, 6)]):
+            actions = [(0, head, c, k, v) for c, k, v in lower for head in (0, 1)]
+            cache.demote(np.array(actions, np.int32))
+            for head, column in itertools.product((0, 1), range(3)):
+                cache.page(0, head, column)
+
+
 def add_product(
     cases: Cases,
     form: PanelFormat,
@@ -324,8 +344,10 @@ def products_with_more(cases: Cases) -> None:
         cases.add("embed", shape, panels, ids, weights, ids.shape, [PRODUCT] * 7, wanted)
 
 
-ALL = (packing, widths_and_views, masks_shifts_and_caps, products, products_with_more)
-FEW = (packing, masks_shifts_and_caps, products_with_more)
+ALL = (
+    packing, widths_and_views, masks_shifts_and_caps, narrowed_keys, products, products_with_more
+)  # fmt: skip
+FEW = (packing, masks_shifts_and_caps, narrowed_keys, products_with_more)
 
 
 def write(path: Path, parts: Sequence[Callable[[Cases], None]] = ALL) -> None:

@@ -95,7 +95,7 @@ KVQ_DEVICE int code_of(const Packing& p, int token, int channel) {
 KVQ_DEVICE void carry(const Packing& p, int bits, const float* feedback) {
     KVQ_SHARED float error[kPageTokens];
     const int step = 1 << (8 - bits);
-    const float middle = static_cast<float>(step - 1) / 2 - 127.5f;
+    const float middle = from_middle(bits);
     for (int c = 0; c + 1 < p.dim; c++, feedback += p.dim) {
         for (int t = thread_index(); t < kPageTokens; t += thread_count()) {
             const float seen = add(static_cast<float>(code_of(p, t, c) & -step), middle);
@@ -179,12 +179,12 @@ KVQ_KERNEL close_pages(kvq_cuda_closing c) {
 
 // The code of token t, channel c of keys of `bits` bits; of bits that are gone 0.
 KVQ_DEVICE int read_key(uint8_t* const* granule, int dim, int bits, int t, int c) {
-    const int at = t / 8 * 4 * dim + 4 * (t % 8) + c / 8 * 32 + c % 4, size = 16 * dim;
-    const int half = at / 64 * 32 + at % 32, four = c % 8 >= 4 ? 4 : 0, two = at / 32 % 2 * 4 + four / 2;
-    if (bits == 2) return (granule[0][half] >> two & 3) << 6;
-    const int upper = (granule[at / size][at % size] >> four & 15) << 4;
-    if (bits == 8) return upper | (granule[2 + at / size][at % size] >> four & 15);
-    return bits == 6 ? upper | (granule[2][half] >> two & 3) << 2 : upper;
+    const KeyPlace at = key_place(dim, t, c);
+    const int size = 16 * dim, which = at.nibble / size, byte = at.nibble % size;
+    if (bits == 2) return (granule[0][at.pair] >> at.pair_shift & 3) << 6;
+    const int upper = (granule[which][byte] >> at.nibble_shift & 15) << 4;
+    if (bits == 8) return upper | (granule[2 + which][byte] >> at.nibble_shift & 15);
+    return bits == 6 ? upper | (granule[2][at.pair] >> at.pair_shift & 3) << 2 : upper;
 }
 
 // A block of kMostChannels threads per page. All is read before it is written.
@@ -200,7 +200,7 @@ KVQ_KERNEL narrow_keys(const kvq_cuda_keys* all, int head_dim) {
         mid[c] = add(mids.low, mul(mids.unit, static_cast<float>(mids.codes[c])));
     }
     sync_block();
-    const float middle = static_cast<float>((1 << (8 - keys.from)) - 1) / 2 - 127.5f;
+    const float middle = from_middle(keys.from);
     for (int i = thread_index(); i < kPageTokens * head_dim; i += thread_count()) {
         const int t = i / head_dim, c = i % head_dim;
         const auto code = static_cast<float>(read_key(keys.granules, head_dim, keys.from, t, c));

@@ -716,8 +716,8 @@ inline bool encode_grid(const float* low, const float* high, int groups, uint8_t
     return encode_line<true>(scale, groups, grid, grid + 8);
 }
 
-inline void put_nibble(uint8_t* planes, size_t plane_bytes, size_t at, bool high, uint8_t code) {
-    const int shift = high ? 4 : 0;
+inline void put_nibble(uint8_t* planes, size_t plane_bytes, int place, int shift, uint8_t code) {
+    const auto at = static_cast<size_t>(place);
     planes[at] |= static_cast<uint8_t>((code >> 4) << shift);
     planes[plane_bytes + at] |= static_cast<uint8_t>((code & 15) << shift);
 }
@@ -754,14 +754,10 @@ void extremes(const float* x, int head_dim, bool channels, float* low, float* hi
     }
 }
 
-// Where the code of token t, channel c lies in a nibble plane: its byte, and whether above.
-inline size_t key_place(int head_dim, int t, int c, bool& high) {
-    high = c % 8 >= 4;
-    return static_cast<size_t>(t / 8 * 4 * head_dim + 4 * (t % 8) + c / 8 * 32 + c % 4);
-}
-inline size_t value_place(int t, int c, bool& high) {
-    high = t % 8 >= 4;
-    return static_cast<size_t>(t / 8 * 32 + t % 4 + c / 8 * 256 + 4 * (c % 8));
+// Where a plane of nibbles has the code of a value: its byte, and how far up in it.
+inline int value_place(int t, int c, int& shift) {
+    shift = t % 8 / 4 * 4;
+    return t / 8 * 32 + t % 4 + c / 8 * 256 + 4 * (c % 8);
 }
 
 // x [64, D] moved as kvq.reference.carried does, in blocks of sixteen channels: of those that are
@@ -769,7 +765,7 @@ inline size_t value_place(int t, int c, bool& high) {
 void carry(float* x, int head_dim, const float* scale, const float* mid, int bits,
            const float* feedback) {
     const int step = 1 << (8 - bits);
-    const float middle = static_cast<float>(step - 1) / 2 - 127.5f;
+    const float middle = kvq::from_middle(bits);
     alignas(64) float own[kPageTokens], scales[kPageTokens], mids[kPageTokens], error[kPageTokens];
     alignas(64) uint8_t codes[kPageTokens];
     for (int c = 0; c + 1 < head_dim; c++, feedback += head_dim) {
@@ -804,9 +800,10 @@ void put_codes(const float* x, int head_dim, bool values, bool channels, const f
         encode_codes(x + t * head_dim, channels ? scale : scales, channels ? mid : mids, head_dim,
                      codes);
         for (int c = 0; c < head_dim; c++) {
-            bool above;
-            const size_t at = values ? value_place(t, c, above) : key_place(head_dim, t, c, above);
-            put_nibble(planes, plane_bytes, at, above, codes[c]);
+            const kvq::KeyPlace key = kvq::key_place(head_dim, t, c);
+            int shift = key.nibble_shift;
+            const int at = values ? value_place(t, c, shift) : key.nibble;
+            put_nibble(planes, plane_bytes, at, shift, codes[c]);
         }
     }
 }
@@ -824,21 +821,19 @@ bool pack(float* x, int head_dim, bool values, bool channels, int bits, const fl
 
 // The code of token t, channel c in the planes of keys of `bits` bits; of bits that are gone 0.
 inline int read_key(const uint8_t* planes, int head_dim, int bits, int t, int c) {
-    bool above;
-    const size_t at = key_place(head_dim, t, c, above), halved = at / 64 * 32 + at % 32;
-    const int four = above ? 4 : 0, two = static_cast<int>(at / 32 % 2) * 4 + four / 2;
-    if (bits == 2) return (planes[halved] >> two & 3) << 6;
-    const int upper = (planes[at] >> four & 15) << 4;
+    const kvq::KeyPlace at = kvq::key_place(head_dim, t, c);
+    if (bits == 2) return (planes[at.pair] >> at.pair_shift & 3) << 6;
+    const int upper = (planes[at.nibble] >> at.nibble_shift & 15) << 4;
     const uint8_t* lower = planes + 2 * kvq::granule_bytes(head_dim);
-    if (bits == 8) return upper | (lower[at] >> four & 15);
-    return bits == 6 ? upper | (lower[halved] >> two & 3) << 2 : upper;
+    if (bits == 8) return upper | (lower[at.nibble] >> at.nibble_shift & 15);
+    return bits == 6 ? upper | (lower[at.pair] >> at.pair_shift & 3) << 2 : upper;
 }
 
 void narrow_keys(uint8_t* planes, int head_dim, int from, int to, const uint8_t* grid,
                  const float* feedback) {
     Grid own;
     widen(grid, head_dim, 8, own);
-    const float middle = static_cast<float>((1 << (8 - from)) - 1) / 2 - 127.5f;
+    const float middle = kvq::from_middle(from);
     alignas(64) float x[kPageTokens * kMaxHeadDim];
     for (int t = 0; t < kPageTokens; t++)
         for (int c = 0; c < head_dim; c++) {
