@@ -26,7 +26,15 @@ import numpy as np
 from kvq.reference_linear import PANEL_ROWS, Blocks, PanelFormat, dequantize
 from kvq_export.gptq import factor, matched, quantize_with
 from kvq_export.quality import Original, token_limit
-from kvq_export.stand_ins import Multiply, Product, Rows, SegmentedAttention, Stack
+from kvq_export.stand_ins import (
+    Multiply,
+    MultiplyGroups,
+    Product,
+    Rows,
+    SegmentedAttention,
+    Stack,
+    no_logits,
+)
 from kvq_export.weights import joined
 from kvq_export.writer import CheckpointWeights
 from kvq_models.config import ModelConfig
@@ -179,9 +187,8 @@ class CalibratedWeights:
                 relay.give(error)
 
     def _exact_weight(self, name: str) -> np.ndarray:
-        if not is_stack(name):
-            return self._read(name, partial(self._multiply_exactly, name))
-        return cast(np.ndarray, Stack(partial(self._original.grouped, name)))
+        experts = partial(self._original.grouped, name)
+        return self._read(name, partial(self._multiply_exactly, name), experts)
 
     def _multiply_exactly(self, name: str, x: np.ndarray) -> np.ndarray:
         """Hands over what enters a matrix, and the matrix."""
@@ -190,16 +197,17 @@ class CalibratedWeights:
         return x @ matrix.T
 
     def _weight(self, name: str) -> np.ndarray:
-        if not is_stack(name):
-            return self._read(name, partial(self._multiply, name))
-        return cast(np.ndarray, Stack(partial(self._multiply_experts, name)))
+        experts = partial(self._multiply_experts, name)
+        return self._read(name, partial(self._multiply, name), experts)
 
-    def _read(self, name: str, multiply: Multiply) -> np.ndarray:
+    def _read(self, name: str, multiply: Multiply, experts: MultiplyGroups) -> np.ndarray:
         checkpoint, source = self._original.checkpoint, self._original.sources[name]
         if not source.quantised:
             return checkpoint.read(source)
+        if is_stack(name):
+            return cast(np.ndarray, Stack(experts))
         if name in ENDS:
-            return cast(np.ndarray, Rows(partial(checkpoint.read_rows, source), _no_logits))
+            return cast(np.ndarray, Rows(partial(checkpoint.read_rows, source), no_logits))
         return cast(np.ndarray, Product(multiply))
 
     def _multiply(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -268,10 +276,6 @@ class _Relay(Generic[T]):
                 raise found
             return found
         raise _NobodyWaitsError
-
-
-def _no_logits(x: np.ndarray) -> np.ndarray:
-    return np.zeros((len(x), 1), np.float32)
 
 
 class _NobodyWaitsError(Exception):

@@ -17,7 +17,8 @@ import numpy as np
 from kvq.config import KvPlan
 from kvq.errors import BackendError, argument
 from kvq_export.gguf_blocks import StoredKind
-from kvq_export.gguf_model import GgufModel, GgufRope, GgufTensor, Key
+from kvq_export.gguf_model import GgufModel, GgufTensor, Key
+from kvq_export.gguf_ropes import GgufRope
 from kvq_export.gguf_vocabulary import Vocabulary
 from kvq_export.writer import Progress
 from kvq_models.config import Attention, DeltaNet, Dense, Experts, ModelConfig, ShortConv

@@ -24,7 +24,7 @@ from kvq.reference import hadamard
 from kvq_export import quality
 from kvq_export.calibrated import ENDS
 from kvq_export.prediction import store_arrays
-from kvq_export.stand_ins import Rows, Stack
+from kvq_export.stand_ins import Rows, Stack, no_logits
 from kvq_models.family import is_stack
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.tokenizer import Tokenizer
@@ -102,14 +102,15 @@ def _key_fits(
 ) -> list[tuple[NDArray[np.bool_], NDArray[np.float16]]]:
     """Of every class whether heads store their keys rotated, [L, Hk], and [L, Hk, D, D]."""
     listening, config = Listening(), bundle.config
+    assert bundle.manifest.weights is not None
+    matrices = bundle.manifest.weights.formats
 
     def weight(name: str) -> NDArray[np.float32]:
         """In memory are one matrix, one expert, or the rows of embeddings that are looked up."""
-        if is_stack(name):
+        if is_stack(name) and name in matrices:
             return cast(Any, Stack(partial(_grouped, bundle, name)))
-        if name in ENDS:  # no row of logits is asked for
-            nothing = np.zeros((0, config.vocab_size), np.float32)
-            return cast(Any, Rows(partial(bundle.read_weight, name), lambda _: nothing))
+        if name in ENDS:
+            return cast(Any, Rows(partial(bundle.read_weight, name), no_logits))
         return bundle.read_weight(name)
 
     forward(config, weight, ids, np.arange(len(ids)), listening, slice(0, 0))

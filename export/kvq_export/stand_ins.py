@@ -14,6 +14,8 @@ from kvq_models.reference import PlainAttention, plain_attention
 
 Multiply = Callable[[np.ndarray], np.ndarray]
 """Inputs float32 [T, K] -> their products with a matrix [N, K], float32 [T, N]."""
+MultiplyGroups = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Rows and how many are of each expert -> their products with its matrix."""
 
 
 class Product:
@@ -44,10 +46,15 @@ class Rows(Product):
         return self._read(ids)
 
 
+def no_logits(x: np.ndarray) -> np.ndarray:
+    """Of a head that no row is asked of."""
+    return np.zeros((len(x), 1), np.float32)
+
+
 class Stack:
     """Stands in for the matrices of all experts of a layer: only `grouped` of them is possible."""
 
-    def __init__(self, multiply: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
+    def __init__(self, multiply: MultiplyGroups) -> None:
         self._multiply = multiply
 
     def grouped(self, x: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -22,8 +22,8 @@ from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
 from kvq.reference_linear import PanelFormat, dequantize, pack, restore, unpack
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
+from kvq_export.gguf_architectures import CANDIDATES
 from kvq_export.gguf_groups import GRIDS, blocks_of, check_type, decode
-from kvq_export.gguf_model import CANDIDATES
 from kvq_export.quality import Original
 from kvq_export.source import Source, open_source
 from kvq_export.writer import stored
@@ -63,7 +63,7 @@ EXACT = tuple(name for name in tiny.CASES if name not in SCALED)
 ROUNDED = (*SCALED, "gemma4", "gemma4-keys")
 # Weights of which a file holds something else that is made of them.
 MADE_OF = ("decay", "per_layer_model", "per_layer_norm")
-# No row of `gguf_model` writes these families yet, nor experts beside an MLP.
+# No row of `gguf_architectures` writes these families yet, nor experts beside an MLP.
 WRITTEN = tuple(
     name
     for name, (family, keys) in tiny.CASES.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 
@@ -159,6 +160,22 @@ def test_what_is_damaged_is_refused(
 
 def make_writable(tensors: Tensors) -> None:
     tensors |= {name: tensor.copy() for name, tensor in tensors.items()}
+
+
+def test_experts_with_biases_are_calibrated(shelf: Shelf, tmp_path: Path) -> None:
+    """Of floats, which are rounded while a text is read through them; biases are no matrices."""
+    source = shelf.family("gpt-oss", max_position_embeddings=1024)
+    options = ExportOptions(weights=WeightFormat(bits=4), quality=False)
+    bundle = export_model(source, tmp_path / "bundle", options)
+    plain = export_model(source, tmp_path / "plain", replace(options, calibrate=False))
+    expected, name = checkpoint_weights(source), "layers.0.experts_gate_up"
+    assert bundle.forms
+    errors = [
+        float(np.square(one.read_weight(name) - expected(name)).mean()) for one in (bundle, plain)
+    ]
+    assert 0 < errors[1] < errors[0] < 9 * errors[1]
+    bias = bundle.read_weight(f"{name}_bias")
+    np.testing.assert_allclose(bias, expected(f"{name}_bias"), atol=1e-3)
 
 
 def test_another_gate_is_refused(shelf: Shelf) -> None:
