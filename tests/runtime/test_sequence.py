@@ -85,7 +85,8 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             shared = 0
             while shared < min(len(tokens), len(value)) and tokens[shared] == value[shared]:
                 shared += 1
-            cached = min(shared, len(tokens) - sequence.pending_tokens)
+            missing = sum(max(0, min(stop, shared) - start) for start, stop in sequence.gaps)
+            cached = min(shared, sequence.cache.tokens) - missing
             # the last token again, where a rollback has dropped its logits
             assert sequence.align(value) in (cached, cached - (cached == len(value)))
             tokens = list(value)
@@ -105,7 +106,8 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             tokens[start:stop] = value[2]
             assert kept == len(tokens) - sequence.pending_tokens
         elif action == "refresh":
-            stale = sequence.staleness.stale
+            # What was pending is stale where it sees what is.
+            stale = sequence.staleness.stale + sequence.pending_tokens
             assert sequence.refresh(value) <= stale
         elif action == "fork":
             other, sequence = sequence, sequence.fork()
