@@ -13,6 +13,7 @@ too few; they make up for nothing, as the two runs may choose different ones.
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib import resources
@@ -22,9 +23,10 @@ from threading import Event, Thread
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from kvq.reference_linear import PANEL_ROWS, Blocks, PanelFormat, dequantize
-from kvq_export.gptq import factor, matched, quantize_with
+from kvq_export.gptq import factor, matched, quantize_with, seen
 from kvq_export.quality import Original, token_limit
 from kvq_export.stand_ins import (
     Multiply,
@@ -51,6 +53,8 @@ TOKENS_PER_COLUMN = 8
 TUNING_TOKENS = 256
 # That a bundle is measured on, of all kinds together.
 REPORT_TEXTS = 6
+# That sums over tokens are computed in.
+PARTS = 2
 # Matrices that are rounded plainly.
 ENDS = ("embed", "head", "per_layer_embed")
 _WAIT_S = 0.2
@@ -139,6 +143,7 @@ class CalibratedWeights:
         self._plain = CheckpointWeights(original.checkpoint, original.sources, threads)
         self._formats = formats
         self._segments = segments
+        self._pool = ThreadPoolExecutor(threads, "kvq-calibrate")
         stopped = Event()
         self._found = _Relay[tuple[str, Blocks]](stopped)
         self._exact = _Relay[tuple[str, np.ndarray, np.ndarray]](stopped)
@@ -149,6 +154,7 @@ class CalibratedWeights:
                 "rounded": (self._weight, self._found),
             }.items()
         ]
+        self._limits: threadpool_limits | None = None
 
     def vector(self, name: str) -> np.ndarray:
         """See `WeightReader.vector`."""
@@ -164,9 +170,15 @@ class CalibratedWeights:
         for run in self._runs:
             if run.ident is not None:
                 run.join()
+        self._pool.shutdown()
+        if self._limits is not None:
+            self._limits.restore_original_limits()
 
     def _rounded(self, name: str) -> Iterator[Blocks]:
         if self._runs[0].ident is None:
+            # Products of matrices are computed side by side: those that each spread over all cores
+            # waited for one another, and took twice the processor's time.
+            self._limits = threadpool_limits(1, "blas")
             for run in self._runs:
                 run.start()
         found, blocks = self._found.take()
@@ -218,14 +230,33 @@ class CalibratedWeights:
         assert met == name, f"{met} was met by exact inputs, {name} by others"
         stored = checkpoint.stored(source, form.format)
         if stored is None:
-            moments = x.T @ x
-            wanted = matched(matrix, exact, x, moments)
-            blocks = quantize_with(wanted, factor(moments, form.block), form.format)
+            moments, lacking = self._seen(matrix, exact, x)
+            del exact  # As large as x; what follows takes as much again.
+            lower = self._pool.submit(factor, moments, form.block)
+            wanted = matched(matrix, lacking, moments)
+            blocks = quantize_with(wanted, lower.result(), form.format)
         else:
             blocks = Blocks(*joined(stored))
         rounded = dequantize(blocks, form.bits)[:, : form.columns]
         self._found.give((name, blocks))
-        return x @ rounded.T
+        out = np.empty((len(x), len(rounded)), np.float32)
+        parts = zip(np.array_split(x, PARTS), np.array_split(out, PARTS), strict=True)
+        for task in [self._pool.submit(np.matmul, part, rounded.T, own) for part, own in parts]:
+            task.result()
+        return out
+
+    def _seen(
+        self, matrix: np.ndarray, exact: np.ndarray, x: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `gptq.seen`, parts of the text side by side; summed alike by any number of threads."""
+        parts = zip(np.array_split(exact, PARTS), np.array_split(x, PARTS), strict=True)
+        sums = [self._pool.submit(seen, matrix, *part) for part in parts]
+        moments, lacking = sums[0].result()
+        for other in sums[1:]:
+            more, further = other.result()
+            moments += more
+            lacking += further
+        return moments, lacking
 
     def _multiply_experts(self, name: str, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """As `_multiply`, each expert's rows with its matrix (`kvq_models.reference.grouped`)."""

@@ -28,6 +28,8 @@ RIDGE = 1.0
 _ROWS = 2048
 # Columns factored in one go.
 _PANEL = 512
+# Tokens whose inputs are compared in one go.
+_TOKENS = 512
 
 
 def factor(moments: np.ndarray, block: int) -> np.ndarray:
@@ -54,35 +56,67 @@ def factor(moments: np.ndarray, block: int) -> np.ndarray:
     return padded
 
 
-def matched(
-    rows: np.ndarray, exact: np.ndarray, inputs: np.ndarray, moments: np.ndarray
-) -> np.ndarray:
-    """Rows float32 [N, K] whose products with `inputs` are most like those of `rows` with `exact`.
+def seen(rows: np.ndarray, exact: np.ndarray, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of `inputs` float32 [T, K]: their sum of x x^T, and what products with `rows` [N, K] lack.
 
-    `inputs` float32 [T, K] are what `exact` [T, K] became by rounding before them, `moments` [K, K]
-    their sum of x x^T. W (X X'^T) (X' X'^T)^-1 of GPTAQ (Li et al., arXiv 2504.02692), with a ridge
-    that draws it to W; there the same is found column by column.
+    `exact` [T, K] is what the inputs were before anything was rounded; lacking, float32
+    [N or K, K], is the sum of W (exact - x) x^T, or where W is taller than wide, of that without W.
+    Both can be summed over parts of a text.
     """
-    drift = (exact - inputs).T @ inputs
-    if not drift.any():
+    tall = len(rows) > inputs.shape[1]
+    starts = range(0, len(inputs), _TOKENS)
+    drifts = ((exact[at : at + _TOKENS] - inputs[at : at + _TOKENS]).T for at in starts)
+    lacking = np.concatenate([drift if tall else rows @ drift for drift in drifts], axis=1)
+    return inputs.T @ inputs, lacking @ inputs
+
+
+def matched(rows: np.ndarray, lacking: np.ndarray, moments: np.ndarray) -> np.ndarray:
+    """Rows float32 [N, K] whose products with rounded inputs are most like those with exact ones.
+
+    `moments` and `lacking` as `seen` has them. W (X X'^T) (X' X'^T)^-1 of GPTAQ (Li et al., arXiv
+    2504.02692), with a ridge that draws it to W; there the same is found column by column.
+    """
+    if not lacking.any():
         return rows
     ridged = moments.astype(np.float32)
     ridged[np.diag_indices(len(ridged))] += np.float32(RIDGE * np.trace(moments) / len(moments))
-    return rows + np.linalg.solve(ridged, (rows @ drift).T).T
+    right = rows @ lacking if len(rows) > len(lacking[0]) else lacking
+    return rows + _solved(_cholesky(ridged), right.copy())
+
+
+def _solved(lower: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Rows x [N, K] with x L L^T = `rows`, which is used up, for a factor L = `lower` [K, K]."""
+    panels = _panels(lower)
+    turns = [np.linalg.inv(lower[own, own]) for own in panels]
+    for own, turn in zip(panels, turns, strict=True):
+        known = slice(own.start)
+        rows[:, own] = (rows[:, own] - rows[:, known] @ lower[own, known].T) @ turn.T
+    for own, turn in zip(reversed(panels), reversed(turns), strict=True):
+        known = slice(own.stop, None)
+        rows[:, own] = (rows[:, own] - rows[:, known] @ lower[known, own]) @ turn
+    return rows
 
 
 def _cholesky(a: np.ndarray) -> np.ndarray:
     """The factor of `a`, which is used up. Raises `LinAlgError`; twice as fast as numpy's own.
 
-    Right-looking, a panel of columns at a time, so that nearly all of it is products of matrices.
+    Right-looking, a panel of columns at a time, so that nearly all of it is products of matrices;
+    what is above the diagonal is neither read nor computed.
     """
-    for start in range(0, len(a), _PANEL):
-        own, rest = slice(start, start + _PANEL), slice(start + _PANEL, None)
+    for own in _panels(a):
+        rest = slice(own.stop, None)
         a[own, own] = np.linalg.cholesky(a[own, own])
-        panel = a[rest, own] @ np.linalg.inv(a[own, own]).T
-        a[rest, own] = panel
-        a[rest, rest] -= panel @ panel.T
-    return np.tril(a)
+        a[rest, own] = a[rest, own] @ np.linalg.inv(a[own, own]).T
+        a[own, rest] = 0
+        for later in _panels(a, own.stop):
+            below = slice(later.start, None)
+            a[below, later] -= a[below, own] @ a[later, own].T
+    return a
+
+
+def _panels(a: np.ndarray, start: int = 0) -> list[slice]:
+    """Of the columns from `start` on."""
+    return [slice(at, min(at + _PANEL, len(a))) for at in range(start, len(a), _PANEL)]
 
 
 def quantize_with(rows: np.ndarray, lower: np.ndarray, form: BlockFormat) -> Blocks:

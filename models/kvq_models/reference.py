@@ -387,7 +387,10 @@ def _dense(weight: Weights, feed: Dense, x: np.ndarray) -> np.ndarray:
     if feed.bias:
         inner = inner + weight(f"{up}_bias")
     active = ACTIVATIONS[feed.activation](inner[:, : feed.width])
-    output = (active * inner[:, feed.width :] if feed.gated else active) @ weight("down").T
+    if feed.gated:
+        active *= inner[:, feed.width :]
+    del inner  # It is large, and of a long text the product is another large one.
+    output = active @ weight("down").T
     return output + weight("down_bias") if feed.bias else output
 
 

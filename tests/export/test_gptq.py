@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvq.reference_linear import SCALE_UNIT, BlockFormat, Grid, PanelFormat, dequantize
+from kvq_export import gptq
 from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
@@ -195,19 +196,29 @@ def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
         found = dequantize(quantize_with(rows, lower, form), 4)[:, : matrix.shape[1]]
         return float((found == stored[last]).mean())
 
-    assert share_of(matched(matrix, exact, x, moments)) > 0.97
+    _, lacking = gptq.seen(matrix, exact, x)
+    assert share_of(matched(matrix, lacking, moments)) > 0.97
     assert share_of(matrix) < 0.9
 
 
-def test_a_matrix_makes_up_for_what_its_inputs_lost() -> None:
-    """Of inputs it has not seen as well; a ridge away from the least squares of those it has."""
+@pytest.mark.parametrize("rows", [70, 96, 200])
+def test_a_matrix_makes_up_for_what_its_inputs_lost(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of inputs it has not seen as well; a ridge away from the least squares of those it has.
+
+    However tall it is, and in several panels of columns as in one.
+    """
+    monkeypatch.setattr(gptq, "_PANEL", 40)
+    monkeypatch.setattr(gptq, "_TOKENS", 100)
     inputs = correlated(4096, 96)
     lost = inputs @ np.random.default_rng(5).normal(0, 0.02, (96, 96)).astype(np.float32)
     x, unseen = inputs[:2048], inputs[2048:]
     y, unseen_lost = x + lost[:2048], unseen + lost[2048:]
-    weights = np.random.default_rng(1).standard_normal((70, 96), np.float32)
-    moments = y.T @ y
-    found = matched(weights, x, y, moments)
+    weights = np.random.default_rng(1).standard_normal((rows, 96), np.float32)
+    moments, lacking = gptq.seen(weights, x, y)
+    np.testing.assert_allclose(moments, y.T @ y, rtol=1e-5, atol=1e-2)
+    found = matched(weights, lacking, moments)
     damped = moments.astype(np.float64) + RIDGE * np.trace(moments) / 96 * np.eye(96)
     expected = weights + weights @ ((x - y).T @ y) @ np.linalg.inv(damped)
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -216,7 +227,7 @@ def test_a_matrix_makes_up_for_what_its_inputs_lost() -> None:
         return float(np.square(unseen @ weights.T - unseen_lost @ rows.T).sum())
 
     assert error(found) < 0.1 * error(weights)
-    assert matched(weights, x, x, x.T @ x) is weights
+    assert matched(weights, gptq.seen(weights, x, x)[1], moments) is weights
 
 
 def test_a_run_that_nobody_waits_for_ends(opened: tuple[Original, Tokenizer]) -> None:
