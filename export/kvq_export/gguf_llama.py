@@ -4,7 +4,8 @@ Knows no checkpoint and no bundle.
 """
 
 import ctypes
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -28,15 +29,22 @@ def llama_missing() -> str | None:
         return str(error)
 
 
-def quantize_file(source: Path, destination: Path, kind: str, threads: int) -> None:
+def quantize_file(
+    source: Path, destination: Path, kind: str, threads: int, *, kept: Sequence[str] = ()
+) -> None:
     """Requantises a float GGUF file. A tensor whose rows do not fit falls back to another type.
 
-    Raises `BackendError` with llama.cpp's words.
+    Those called as in `kept` are in MXFP4, and stay as they are. Raises `BackendError` with
+    llama.cpp's words.
     """
     llama = library()
     parameters = llama.functions.llama_model_quantize_default_params()
     parameters.ftype = getattr(llama.functions, FILE_TYPES[kind])
     parameters.nthread = threads
+    if kept:
+        row, same = llama.functions.llama_model_tensor_override, llama.functions.GGML_TYPE_MXFP4
+        rows = [row(f"^{re.escape(name)}$".encode(), same) for name in kept]
+        parameters.tt_overrides = (row * (len(rows) + 1))(*rows)
     with llama.messages.collected():
         status = llama.functions.llama_model_quantize(
             str(source).encode(), str(destination).encode(), ctypes.byref(parameters)
