@@ -110,7 +110,9 @@ class GgufExport:
                 folder / GGUF_FILE,
                 self.options.gguf_type,
                 self.options.threads,
-                kept=[name for name, kind in kinds.items() if kind.kind == "mxfp4"],
+                kept={
+                    name: kind.kind for name, kind in kinds.items() if kind.kind in ("f32", "mxfp4")
+                },
             )
             path.unlink()
 

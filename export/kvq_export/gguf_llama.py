@@ -5,7 +5,7 @@ Knows no checkpoint and no bundle.
 
 import ctypes
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -30,21 +30,24 @@ def llama_missing() -> str | None:
 
 
 def quantize_file(
-    source: Path, destination: Path, kind: str, threads: int, *, kept: Sequence[str] = ()
+    source: Path, destination: Path, kind: str, threads: int, *, kept: Mapping[str, str]
 ) -> None:
     """Requantises a float GGUF file. A tensor whose rows do not fit falls back to another type.
 
-    Those called as in `kept` are in MXFP4, and stay as they are. Raises `BackendError` with
-    llama.cpp's words.
+    Those called as in `kept` stay of the type they have: else it would round gates of a delta net.
+    Raises `BackendError` with llama.cpp's words.
     """
     llama = library()
     parameters = llama.functions.llama_model_quantize_default_params()
     parameters.ftype = getattr(llama.functions, FILE_TYPES[kind])
     parameters.nthread = threads
-    if kept:
-        row, same = llama.functions.llama_model_tensor_override, llama.functions.GGML_TYPE_MXFP4
-        rows = [row(f"^{re.escape(name)}$".encode(), same) for name in kept]
-        parameters.tt_overrides = (row * (len(rows) + 1))(*rows)
+    row = llama.functions.llama_model_tensor_override
+    rows = [
+        row(f"^{re.escape(name)}$".encode(), getattr(llama.functions, f"GGML_TYPE_{same.upper()}"))
+        for name, same in kept.items()
+    ]
+    # The first that has no name ends them.
+    parameters.tt_overrides = (row * (len(rows) + 1))(*rows)
     with llama.messages.collected():
         status = llama.functions.llama_model_quantize(
             str(source).encode(), str(destination).encode(), ctypes.byref(parameters)

@@ -302,6 +302,23 @@ def greedy(source: Path, prompt: np.ndarray) -> tuple[float, list[int], list[int
 
 
 @needs_llama
+@pytest.mark.parametrize(
+    ("row", "gates"), [("qwen3-5", "ssm_beta ssm_alpha"), ("qwen3-next", "ssm_ba")]
+)
+def test_gates_of_a_delta_net_are_never_rounded(tmp_path: Path, row: str, gates: str) -> None:
+    """Nor by llama.cpp's own quantiser, which knows of none."""
+    keys = CASES[row].keys | {"hidden_size": 256}
+    source = tiny.make_checkpoint(row, tmp_path / row, dtype="bfloat16", **keys)
+    found = {tensor.name: tensor for tensor in tensors(export(source, "q4_k_m"))}
+    wanted = {tensor.name: tensor for tensor in tensors(export(source, "bf16"))}
+    assert found["blk.0.attn_gate.weight"].tensor_type.name == "Q4_K"
+    for name in gates.split():
+        one = f"blk.0.{name}.weight"
+        assert found[one].tensor_type.name == "F32"
+        np.testing.assert_array_equal(found[one].data, wanted[one].data)
+
+
+@needs_llama
 def test_rows_that_are_no_whole_blocks_fall_back(tmp_path: Path) -> None:
     source = tiny.make_llama_checkpoint(
         tmp_path / "source", hidden_size=80, intermediate_size=120, num_hidden_layers=1

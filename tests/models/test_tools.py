@@ -401,6 +401,8 @@ def test_calls_are_told_where_a_template_would_leave_them_out() -> None:
             (one.name, json.loads(one.arguments)) for one in pieces if isinstance(one, CallPiece)
         ] == wanted
         assert [one for one in pieces if isinstance(one, str)] == ["Look."]
+        spelt = "[1.5, True, None" if form is PYTHON else "[1.5, true, null"
+        assert spelt in told["content"]
         for other in (f"{template}{{{{ message.tool_calls }}}}", "{{ messages }}"):
             assert told_calls(messages, other) is messages
 
