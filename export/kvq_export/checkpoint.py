@@ -268,18 +268,23 @@ class Checkpoint:
             values = values + np.float32(source.offset) if source.offset else values
             yield values * np.float32(scale) if scale != 1 else values
 
-    def stored(self, source: WeightSource, form: BlockFormat) -> Iterator[Blocks] | None:
+    def stored(
+        self, source: WeightSource, form: BlockFormat, rows: range | None = None
+    ) -> Iterator[Blocks] | None:
         """Row chunks of a canonical matrix with the codes that the file has, as `form` keeps them.
 
-        Constants in units of the weights. None where `form` cannot hold a part of the matrix.
+        Of `rows` alone, if given. Constants in units of the weights. None where `form` cannot hold
+        a part of the matrix.
         """
         grids = [self.tensors[part].grid for part in source.parts]
         if not all(grid is not None and holds(form, grid) for grid in grids):
             return None
-        return self._stored(source, form)
+        return self._stored(source, form, rows)
 
-    def _stored(self, source: WeightSource, form: BlockFormat) -> Iterator[Blocks]:
-        for tensor, start, stop, scale in self._runs(source):
+    def _stored(
+        self, source: WeightSource, form: BlockFormat, rows: range | None
+    ) -> Iterator[Blocks]:
+        for tensor, start, stop, scale in self._runs(source, rows=rows):
             blocks = tensor.read_blocks(start, stop)
             _finite(tensor, start, blocks.scales)
             assert tensor.grid is not None

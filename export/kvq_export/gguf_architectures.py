@@ -1,12 +1,13 @@
 """What llama.cpp computes under the name of each of its architectures, and what a model asks of it.
 
-Facts about llama.cpp are of commit 0c1e57098, those about gemma4, lfm2 and qwen35 of the one inside
-llama-cpp-python 0.3.36.
+Facts about llama.cpp are of commit 0c1e57098, those about gemma4, gpt-oss, lfm2, qwen35 and
+qwen3next of the one inside llama-cpp-python 0.3.36.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from kvq.reference_delta import SQUARES_EPS
 from kvq_models.config import Attention, DeltaNet, Dense, Experts, ModelConfig
@@ -22,8 +23,12 @@ class Architecture:
     and up. `windows`: layers may have one. `keyed_scales`: its embedding and its attention are
     multiplied by what keys say. `windowed_base`: a key says by which base layers with a window
     rotate; else it is that of all others, whose scaling they leave out. `always_factors`: the
-    table of layers that see everything is always such tensors. `unscaled`: it does not divide
-    queries by the root of their size. `called`: tensors that have other names than in most.
+    table of layers that see everything is always such tensors. `whole_ramp`: a YaRN table that
+    slows pairs down between two that are not whole is computed with the whole ones around them.
+    `unscaled`: it does not divide queries by the root of their size. `fused_experts`: gate and up
+    of experts are one tensor. `delta`: how the heads of a delta net lie; their values are dealt
+    out, or their gates lie key head by key head. `called`: tensors that have other names than in
+    most.
     """
 
     name: str
@@ -36,7 +41,10 @@ class Architecture:
     keyed_scales: bool = False
     windowed_base: bool = False
     always_factors: bool = False
+    whole_ramp: bool = False
     unscaled: bool = False
+    fused_experts: bool = False
+    delta: Literal["dealt", "by key head"] = "dealt"
     called: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -47,6 +55,7 @@ _FINAL_CAP = "a soft cap on its logits"
 _ATTENTION_CAP = "a soft cap on attention"
 _QKV_BIAS = "biases on queries, keys and values"
 _OUTPUT_BIAS = "a bias on the attention's output"
+_NO_OUTPUT_BIAS = "no bias on the attention's output"
 _MLP_BIAS = "biases in its MLP"
 _WIDTH = "heads that together are not as wide as its hidden states"
 _PARTIAL = "heads that rotate in part"
@@ -76,13 +85,17 @@ _NORMALISED = "shares of experts that are divided by their sum"
 _UNNORMALISED = "shares of experts that are not divided by their sum"
 _PLAIN_EXPERTS = "experts chosen by their shares alone"
 _BIASED_CHOICE = "experts chosen by sigmoids and biases"
+_CLAMPED_EXPERTS = "experts with biases and clamped gates"
+_SHARED_EXPERTS = "experts that share an MLP"
+_BESIDE_EXPERTS = "experts beside an MLP"
 _LATER_EXPERTS = "experts in some layers alone"
+_SINKS = "sinks of attention"
 _WINDOWLESS = "layers that all see everything"
 # What an architecture need not name to compute it, because most do.
 _USUAL = frozenset(
     {
         *(_RMS_NORM, _GATED, _TIED, _UNTIED, _UNCAPPED, _WINDOWS_OTHERWISE, _OTHER_STILL),
-        *(_GROUPED, _DENSE, _PLAIN_EXPERTS, _WINDOWLESS),
+        *(_GROUPED, _DENSE, _PLAIN_EXPERTS, _WINDOWLESS, _NO_OUTPUT_BIAS),
     }
 )
 
@@ -195,18 +208,52 @@ COMPUTED = {
         Architecture(
             name="gemma4",
             computes=frozenset(
-                {_QK_NORM, _SANDWICH, _GELU, _FINAL_CAP, _WIDTH, SCALED, _TWO_ROPES}
+                {
+                    *(_QK_NORM, _SANDWICH, _GELU, _FINAL_CAP, _WIDTH, SCALED, _TWO_ROPES),
+                    *(_EXPERTS, _NORMALISED, _BESIDE_EXPERTS),
+                }
             ),
-            lacks=frozenset({_WINDOWLESS}),
+            lacks=frozenset({_WINDOWLESS, _PLAIN_EXPERTS}),
             rope_tensors=True,
             windows=True,
             windowed_base=True,
             always_factors=True,
             unscaled=True,
+            fused_experts=True,
         ),
         Architecture(
             name="qwen35",
             computes=frozenset({_QK_NORM, _WIDTH, _PARTIAL}),
+            called={"ffn_norm": "post_attention_norm"},
+        ),
+        Architecture(
+            name="qwen35moe",
+            computes=frozenset(
+                {_QK_NORM, _WIDTH, _PARTIAL, _EXPERTS, _NORMALISED, _SHARED_EXPERTS}
+            ),
+            lacks=frozenset({_DENSE, _PLAIN_EXPERTS}),
+            called={"ffn_norm": "post_attention_norm"},
+        ),
+        Architecture(
+            name="qwen3next",
+            computes=frozenset(
+                {_QK_NORM, _WIDTH, _PARTIAL, _EXPERTS, _NORMALISED, _SHARED_EXPERTS}
+            ),
+            lacks=frozenset({_DENSE, _PLAIN_EXPERTS}),
+            delta="by key head",
+            called={"ffn_norm": "post_attention_norm"},
+        ),
+        Architecture(
+            name="gpt-oss",
+            computes=frozenset(
+                {
+                    *(_QKV_BIAS, _OUTPUT_BIAS, _WIDTH, _SINKS),
+                    *(_EXPERTS, _NORMALISED, _CLAMPED_EXPERTS),
+                }
+            ),
+            lacks=frozenset({_TIED, _NO_OUTPUT_BIAS, _DENSE, _PLAIN_EXPERTS, _WINDOWLESS}),
+            windows=True,
+            whole_ramp=True,
             called={"ffn_norm": "post_attention_norm"},
         ),
     )
@@ -236,6 +283,9 @@ CANDIDATES: Mapping[str, tuple[str, ...]] = {
     "gemma4_text": ("gemma4",),
     "gemma4_unified_text": ("gemma4",),
     "qwen3_5_text": ("qwen35",),
+    "qwen3_5_moe_text": ("qwen35moe",),
+    "qwen3_next": ("qwen3next",),
+    "gpt_oss": ("gpt-oss",),
 }
 
 
@@ -269,11 +319,13 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
         _RMS_NORM: config.norm == "rms",
         _UNGATED: any(not feed.gated for feed in feeds),
         _GATED: any(feed.gated for feed in feeds),
-        _GELU: any(feed.activation != "silu" for feed in feeds),
+        _GELU: any(feed.activation == "gelu_tanh" for feed in feeds),
         _FINAL_CAP: config.final_softcap > 0,
         _ATTENTION_CAP: any(mixer.softcap > 0 for mixer in mixers),
         _QKV_BIAS: any(mixer.qkv_bias for mixer in mixers),
         _OUTPUT_BIAS: any(mixer.output_bias for mixer in mixers),
+        _NO_OUTPUT_BIAS: any(not mixer.output_bias for mixer in mixers),
+        _SINKS: any(mixer.sinks for mixer in mixers),
         _MLP_BIAS: any(isinstance(feed, Dense) and feed.bias for feed in feeds),
         _WIDTH: config.num_heads * config.head_dim != config.hidden_size,
         _PARTIAL: any(
@@ -292,7 +344,10 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
         _LATER_EXPERTS: 0 < len(experts) < len(feeds),
         "experts before layers without them": feeds[len(feeds) - len(experts) :] != experts,
         _PLAIN_EXPERTS: _PLAIN_EXPERTS in kinds,
-        _BIASED_CHOICE: _BIASED_CHOICE in kinds,
+        **{
+            kind: kind in kinds
+            for kind in (_BIASED_CHOICE, _CLAMPED_EXPERTS, _SHARED_EXPERTS, _BESIDE_EXPERTS)
+        },
         "experts of another kind": None in kinds,
         _PARALLEL: any(layer.parallel for layer in config.layers),
         _HEAD_BIAS: config.head_bias,
@@ -332,7 +387,7 @@ def _traits(config: ModelConfig) -> dict[str, bool]:
 
 
 def _kind_of_experts(feed: Experts) -> str | None:
-    """Which of the two kinds that some architecture computes, or None; weights have the scale."""
+    """Which of the kinds that some architecture computes, or None; weights have the scale."""
     plain = Experts(
         count=feed.count,
         chosen=feed.chosen,
@@ -340,5 +395,16 @@ def _kind_of_experts(feed: Experts) -> str | None:
         normalised=feed.normalised,
         scale=feed.scale,
     )
-    biased = replace(plain, scoring="sigmoid", choice_bias=True)
-    return {plain: _PLAIN_EXPERTS, biased: _BIASED_CHOICE}.get(feed)
+    kinds = {
+        plain: _PLAIN_EXPERTS,
+        replace(plain, scoring="sigmoid", choice_bias=True): _BIASED_CHOICE,
+        replace(plain, activation="clamped_swiglu", router_bias=True, bias=True): _CLAMPED_EXPERTS,
+    }
+    if feed.shared is not None:
+        kinds[replace(plain, shared=Dense(width=feed.shared.width))] = _SHARED_EXPERTS
+    if feed.beside is not None:
+        gelu, beside = "gelu_tanh", feed.beside.width
+        kinds[replace(plain, activation=gelu, beside=Dense(width=beside, activation=gelu))] = (
+            _BESIDE_EXPERTS
+        )
+    return kinds.get(feed)

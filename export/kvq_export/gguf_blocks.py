@@ -1,7 +1,8 @@
-"""The bytes of a tensor in a GGUF file: plain floats, or ggml's Q8_0 and Q4_0 blocks.
+"""The bytes of a tensor in a GGUF file: plain floats, or ggml's Q8_0, Q4_0 and MXFP4 blocks.
 
-Owns the two layouts and the fall back for rows that are not whole blocks. The codes and scales
-come from `weights.quantize`, as a bundle's do; only the scales are rounded, to float16.
+Owns the layouts and the fall back for rows that are not whole blocks. The codes and scales of the
+first two come from `weights.quantize`, as a bundle's do; only the scales are rounded, to float16.
+Those of the third are a checkpoint's own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,12 +13,14 @@ import ml_dtypes
 import numpy as np
 
 from kvq.errors import CheckpointError, argument
-from kvq.reference_linear import BlockFormat
-from kvq_export.weights import quantize_chunks
+from kvq.reference_linear import BlockFormat, Blocks, Grid
+from kvq_export.weights import quantize_chunks, stored_exponents
 
 BLOCK = 32
+# What MXFP4 holds as it is.
+MXFP4 = BlockFormat(bits=4, block=BLOCK, grid=Grid.E2M1)
 
-Kind = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+Kind = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "mxfp4"]
 _BITS: dict[Kind, int] = {"q8_0": 8, "q4_0": 4}
 _FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -35,6 +38,8 @@ class StoredKind:
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of one row."""
+        if self.kind == "mxfp4":
+            return columns // BLOCK * (1 + BLOCK // 2)
         if self.kind in _BITS:
             return columns // BLOCK * (2 + BLOCK * _BITS[self.kind] // 8)
         return columns * np.dtype(_FLOATS[self.kind]).itemsize
@@ -77,8 +82,23 @@ def pack_blocks(codes: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
     if not np.isfinite(scales).all():
         raise _too_large(f"a block's scale of {largest:.3g}")
     codes = codes.reshape(*scales.shape, BLOCK)
-    # Q4_0 pairs element i with i + 16; Q8_0 is signed, we add 128.
-    half = BLOCK // 2
-    codes = codes[..., :half] | codes[..., half:] << 4 if bits == 4 else codes ^ np.uint8(128)
+    # Q8_0 is signed, we add 128.
+    codes = _pairs(codes) if bits == 4 else codes ^ np.uint8(128)
     blocks = np.concatenate([scales[..., None].view(np.uint8), codes], axis=-1)
     return blocks.reshape(len(scales), -1)
+
+
+def pack_e2m1(blocks: Blocks) -> np.ndarray:
+    """Blocks of an exponent and codes, uint8 [rows, bytes], of the codes that a checkpoint has.
+
+    Raises `CheckpointError` for scales that are no power of two, or too large.
+    """
+    exponents = stored_exponents(blocks.scales)
+    codes = _pairs(blocks.codes.reshape(*exponents.shape, BLOCK))
+    return np.concatenate([exponents[..., None], codes], axis=-1).reshape(len(exponents), -1)
+
+
+def _pairs(codes: np.ndarray) -> np.ndarray:
+    """Codes of four bits, two to a byte: element i of a block with i + 16."""
+    half = BLOCK // 2
+    return codes[..., :half] | codes[..., half:] << 4

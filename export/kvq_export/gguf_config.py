@@ -24,6 +24,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gpt-oss": "gpt_oss",
     "granite": "granite",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe",
@@ -36,7 +37,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
     "smollm3": "smollm3",
     "starcoder2": "starcoder2",
 }
@@ -49,7 +52,9 @@ _UNLIKE = frozenset(("gemma4", "lfm2", "lfm2moe"))
 # What llama.cpp takes for the ends of an answer by their texts alone.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>")
 _CONTROL = 3
-_GEMMA3_PERIOD, _OLMO3_PERIOD = 6, 4
+_GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 6, 4, 2
+# Those that may have layers of a head that guesses further behind their own.
+_DRAFTING = frozenset(("qwen35", "qwen35moe", "qwen3next"))
 # A pair whose frequency is divided by as much does not turn.
 _STILL = 1e20
 _LOCAL_BASE = 10_000.0
@@ -66,6 +71,11 @@ class Metadata:
         self.values = values
         self.architecture = self._text("general.architecture")
         self._asked: set[str] = set()
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it says how wide experts are; does not ask for it."""
+        return self._name("expert_feed_forward_length") in self.values
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, also where every layer has the same one. Raises `CheckpointError`."""
@@ -235,7 +245,7 @@ def _common(
     return {
         "vocab_size": vocab_size,
         "hidden_size": metadata.whole("embedding_length"),
-        "intermediate_size": _least(metadata, "feed_forward_length"),
+        "intermediate_size": _least(metadata, "feed_forward_length", _width_of_experts(metadata)),
         "num_hidden_layers": metadata.whole("block_count") - draft_layers(metadata),
         "num_attention_heads": heads,
         "num_key_value_heads": _least(metadata, "attention.head_count_kv", heads),
@@ -252,8 +262,13 @@ def _common(
 
 def draft_layers(metadata: Metadata) -> int:
     """How many layers behind the model's own are of a head that guesses further."""
-    drafts = metadata.architecture == "qwen35"
+    drafts = metadata.architecture in _DRAFTING
     return metadata.whole("nextn_predict_layers", 0) if drafts else 0
+
+
+def _width_of_experts(metadata: Metadata) -> int | None:
+    """Where every MLP is an expert's, few files say the width of others."""
+    return metadata.whole("expert_feed_forward_length") if metadata.has_experts else None
 
 
 def _norm_eps(metadata: Metadata) -> dict[str, float]:
@@ -365,7 +380,7 @@ def _mistral(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
 
 
 def _experts(metadata: Metadata) -> dict[str, Any]:
-    width = metadata.whole("feed_forward_length")
+    width = metadata.whole("feed_forward_length", _width_of_experts(metadata))
     return {
         "intermediate_size": metadata.whole("expert_feed_forward_length", width),
         "num_local_experts": metadata.whole("expert_count"),
@@ -414,7 +429,7 @@ def _qwen3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
 def _qwen3_moe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     experts = _experts(metadata)
     # llama.cpp's own guess where a file does not say it.
-    guess = metadata.whole("feed_forward_length") // max(experts["num_experts_per_tok"], 1)
+    guess = metadata.whole("feed_forward_length", 0) // max(experts["num_experts_per_tok"], 1)
     width = metadata.whole("expert_feed_forward_length", guess)
     own = {"norm_topk_prob": True, "moe_intermediate_size": width}
     return {**_qwen3(metadata, tensors), **experts, **own}
@@ -513,6 +528,20 @@ def _lfm2_moe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    """The ramp of its YaRN table is not cut to whole pairs; llama.cpp has no key for that."""
+    _whole_rotation(metadata)
+    scaling = _scaling(metadata, tensors) or {"rope_type": "default"}
+    whole = {"truncate": False} if scaling["rope_type"] == "yarn" else {}
+    return {
+        **_experts(metadata),
+        "attention_bias": "blk.0.attn_output.bias" in tensors.shapes,
+        "rope_scaling": scaling | whole,
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": _layer_types(metadata, _GPT_OSS_PERIOD),
+    }
+
+
 def _qwen3_5(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     # Of text all parts of a position are one number, however pairs are dealt out to them.
     metadata.flags("rope.dimension_sections")
@@ -529,6 +558,19 @@ def _qwen3_5(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
         "linear_value_head_dim": metadata.whole("ssm.inner_size") // max(1, heads),
         "linear_num_key_heads": metadata.whole("ssm.group_count"),
         "linear_num_value_heads": heads,
+    }
+
+
+def _qwen3_5_moe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    width = metadata.whole("expert_feed_forward_length")
+    return _qwen3_5(metadata, tensors) | {
+        "num_experts": metadata.whole("expert_count"),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": metadata.whole(
+            "expert_shared_feed_forward_length", width
+        ),
+        "norm_topk_prob": True,
     }
 
 
@@ -568,6 +610,19 @@ def _gemma4(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
         },
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0),
         **_gemma4_sharing(metadata, tensors, full),
+        **_gemma4_experts(metadata),
+    }
+
+
+def _gemma4_experts(metadata: Metadata) -> dict[str, Any]:
+    count = metadata.whole("expert_count", 0)
+    if not count:
+        return {}
+    return {
+        "enable_moe_block": True,
+        "num_experts": count,
+        "top_k_experts": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
     }
 
 
@@ -644,6 +699,7 @@ _OWN = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
+    "gpt_oss": _gpt_oss,
     "granite": _granite,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
@@ -658,8 +714,10 @@ _OWN = {
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_5_text": _qwen3_5,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_5_moe,
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,
 }

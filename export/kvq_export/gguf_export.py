@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from kvq.errors import BackendError, argument
+from kvq.reference_linear import Blocks
 from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions
-from kvq_export.gguf_blocks import Kind, StoredKind
+from kvq_export.gguf_blocks import MXFP4, Kind, StoredKind, pack_e2m1
 from kvq_export.gguf_file import GgufHeader, gguf_package, tensor_bytes, write_gguf
 from kvq_export.gguf_llama import FILE_TYPES, llama_missing, quantize_file
 from kvq_export.gguf_model import GgufModel, GgufTensor
@@ -57,6 +58,11 @@ class GgufExport:
                 self.model.window_tokens,
                 self.model.context_length,
             )
+        if self.model.rope.rounded:
+            logger.warning(
+                "llama.cpp computes YaRN's table of this family with whole pairs where its ramp "
+                "begins and ends: answers from the GGUF file are a little different"
+            )
 
     @property
     def written_bytes(self) -> int:
@@ -92,14 +98,22 @@ class GgufExport:
             path,
             self.model,
             kinds,
-            lambda tensor: kinds[tensor.name].encode(self._chunks(tensor), self.options.threads),
+            lambda tensor: self._encoded(tensor, kinds[tensor.name]),
             header,
             progress,
         )
         if self._requantized:
             total = tensor_bytes(self.model, kinds)
             progress(total, total, f"quantising to {self.options.gguf_type}")
-            quantize_file(path, folder / GGUF_FILE, self.options.gguf_type, self.options.threads)
+            quantize_file(
+                path,
+                folder / GGUF_FILE,
+                self.options.gguf_type,
+                self.options.threads,
+                kept={
+                    name: kind.kind for name, kind in kinds.items() if kind.kind in ("f32", "mxfp4")
+                },
+            )
             path.unlink()
 
     @property
@@ -118,13 +132,30 @@ class GgufExport:
         return {tensor.name: self._kind(tensor) for tensor in self.model.tensors}
 
     def _kind(self, tensor: GgufTensor) -> StoredKind:
-        if len(tensor.shape) == 1 or self.sources[tensor.source].exact:
+        source = self.sources[tensor.source]
+        if not source.quantised:
             return StoredKind(kind="f32")
+        # Whatever was asked for: what is in these blocks is there to be kept.
+        unscaled = source.scale == tensor.factor == 1 and source.factors is None
+        if unscaled and self.checkpoint.format_of(source) == MXFP4:
+            return StoredKind(kind="mxfp4")
         kind = self._written_type
         wide = self.options.weights is None or self.options.weights.embedding_bits == 8
         if kind == "q4_0" and wide and tensor.source in ("embed", "head"):
             kind = "q8_0"
         return StoredKind.fitting(kind, tensor.shape[-1])
+
+    def _encoded(self, tensor: GgufTensor, kind: StoredKind) -> Iterator[np.ndarray]:
+        """Its rows, as arrays whose bytes are the file's."""
+        if kind.kind == "mxfp4":
+            return map(pack_e2m1, self._stored(tensor))
+        return kind.encode(self._chunks(tensor), self.options.threads)
+
+    def _stored(self, tensor: GgufTensor) -> Iterator[Blocks]:
+        for rows in tensor.rows:
+            blocks = self.checkpoint.stored(self.sources[tensor.source], MXFP4, rows)
+            assert blocks is not None
+            yield from blocks
 
     def _chunks(self, tensor: GgufTensor) -> Iterator[np.ndarray]:
         source = self.sources[tensor.source]

@@ -162,9 +162,12 @@ def _add_model(gguf: ModuleType, writer: Any, model: GgufModel) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     feeds = [layer.feed for layer in config.layers]
-    widths = [feed.width for feed in feeds if isinstance(feed, Dense)]
+    dense = [feed if isinstance(feed, Dense) else feed.beside for feed in feeds]
+    widths = [feed.width for feed in dense if feed is not None]
     writer.add_feed_forward_length(_one_or_all(widths or [config.widest_feed]))
     experts = next((feed for feed in feeds if isinstance(feed, Experts)), None)
+    if experts is not None and experts.shared is not None:
+        writer.add_expert_shared_feed_forward_length(experts.shared.width)
     if experts is not None:
         writer.add_expert_count(experts.count)
         writer.add_expert_used_count(experts.chosen)

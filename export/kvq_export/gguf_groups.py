@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from kvq.errors import BackendError, UnsupportedModelError
-from kvq.reference_linear import BlockFormat, Blocks, Grid
+from kvq.reference_linear import E2M1_BIAS, E2M1_TOP, BlockFormat, Blocks, Grid
 from kvq_runtime.gguf_format import TensorType
 
 FLOATS = {
@@ -31,6 +31,7 @@ GRIDS: Mapping[str, BlockFormat] = {
     "Q4_K": BlockFormat(bits=4, block=32, grid=Grid.MINIMUM),
     "Q5_K": BlockFormat(bits=5, block=32, grid=Grid.MINIMUM),
     "IQ4_NL": BlockFormat(bits=8, block=32),
+    "MXFP4": BlockFormat(bits=4, block=32, grid=Grid.E2M1),
 }
 # Of these the codes are kept, and scales, products of two numbers, within float16's rounding.
 ROUNDED = frozenset({"Q4_K", "Q5_K"})
@@ -88,11 +89,21 @@ def groups(kind: TensorType, raw: np.ndarray) -> Groups:
 
 def blocks_of(kind: TensorType, raw: np.ndarray) -> Blocks:
     """Rows uint8 [n, bytes] on the grid of `GRIDS`, constants in units of the weights."""
-    grid, found = GRIDS[kind.name], groups(kind, raw)
+    grid = GRIDS[kind.name]
+    if grid.grid is Grid.E2M1:
+        blocks = raw.reshape(-1, kind.block_bytes)
+        codes, scales = _fields(blocks[:, 1:], 4, 16), _powers(blocks)
+        return Blocks(codes.reshape(len(raw), -1), scales.reshape(len(raw), -1))
+    found = groups(kind, raw)
     middle = 1 << (grid.bits - 1) if grid.grid is Grid.SYMMETRIC else 0
     codes = (found.levels.astype(np.int16) + middle).astype(np.uint8)
     offsets = None if found.offsets is None else found.offsets.reshape(len(raw), -1)
     return Blocks(codes.reshape(len(raw), -1), found.scales.reshape(len(raw), -1), offsets)
+
+
+def holds_exponents(kind: TensorType, raw: np.ndarray) -> bool:
+    """Whether a bundle can keep the powers of two that blocks of rows uint8 [n, bytes] share."""
+    return bool((raw.reshape(-1, kind.block_bytes)[:, 0] <= E2M1_TOP).all())
 
 
 def _rare_type(kind: TensorType) -> Any:
@@ -216,8 +227,12 @@ def _iq4_xs(blocks: np.ndarray) -> Groups:
 
 def _mxfp4(blocks: np.ndarray) -> Groups:
     """A power of two per block; its levels are doubled."""
-    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return Groups(_E2M1[_fields(blocks[:, 1:], 4, 16)][:, None], scales)
+    return Groups(_E2M1[_fields(blocks[:, 1:], 4, 16)][:, None], _powers(blocks))
+
+
+def _powers(blocks: np.ndarray) -> np.ndarray:
+    """Of twice the numbers, as their exponents say, float32 [n, 1]."""
+    return np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - E2M1_BIAS)
 
 
 _DECODERS: Mapping[str, Callable[[np.ndarray], Groups]] = {

@@ -4,6 +4,7 @@ Knows no checkpoint and no bundle.
 """
 
 import ctypes
+import re
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -28,15 +29,25 @@ def llama_missing() -> str | None:
         return str(error)
 
 
-def quantize_file(source: Path, destination: Path, kind: str, threads: int) -> None:
+def quantize_file(
+    source: Path, destination: Path, kind: str, threads: int, *, kept: Mapping[str, str]
+) -> None:
     """Requantises a float GGUF file. A tensor whose rows do not fit falls back to another type.
 
+    Those called as in `kept` stay of the type they have: else it would round gates of a delta net.
     Raises `BackendError` with llama.cpp's words.
     """
     llama = library()
     parameters = llama.functions.llama_model_quantize_default_params()
     parameters.ftype = getattr(llama.functions, FILE_TYPES[kind])
     parameters.nthread = threads
+    row = llama.functions.llama_model_tensor_override
+    rows = [
+        row(f"^{re.escape(name)}$".encode(), getattr(llama.functions, f"GGML_TYPE_{same.upper()}"))
+        for name, same in kept.items()
+    ]
+    # The first that has no name ends them.
+    parameters.tt_overrides = (row * (len(rows) + 1))(*rows)
     with llama.messages.collected():
         status = llama.functions.llama_model_quantize(
             str(source).encode(), str(destination).encode(), ctypes.byref(parameters)

@@ -5,7 +5,7 @@ canonical weight.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,6 +37,7 @@ GEMMA3_27B_LAYERS = 62
 GEMMA2_27B_LAYERS = 46
 # llama.cpp's number for shares by sigmoids.
 SIGMOID_GATING = 2
+_FUSED_EXPERTS = "ffn_gate_up_exps"
 
 Key = float | int | list[int] | list[bool]
 
@@ -46,7 +47,7 @@ class DealtHeads:
     """The value heads of a delta net, `size` numbers of each, as llama.cpp wants them.
 
     Canonical weights have all heads that share the keys of one of `key_heads` side by side; it has
-    the first of each, then the second of each.
+    the first of each, then the second of each. Any other rows in runs of `size` may be dealt so.
     """
 
     key_heads: int
@@ -178,9 +179,20 @@ def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> Ggu
     )
 
 
-def tensors_of(config: ModelConfig, architecture: str) -> tuple[GgufTensor, ...]:
-    """The tensors of a model in a file of this architecture, those of its rotary table left out."""
-    return tuple(_tensors(config, COMPUTED[architecture]))
+def tensors_of(
+    config: ModelConfig, architecture: str, names: Collection[str]
+) -> tuple[GgufTensor, ...]:
+    """The tensors of a model in a file of this architecture, those of its rotary table left out.
+
+    `names` are those of the file: gate and up of experts are one tensor there, or two.
+    """
+    fused = any(name.endswith(f".{_FUSED_EXPERTS}.weight") for name in names)
+    return tuple(_tensors(config, replace(COMPUTED[architecture], fused_experts=fused)))
+
+
+def expert_factors(layer: int) -> str:
+    """The tensor that a file may have of what a layer's experts' outputs are multiplied by."""
+    return f"blk.{layer}.ffn_down_exps.scale"
 
 
 def spare_tensors(config: ModelConfig) -> frozenset[str]:
@@ -249,9 +261,11 @@ def _own_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Key]
             "ssm.time_step_rank": net.value_heads,
             "ssm.inner_size": net.value_heads * net.value_dim,
             "attention.recurrent_layers": [not layer.attends for layer in config.layers],
-            # Every third pair turns by another number of a position; of text all are one.
-            "rope.dimension_sections": [*(-(-(pairs - part) // 3) for part in range(3)), 0],
         }
+        if architecture.name != "qwen3next":
+            # Every third pair turns by another number of a position; of text all are one.
+            sections = [-(-(pairs - part) // 3) for part in range(3)]
+            found["rope.dimension_sections"] = [*sections, 0]
     if architecture.name == "gemma4":
         windowed = next(one for one in attending(config) if one.window_tokens)
         sizes = ("attention.key_length_swa", "attention.value_length_swa")
@@ -302,14 +316,14 @@ def _tensors(config: ModelConfig, architecture: Architecture) -> Iterator[GgufTe
                 # A norm of the queries carries it, else what makes them does.
                 carries = source == "q_norm" or (part.name == "attn_q" and "q_norm" not in shapes)
                 name = f"blk.{layer}.{architecture.called.get(part.name, part.name)}"
-                end = ".bias" if source.endswith("bias") else "" if part.decays else ".weight"
+                end = part.end or (".bias" if source.endswith("bias") else ".weight")
                 yield GgufTensor(
-                    name=f"{name}{end}",
+                    name=f"{name}{'' if part.decays else end}",
                     source=f"layers.{layer}.{source}",
                     shape=(*([experts] if experts else []), rows, *shapes[source][1:]),
                     start=row,
                     interleave=part.interleave,
-                    factor=gain if carries else 1.0,
+                    factor=gain if carries else part.factor,
                     experts=experts,
                     stretch=stretch,
                     dealt=part.dealt,
@@ -346,11 +360,16 @@ def _per_layer_tensors(config: ModelConfig) -> Iterator[GgufTensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor, its rows of a canonical weight (None: all), and how `GgufTensor` orders them."""
+    """A tensor, its rows of a canonical weight (None: all), and how `GgufTensor` orders them.
+
+    `end` is of its name, where it is not that of its kind.
+    """
 
     name: str
     rows: int | None = None
     interleave: int = 0
+    factor: float = 1.0
+    end: str = ""
     dealt: DealtHeads | None = None
     dealt_columns: DealtHeads | None = None
     decays: bool = False
@@ -364,6 +383,12 @@ def _parts(
     gate_up = (_Part("ffn_gate", feed.width), _Part("ffn_up", feed.width))
     if architecture.fused:
         gate_up = (_Part("ffn_up"),)
+    shared = feed.shared.width if isinstance(feed, Experts) and feed.shared else None
+    if isinstance(feed, Experts) and feed.beside is not None:
+        gate_up = (_Part("ffn_gate", feed.beside.width), _Part("ffn_up", feed.beside.width))
+    experts_up = (_Part("ffn_gate_exps", feed.width), _Part("ffn_up_exps", feed.width))
+    if architecture.fused_experts:
+        experts_up = (_Part(_FUSED_EXPERTS),)
     names = {
         "attn_norm": (_Part("attn_norm"),),
         "attn_norm_bias": (_Part("attn_norm"),),
@@ -378,9 +403,20 @@ def _parts(
         "down_bias": (_Part("ffn_down"),),
         "post_mlp_norm": (_Part("post_ffw_norm"),),
         "router": (_Part("ffn_gate_inp"),),
+        "router_bias": (_Part("ffn_gate_inp"),),
+        # llama.cpp divides by this root itself.
+        "router_norm": (_Part("ffn_gate_inp", factor=config.hidden_size**0.5, end=".scale"),),
         "choice_bias": (_Part("exp_probs_b"),),
-        "experts_gate_up": (_Part("ffn_gate_exps", feed.width), _Part("ffn_up_exps", feed.width)),
+        "moe_norm": (_Part("pre_ffw_norm_2"),),
+        "experts_gate_up": experts_up,
+        "experts_gate_up_bias": experts_up,
         "experts_down": (_Part("ffn_down_exps"),),
+        "experts_down_bias": (_Part("ffn_down_exps"),),
+        "post_dense_norm": (_Part("post_ffw_norm_1"),),
+        "post_moe_norm": (_Part("post_ffw_norm_2"),),
+        "shared_gate_up": (_Part("ffn_gate_shexp", shared), _Part("ffn_up_shexp", shared)),
+        "shared_down": (_Part("ffn_down_shexp"),),
+        "shared_gate": (_Part("ffn_gate_inp_shexp"),),
         "per_layer_gate": (_Part("inp_gate"),),
         "per_layer_up": (_Part("proj"),),
         "post_per_layer_norm": (_Part("post_norm"),),
@@ -396,7 +432,7 @@ def _parts(
                 "out_proj": (_Part("shortconv.out_proj"),),
             }
         case DeltaNet():
-            names |= _delta_parts(mixer)
+            names |= _delta_parts(mixer, architecture)
     return {name: names[name] for name in layer_shapes(config, layer)}
 
 
@@ -416,28 +452,35 @@ def _attention_parts(mixer: Attention, architecture: Architecture) -> dict[str, 
         "k_norm": (_Part("attn_k_norm"),),
         "o": (_Part("attn_output"),),
         "o_bias": (_Part("attn_output"),),
+        "sink_logits": (_Part("attn_sinks"),),
     }
 
 
-def _delta_parts(net: DeltaNet) -> dict[str, tuple[_Part, ...]]:
-    """Where several value heads share the keys of one, they are dealt out in another order."""
+def _delta_parts(net: DeltaNet, architecture: Architecture) -> dict[str, tuple[_Part, ...]]:
+    """Where several value heads share the keys of one, they may be dealt out in another order."""
 
     def dealt(size: int) -> DealtHeads | None:
-        if net.value_heads == net.key_heads:
+        if net.value_heads == net.key_heads or architecture.delta != "dealt":
             return None
         return DealtHeads(key_heads=net.key_heads, value_heads=net.value_heads, size=size)
 
     heads, shape = dealt(net.value_dim), net.shape(1)
     single = dealt(1)
+    gates = (
+        _Part("ssm_beta", net.value_heads, dealt=single),
+        _Part("ssm_alpha", net.value_heads, dealt=single),
+    )
+    if architecture.delta == "by key head":
+        # Of each key head what its value heads take in, then what they forget.
+        own = net.value_heads // net.key_heads
+        both = DealtHeads(key_heads=2, value_heads=2 * net.key_heads, size=own)
+        gates = (_Part("ssm_ba", dealt=both),)
     return {
         "in_proj": (
             _Part("attn_qkv", shape.conv_width, dealt=heads),
             _Part("attn_gate", shape.value_width, dealt=heads),
         ),
-        "gates": (
-            _Part("ssm_beta", net.value_heads, dealt=single),
-            _Part("ssm_alpha", net.value_heads, dealt=single),
-        ),
+        "gates": gates,
         "conv": (_Part("ssm_conv1d", dealt=heads),),
         "decay": (_Part("ssm_a", dealt=single, decays=True),),
         "dt_bias": (_Part("ssm_dt", dealt=single),),

@@ -25,7 +25,8 @@ Scaling = Literal["none", "linear", "yarn", "longrope"]
 class GgufRope:
     """A rotary table as keys: `base ** (-2i / n)`, scaled; `tensors` hold float32 factors [n / 2].
 
-    `attention_factor` multiplies what the scaling itself does to cos and sin.
+    `attention_factor` multiplies what the scaling itself does to cos and sin. `rounded`: llama.cpp
+    makes of these keys a table that is a little different, see `Architecture.whole_ramp`.
     """
 
     base: float
@@ -35,6 +36,7 @@ class GgufRope:
     original_context: int | None = None
     attention_factor: float = 1.0
     base_windowed: float | None = None
+    rounded: bool = False
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
 
 
@@ -83,7 +85,7 @@ def _whole_rope(
             attention_factor=rope.factor,
             tensors={"rope_freqs.weight": _factors(rope.inv_freq)},
         )
-    return _yarn(rope, settings)
+    return _yarn(rope, architecture, settings)
 
 
 def _with_windows(
@@ -129,8 +131,13 @@ def _factors(table: tuple[float, ...]) -> np.ndarray:
     return np.where(still, STILL_FACTOR, factors).astype(np.float32)
 
 
-def _yarn(rope: RopeConfig, settings: RopeSettings | None) -> GgufRope | None:
-    """The keys of a YaRN table (arXiv:2309.00071), if llama.cpp makes this very table of them."""
+def _yarn(
+    rope: RopeConfig, architecture: Architecture, settings: RopeSettings | None
+) -> GgufRope | None:
+    """The keys of a YaRN table (arXiv:2309.00071), if llama.cpp makes this very table of them.
+
+    Or one that differs in its `whole_ramp` alone, where the architecture always has that.
+    """
     if settings is None or settings.kind != "yarn":
         return None
     base, context = settings.number("rope_theta"), settings.trained_context
@@ -140,10 +147,16 @@ def _yarn(rope: RopeConfig, settings: RopeSettings | None) -> GgufRope | None:
     def pair(rotations: float) -> float:
         return pairs * math.log(context / (rotations * 2 * math.pi)) / math.log(base)
 
-    low, high = max(math.floor(pair(YARN_FAST)), 0), min(math.ceil(pair(YARN_SLOW)), 2 * pairs - 1)
-    kept = 1 - np.clip((np.arange(pairs) - low) / max(0.001, high - low), 0, 1)
-    table = _powers(base, pairs) * (kept + (1 - kept) / factor)
-    if not np.allclose(table, rope.inv_freq, rtol=1e-4, atol=0):
+    def is_table(low: float, high: float) -> bool:
+        """Whether the table is that whose pairs are slowed down from `low` to `high`."""
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        kept = 1 - np.clip((np.arange(pairs) - low) / max(0.001, high - low), 0, 1)
+        table = _powers(base, pairs) * (kept + (1 - kept) / factor)
+        return np.allclose(table, rope.inv_freq, rtol=1e-4, atol=0)
+
+    first, last = pair(YARN_FAST), pair(YARN_SLOW)
+    whole = is_table(math.floor(first), math.ceil(last))
+    if not whole and not (architecture.whole_ramp and is_table(first, last)):
         return None
     return GgufRope(
         base=base,
@@ -152,4 +165,5 @@ def _yarn(rope: RopeConfig, settings: RopeSettings | None) -> GgufRope | None:
         factor=factor,
         original_context=context,
         attention_factor=rope.factor / (0.1 * math.log(factor) + 1 if factor > 1 else 1.0),
+        rounded=not whole,
     )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.reference_linear import BlockFormat, Blocks
+from kvq.reference_linear import BlockFormat, Blocks, Grid
 from kvq_export.checkpoint import Checkpoint, read_bytes
 from kvq_export.config import WeightFormat
 from kvq_export.gguf_config import (
@@ -28,10 +28,18 @@ from kvq_export.gguf_config import (
     draft_layers,
     read_config,
 )
-from kvq_export.gguf_groups import GRIDS, ROUNDED, blocks_of, check_type, decode
+from kvq_export.gguf_groups import (
+    GRIDS,
+    ROUNDED,
+    blocks_of,
+    check_type,
+    decode,
+    holds_exponents,
+)
 from kvq_export.gguf_model import (
     DealtHeads,
     GgufTensor,
+    expert_factors,
     part_names,
     spare_tensors,
     tensors_of,
@@ -82,14 +90,19 @@ class GgufRows:
     @property
     def exact(self) -> bool:
         """See `Tensor.exact`."""
-        return self.kind.name not in ROUNDED
+        if self.kind.name in ROUNDED:
+            return False
+        grid = GRIDS.get(self.kind.name)
+        if grid is None or grid.grid is not Grid.E2M1:
+            return True
+        return holds_exponents(self.kind, self._bytes(0, self.shape[0]))
 
     def parts(self, own: GgufTensor) -> dict[str, "GgufRows"]:
         """By name what is read of it as one matrix, or vector, in the model's own order.
 
         That is each expert's, and each head's where they were dealt out.
         """
-        if self.shape != own.stored_shape:
+        if _longer_axes(self.shape) != _longer_axes(own.shape):
             return {self.name: self}
         whole = replace(
             self,
@@ -237,8 +250,13 @@ class GgufSource:
     def weight_sources(self, family: Family, config: ModelConfig) -> Mapping[str, WeightSource]:
         """See `Source.weight_sources`. Norms are stored as they multiply: none has an offset."""
         parts: dict[str, list[tuple[str, ...]]] = {}
-        for tensor in tensors_of(config, self.metadata.architecture):
+        for tensor in tensors_of(config, self.metadata.architecture, self._rows):
             parts.setdefault(tensor.source, []).append(tensor.parts)
+        factors = {
+            f"layers.{layer}.experts_down": expert_factors(layer)
+            for layer in range(config.num_layers)
+            if expert_factors(layer) in self._rows
+        }
         return {
             # Of experts one's matrices after the other's.
             name: replace(
@@ -247,6 +265,7 @@ class GgufSource:
                     chain(*(zip(*parts[name], strict=True) if is_stack(name) else parts[name]))
                 ),
                 offset=0.0,
+                factors=factors.get(name),
             )
             for name, source in family.weights(config).items()
         }
@@ -256,7 +275,8 @@ class GgufSource:
 
         Those of a head that guesses further are left out.
         """
-        known = {one.name: one for one in tensors_of(config, self.metadata.architecture)}
+        own_tensors = tensors_of(config, self.metadata.architecture, self._rows)
+        known = {one.name: one for one in own_tensors}
         spare = {*ROPE_TENSORS, *spare_tensors(config)}
         drafts = tuple(
             f"blk.{config.num_layers + layer}." for layer in range(draft_layers(self.metadata))
@@ -296,6 +316,11 @@ class GgufSource:
             "config_sha256": digest.hexdigest(),
             "license": self.licence,
         }
+
+
+def _longer_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without axes of length 1, which some files have and some have not."""
+    return tuple(size for size in shape if size != 1)
 
 
 def split_files(path: Path) -> tuple[Path, ...]:

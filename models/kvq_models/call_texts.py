@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -36,6 +36,7 @@ _HARMONY = re.compile(
     r"<\|message\|>(.*?)(?:<\|call\|>)?",
     re.DOTALL,
 )
+_MISTRAL = re.compile(r"(?:\[TOOL_CALLS\])?([\w.\-]+)(?:\[CALL_ID\][\w.\-]*)?\[ARGS\]\s*(?=\{)")
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
@@ -81,6 +82,45 @@ def harmony_calls(body: str, schemas: Schemas) -> list[Call] | None:
     except (ValueError, RecursionError):
         return None
     return [(found[1], arguments)] if is_object(arguments) else None
+
+
+def mistral_calls(body: str, schemas: Schemas) -> list[Call] | None:
+    """`NAME[ARGS]{..}`, others behind the mark [TOOL_CALLS]; an id of the call may be there too.
+
+    Or what older models of the family write there, which is JSON.
+    """
+    calls: list[Call] = []
+    body, place = body.strip(), 0
+    while found := _MISTRAL.match(body, place):
+        try:
+            arguments, place = json.JSONDecoder().raw_decode(body, found.end())
+        except (ValueError, RecursionError):
+            return None
+        if not is_object(arguments):
+            return None
+        calls.append((found[1], arguments))
+    return calls if calls and place == len(body) else json_calls(body)
+
+
+def python_text(calls: Sequence[Call]) -> str:
+    """What `python_calls` reads as these calls."""
+    rows = (
+        f"{name}({', '.join(f'{key}={_literal(value)}' for key, value in arguments.items())})"
+        for name, arguments in calls
+    )
+    return f"[{', '.join(rows)}]"
+
+
+def _literal(value: Any) -> str:
+    """A value in Python's literals; of a string each character stands there as it is."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, cast(list[Any], value)))}]"
+    if is_object(value):
+        rows = (f"{_literal(key)}: {_literal(one)}" for key, one in value.items())
+        return f"{{{', '.join(rows)}}}"
+    if value is None or isinstance(value, bool):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +198,7 @@ PYTHON = Notation(
     comma=", ",
 )
 HARMONY = Notation(read=harmony_calls, values=_JSON, head="NAME <|constrain|>json<|message|>")
+MISTRAL = Notation(read=mistral_calls, values=_JSON, head="NAME[ARGS]")
 
 
 def json_calls(body: str) -> list[Call] | None:

@@ -68,6 +68,14 @@ FORMS = (
             ),
         ),
     ),
+    # Ministral 3 Reasoning, Magistral
+    ThinkingForm(
+        known_by="[THINK]",
+        opening="[THINK]",
+        closing="[/THINK]",
+        tokens=("[THINK]", "[/THINK]"),
+        breaks=False,
+    ),
     # Qwen 3 and 3.5, SmolLM 3, LFM 2.5, DeepSeek R1
     ThinkingForm(
         known_by="</think>",

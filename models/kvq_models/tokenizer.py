@@ -30,6 +30,7 @@ from kvq_models.piece_index import PieceIndex
 from kvq_models.pieces import byte_pieces, piece_decoder
 from kvq_models.registry import read_json
 from kvq_models.slices import SLICE_CHARACTERS, Slices, encoded_up_to
+from kvq_models.tools import told_calls
 
 # Texts this short take less than what it costs to let other threads run.
 _SHORT_CHARACTERS = 1 << 11
@@ -243,7 +244,8 @@ class Tokenizer:
                 "bos_token": self._content(self.control.bos),
                 "eos_token": self._content(next(iter(self.control.eos), None)),
                 **guard.variables,
-                "messages": guard.messages,
+                # Marks of calls that are told here are meant.
+                "messages": told_calls(guard.messages, self._template.source),
                 "add_generation_prompt": add_generation_prompt,
             }
         )

@@ -10,12 +10,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NoReturn, Protocol, cast
 
-from kvq_models.call_texts import GEMMA, HARMONY, PYTHON, XML, Call, Notation, Schemas
+from kvq_models.call_texts import (
+    GEMMA,
+    HARMONY,
+    MISTRAL,
+    PYTHON,
+    XML,
+    Call,
+    Notation,
+    Schemas,
+    python_text,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +60,16 @@ FORMS = (
     # Qwen 2.5 and 3, Hermes, SmolLM 3
     ToolForm(known_by="<tool_call>", opening="<tool_call>", closing="</tool_call>", gap="\n",
         not_by="<function="),
+    # Granite 3, whose lists end with the answer
+    ToolForm(known_by="<|start_of_role|>", opening="<|tool_call|>", listed=True),
     # Phi 4
     ToolForm(known_by="<|tool_call|>", opening="<|tool_call|>", closing="<|/tool_call|>",
         listed=True),
     # Mistral 0.3
     ToolForm(known_by="[TOOL_CALLS]", opening="[TOOL_CALLS]", listed=True, not_by="[ARGS]"),
+    # Mistral Small 3.2, Devstral and Ministral 3, whose calls end with the answer
+    ToolForm(known_by="[ARGS]", opening="[TOOL_CALLS]", closing="</s>", last=True, calls=MISTRAL,
+        tokens=("[ARGS]", "[CALL_ID]")),
     # Qwen 3.5 and Qwen 3 Coder
     ToolForm(known_by="<parameter=", opening="<tool_call>", closing="</tool_call>", gap="\n",
         calls=XML, bare=("<function=", "</function>")),
@@ -81,6 +96,38 @@ def tool_form(template: str | None) -> ToolForm | None:
         return None
     fitting = (form for form in FORMS if form.known_by in template and form.not_by not in template)
     return next(fitting, None)
+
+
+def told_calls(messages: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:
+    """`messages` with their calls in what they say, where the template would leave these out.
+
+    Some take tools and results, and only what an answer says of calls: the model would not see
+    what it had called.
+    """
+    form = tool_form(template)
+    if form is None or "tool_calls" in template:
+        return messages
+    return [
+        {**message, "content": f"{message['content']}{_told(form, message['tool_calls'])}"}
+        if message.get("tool_calls") and isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+
+
+def _told(form: ToolForm, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Calls as chat templates take them, as an answer in `form` has them."""
+    calls = [(row["function"]["name"], row["function"]["arguments"]) for row in rows]
+    if form.calls is PYTHON:
+        return f"{form.opening}{python_text(calls)}{form.closing}"
+    texts = [
+        json.dumps({"name": name, form.arguments: arguments}, ensure_ascii=False)
+        for name, arguments in calls
+    ]
+    if form.listed:
+        return f"{form.opening}[{', '.join(texts)}]{form.closing}"
+    gap = form.gap
+    return gap.join(f"{form.opening}{gap}{text}{gap}{form.closing}" for text in texts)
 
 
 # Marks that hold calls, and what closes each: those of the families, and tags that models told of

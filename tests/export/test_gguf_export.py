@@ -28,7 +28,7 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.gguf_blocks import pack_blocks
 from kvq_export.gguf_model import gguf_model
-from kvq_models.config import Experts, ModelConfig, RopeConfig
+from kvq_models.config import Dense, Experts, ModelConfig, RopeConfig
 from kvq_models.reference import forward, plain_attention
 from kvq_models.registry import family_for, read_checkpoint
 from kvq_runtime.bundle import Bundle
@@ -61,6 +61,8 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# As llama.cpp always computes gpt-oss; the checkpoints that were published do not.
+WHOLE_RAMP = {"rope_parameters": {**tiny.CASES["gpt-oss"][1]["rope_parameters"], "truncate": True}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +179,17 @@ CASES = {
         architecture="qwen35",
         keys=SQUARE_STATES | {"linear_num_key_heads": 4, "tie_word_embeddings": False},
     ),
+    "gemma4-experts": Case(row="gemma4-experts", architecture="gemma4", flips=0.2),
+    "qwen3-5-moe": Case(row="qwen3-5-moe", architecture="qwen35moe", keys=SQUARE_STATES, flips=0.2),
+    "qwen3-next": Case(
+        row="qwen3-next",
+        architecture="qwen3next",
+        # Of three key heads two and two lie otherwise than three and three.
+        keys=SQUARE_STATES
+        | {"mlp_only_layers": [], "linear_num_key_heads": 3, "linear_num_value_heads": 6},
+        flips=0.2,
+    ),
+    "gpt-oss": Case(row="gpt-oss", architecture="gpt-oss", keys=WHOLE_RAMP, flips=0.2),
 }
 
 
@@ -289,6 +302,23 @@ def greedy(source: Path, prompt: np.ndarray) -> tuple[float, list[int], list[int
 
 
 @needs_llama
+@pytest.mark.parametrize(
+    ("row", "gates"), [("qwen3-5", "ssm_beta ssm_alpha"), ("qwen3-next", "ssm_ba")]
+)
+def test_gates_of_a_delta_net_are_never_rounded(tmp_path: Path, row: str, gates: str) -> None:
+    """Nor by llama.cpp's own quantiser, which knows of none."""
+    keys = CASES[row].keys | {"hidden_size": 256}
+    source = tiny.make_checkpoint(row, tmp_path / row, dtype="bfloat16", **keys)
+    found = {tensor.name: tensor for tensor in tensors(export(source, "q4_k_m"))}
+    wanted = {tensor.name: tensor for tensor in tensors(export(source, "bf16"))}
+    assert found["blk.0.attn_gate.weight"].tensor_type.name == "Q4_K"
+    for name in gates.split():
+        one = f"blk.0.{name}.weight"
+        assert found[one].tensor_type.name == "F32"
+        np.testing.assert_array_equal(found[one].data, wanted[one].data)
+
+
+@needs_llama
 def test_rows_that_are_no_whole_blocks_fall_back(tmp_path: Path) -> None:
     source = tiny.make_llama_checkpoint(
         tmp_path / "source", hidden_size=80, intermediate_size=120, num_hidden_layers=1
@@ -375,6 +405,28 @@ def test_heads_of_a_delta_net_are_dealt_out(checkpoint: Callable[[str], Path]) -
         np.testing.assert_allclose(found[f"blk.1.{name}"], half, **rough)
 
 
+def test_gates_lie_key_head_by_key_head(checkpoint: Callable[[str], Path]) -> None:
+    """What the two value heads of each take in, then what they forget; values stay as they are."""
+    source = checkpoint("qwen3-next")
+    weight = tiny.checkpoint_weights(source)
+    found = {tensor.name: floats(tensor) for tensor in tensors(export(source, "f16"))}
+    gates, whole = weight("layers.1.gates"), weight("layers.1.in_proj")
+    order = [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    np.testing.assert_array_equal(found["blk.1.ssm_ba.weight"], gates[order])
+    np.testing.assert_allclose(found["blk.1.attn_qkv.weight"], whole[:384], atol=1e-3)
+    np.testing.assert_allclose(found["blk.1.attn_gate.weight"], whole[384:], atol=1e-3)
+
+
+def test_a_ramp_that_llama_cpp_cuts_otherwise_is_said(
+    checkpoint: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = "with whole pairs where its ramp begins and ends"
+    export(checkpoint("gpt-oss"), "q8_0")
+    assert said not in caplog.text
+    export(tiny.make_checkpoint("gpt-oss", tmp_path / "published"), "q8_0")
+    assert said in caplog.text
+
+
 def test_keys_say_how_layers_differ(checkpoint: Callable[[str], Path]) -> None:
     wanted: dict[str, dict[str, Any]] = {
         "lfm2": {"attention.head_count_kv": [0, 0, 2, 0, 2], "shortconv.l_cache": 3},
@@ -413,6 +465,25 @@ def test_keys_say_how_layers_differ(checkpoint: Callable[[str], Path]) -> None:
             "ssm.group_count": 2,
             "ssm.time_step_rank": 4,
             "ssm.inner_size": 128,
+        },
+        "gemma4-experts": {
+            "feed_forward_length": 192,
+            "expert_feed_forward_length": 48,
+            "expert_count": 8,
+            "expert_used_count": 3,
+        },
+        "qwen3-5-moe": {
+            "attention.recurrent_layers": [True, False, True],
+            "expert_feed_forward_length": 96,
+            "expert_shared_feed_forward_length": 64,
+            "rope.dimension_sections": [3, 3, 2, 0],
+        },
+        "gpt-oss": {
+            "attention.sliding_window": 24,
+            "attention.sliding_window_pattern": [True, False],
+            "rope.scaling.type": "yarn",
+            "rope.scaling.original_context_length": 64,
+            "expert_feed_forward_length": 96,
         },
     }
     for name, keys in wanted.items():
@@ -543,7 +614,36 @@ def test_what_llama_cpp_does_not_compute_is_refused_by_name(
         "as gemma4, which does not compute layers that all see everything": of_row(
             "gemma4-keys", layer_types=["full_attention"] * 3
         ),
-        "as gemma4, .* experts, shares .*, experts of another kind": of_row("gemma4-experts"),
+        "as gemma4, which does not compute experts of another kind": with_experts(
+            of_row("gemma4-experts"), activation="silu"
+        ),
+        "as gemma4, which does not compute experts chosen by their shares alone": with_experts(
+            of_row("gemma4-experts"), activation="silu", beside=None
+        ),
+        "as qwen35moe, which does not compute experts chosen by their shares alone": with_experts(
+            of_row("qwen3-5-moe", **SQUARE_STATES), shared=None
+        ),
+        "as qwen35moe, which does not compute experts of another kind": with_experts(
+            of_row("qwen3-5-moe", **SQUARE_STATES), shared=Dense(width=64, bias=True)
+        ),
+        "as qwen3next, which does not compute layers without experts": of_row(
+            "qwen3-next", **SQUARE_STATES
+        ),
+        "as gpt-oss, which does not compute no bias on the attention's output": of_row(
+            "gpt-oss", attention_bias=False
+        ),
+        "as gpt-oss, which does not compute an output head that is its embedding": of_row(
+            "gpt-oss", tie_word_embeddings=True
+        ),
+        "as gpt-oss, which does not compute layers that all see everything": of_row(
+            "gpt-oss", layer_types=["full_attention"] * 2
+        ),
+        "as gpt-oss, which does not compute experts of another kind": with_experts(
+            of_row("gpt-oss"), router_bias=False
+        ),
+        "as qwen3, which does not compute sinks of attention": config_of(
+            checkpoint, "qwen3", mixer={"sinks": True}
+        ),
         "as qwen35, which does not compute delta nets whose keys are not as wide": of_row(
             "qwen3-5"
         ),

@@ -135,15 +135,11 @@ def test_the_language_model_of_one_that_sees_is_read_alone(
     np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
-def test_a_gemma_4_that_sees_and_hears_is_read_as_text(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its other parts are left out, and so are keys that no layer reads any more."""
+def gemma4_that_sees_and_hears(folder: Path, row: str) -> Any:
+    """A random checkpoint of one whose text is this row's, and the model."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.Gemma4Config(
-        text_config=COMMON
-        | dict(CASES["gemma4"][1])
-        | {"tie_word_embeddings": True, "pad_token_id": 0},
+        text_config=COMMON | dict(CASES[row][1]) | {"tie_word_embeddings": True, "pad_token_id": 0},
         vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
                        "patch_size": 8},
@@ -155,14 +151,22 @@ def test_a_gemma_4_that_sees_and_hears_is_read_as_text(
     model = transformers.Gemma4ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(("norm" in name) + 0.1 * torch.randn(parameter.shape))
+            scales = name.endswith(("router.scale", "per_expert_scale"))
+            parameter.copy_(("norm" in name or scales) + 0.1 * torch.randn(parameter.shape))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.8)
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    stale = "model.language_model.layers.6.self_attn.k_proj.weight"
-    write_safetensors(file, read_safetensors(file) | {stale: np.ones((64, 128), np.float32)})
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("row", ["gemma4", "gemma4-experts"])
+def test_a_gemma_4_that_sees_and_hears_is_read_as_text(
+    row: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    model = gemma4_that_sees_and_hears(tmp_path, row)
     found, weights = opened(tmp_path)
     assert found.model_type == "gemma4_text"
     assert "tensors for images or sounds are left out: kvq reads text" in caplog.text
@@ -171,9 +175,17 @@ def test_a_gemma_4_that_sees_and_hears_is_read_as_text(
         expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
     logits = forward(found, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
     np.testing.assert_allclose(logits, expected, atol=2e-3)
-    write_safetensors(
-        file, read_safetensors(file) | {stale.replace("6", "2"): np.ones((3, 3), np.float32)}
-    )
+
+
+def test_keys_that_no_layer_reads_any_more_are_left_out(tmp_path: Path) -> None:
+    gemma4_that_sees_and_hears(tmp_path, "gemma4")
+    file = tmp_path / "model.safetensors"
+    wanted, tensors = opened(tmp_path)[1], read_safetensors(file)
+    stale = "model.language_model.layers.6.self_attn.k_proj.weight"
+    write_safetensors(file, tensors | {stale: np.ones((64, 128), np.float32)})
+    assert opened(tmp_path)[1].keys() == wanted.keys()
+    read = stale.replace("6", "2")
+    write_safetensors(file, tensors | {read: np.ones((3, 3), np.float32)})
     with pytest.raises(CheckpointError, match="wrong shape"):
         opened(tmp_path)
 

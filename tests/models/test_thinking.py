@@ -22,7 +22,7 @@ from kvq_models.thinking import (
 from kvq_models.tokenizer import Tokenizer
 from tiny import byte_level_tokenizer
 
-GEMMA, HARMONY, QWEN = FORMS
+GEMMA, HARMONY, MISTRAL, QWEN = FORMS
 
 
 def pieces_of(form: ThinkingForm, text: str, cuts: list[int], *, begun: bool) -> list[Piece]:
@@ -62,6 +62,7 @@ def read(
         (QWEN, False, "<thin", (0, "<thin")),
         (QWEN, False, "", (0, "")),
         (GEMMA, False, "<|channel>final\nFour", (0, "<|channel>final\nFour")),
+        (MISTRAL, False, "[THINK]One, two.\n\nThree.[/THINK]Four.\n", (1, "Four.\n")),
         (
             HARMONY,
             False,

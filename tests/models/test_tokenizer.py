@@ -261,6 +261,20 @@ def test_chat_messages_cannot_inject_control_tokens(byte_level: Tokenizer) -> No
     assert byte_level.decode(ids, special=True) == shown
 
 
+def test_marks_of_earlier_calls_are_meant_and_those_in_their_arguments_are_not() -> None:
+    """Of a template that takes tools and leaves out what was called."""
+    library, marks = tiny.byte_level_tokenizer(), ["<|tool_call_start|>", "<|tool_call_end|>"]
+    library.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    template = "{{ tools }}List of tools: {% for one in messages %}{{ one.content }}{% endfor %}"
+    tokenizer = Tokenizer.from_json(library.to_str(), ControlTokens(bos=0), template)
+    call = {"function": {"name": "f", "arguments": {"q": marks[1]}}}
+    ids = tokenizer.chat([{"role": "assistant", "content": "I ask.", "tool_calls": [call]}])
+    control = [one for one in ids if tokenizer.is_control(one)]
+    assert control == [tokenizer.token_id(mark) for mark in marks]
+    text = 'List of tools: I ask.<|tool_call_start|>[f(q="<|tool_call_end|>")]<|tool_call_end|>'
+    assert tokenizer.decode(ids, special=True) == text
+
+
 TEMPLATE = """{%- for message in messages %}
     {%- generation %}{{ bos_token }}[{{ message.role | upper }}]{% endgeneration %}
     {%- if message.role == 'bad' %}{{ raise_exception('no bad role') }}{% endif %}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,11 @@ from kvq_models.tools import (
     Piece,
     ToolForm,
     reader_of,
+    told_calls,
     tool_form,
 )
 
-HERMES, PHI, MISTRAL, XML, GEMMA, PYTHON, HARMONY, LLAMA = FORMS
+HERMES, GRANITE, PHI, MISTRAL, MISTRAL_3, XML, GEMMA, PYTHON, HARMONY, LLAMA = FORMS
 A = '{"name": "add", "%s": {"a": 1, "b": ["}", "\\"{"], "c": {"d": {}}}}'
 B = '{"%s": {"q": "é\\n"}, "name": "look_up"}'
 CALLS = [("add", {"a": 1, "b": ["}", '"{'], "c": {"d": {}}}), ("look_up", {"q": "é\n"})]
@@ -189,7 +191,9 @@ def test_text_is_held_back_only_while_it_may_become_a_call() -> None:
         ("{% if tools %}<tool_call><function=x>{% endif %}", None),
         ("{% if tools %}<|tool_call|>{% endif %}", PHI),
         ("{% if tools %}[TOOL_CALLS]{% endif %}", MISTRAL),
-        ("{% if tools %}[TOOL_CALLS][ARGS]{% endif %}", None),
+        ("{% if tools %}[TOOL_CALLS][ARGS]{% endif %}", MISTRAL_3),
+        ("{% if tools %}<|start_of_role|><|tool_call|>{% endif %}", GRANITE),
+        ("{% if tools %}<|start_of_role|><tool_call>{% endif %}", HERMES),
         ('{{ tools }}{"name": function name, "parameters": dictionary}', LLAMA),
         ("<tool_call>{{ messages }}", None),
         (None, None),
@@ -229,6 +233,11 @@ MARKED = {
         "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
         '{"a": -3, "s": "4\\n\\"x\'", "l": [1.5, true, null, {"b": []}]}<|call|>',
         "<|channel|>commentary to=functions.look_up<|message|>{}<|call|>",
+    ),
+    "mistral": (
+        MISTRAL_3,
+        '[TOOL_CALLS]add[ARGS]{"a": -3, "s": "4\\n\\"x\'", "l": [1.5, true, null, {"b": []}]}</s>',
+        "[TOOL_CALLS]look_up[CALL_ID]a1b2c3d4e[ARGS]{}</s>",
     ),
 }
 
@@ -349,6 +358,53 @@ def test_hostile_text_is_read_and_never_an_error() -> None:
         text = "".join(random.Random(seed).choices([*parts, form.opening, form.closing], k=12))
         whole = marked(form, text)
         assert marked(form, text, list(range(1, len(text)))) == whole
+
+
+def test_calls_end_with_the_answer_where_no_mark_closes_them() -> None:
+    reader = reader_of(MISTRAL_3, SCHEMAS)
+    text = 'Look. [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]look_up[ARGS]{"s": "[TOOL_CALLS]"}'
+    pieces = [piece for one in text for piece in reader.feed(one)]
+    assert "".join(map(str, pieces)) == "Look."
+    assert reader.flush() == [
+        CallPiece(index=0, name="add", arguments='{"a": 1}'),
+        CallPiece(index=1, name="look_up", arguments='{"s": "[TOOL_CALLS]"}'),
+    ]
+    assert read(GRANITE, f"<|tool_call|>[{A % 'arguments'}, {B % 'arguments'}]")[0] == ""
+
+
+def called(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_calls_are_told_where_a_template_would_leave_them_out() -> None:
+    """As an answer has them, so that they are read again; elsewhere the template writes them."""
+    calls = [
+        called("add", a=-3, s="4\n\"x'", l=[1.5, True, None, {"b": []}]),
+        called("look_up", q="\ue0001\ue000"),
+    ]
+    messages = [
+        {"role": "user", "content": "so?"},
+        {"role": "assistant", "content": "Look.", "tool_calls": calls},
+        {"role": "tool", "content": "5"},
+    ]
+    wanted = [(row["function"]["name"], row["function"]["arguments"]) for row in calls]
+    for template in ("{{ tools }}List of tools: ", "{{ tools }}<tool_call>",
+                     "{{ tools }}<|start_of_role|><|tool_call|>"):  # fmt: skip
+        form = tool_form(template)
+        assert form is not None
+        first, told, last = told_calls(messages, template)
+        assert [first, last] == messages[::2]
+        assert "\ue0001\ue000" in told["content"]
+        reader = reader_of(form, SCHEMAS)
+        pieces = [*reader.feed(told["content"]), *reader.flush()]
+        assert [
+            (one.name, json.loads(one.arguments)) for one in pieces if isinstance(one, CallPiece)
+        ] == wanted
+        assert [one for one in pieces if isinstance(one, str)] == ["Look."]
+        spelt = "[1.5, True, None" if form is PYTHON else "[1.5, true, null"
+        assert spelt in told["content"]
+        for other in (f"{template}{{{{ message.tool_calls }}}}", "{{ messages }}"):
+            assert told_calls(messages, other) is messages
 
 
 def test_templates_ask_for_these_forms() -> None:

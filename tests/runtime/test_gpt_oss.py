@@ -12,7 +12,7 @@ import pytest
 
 from emulated import emulated_library
 from kvq import native
-from kvq.errors import BackendError, UnsupportedModelError, UsageError
+from kvq.errors import BackendError, UsageError
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.engine import Engine
@@ -113,5 +113,3 @@ def test_what_it_cannot_do_is_refused_by_name(
         Engine.open(engine.backend.bundle.path, threads=1, device="emulated")
     with pytest.raises(UsageError, match="predict is of models whose layers are alike"):
         export_model(source, tmp_path / "predicting", ExportOptions(predict="1"))
-    with pytest.raises(UnsupportedModelError, match="gpt_oss"):
-        export_model(source, tmp_path / "gguf", ExportOptions(format="gguf"))

@@ -361,11 +361,12 @@ def test_what_they_cannot_do_is_refused_by_name(
     for options in (ExportOptions(predict="2"), ExportOptions(predict_with=tmp_path)):
         with pytest.raises(UsageError, match="predict is of models whose layers are"):
             export_model(source, tmp_path / "predicting", options)
-    # llama.cpp computes no model of most of these families, and of the others none of such widths.
+    # llama.cpp computes no model of one of these families, and of the others none of such widths.
     wider = {
         "lfm2": "heads that together are not as wide",
         "lfm2_moe": "heads that together are not as wide",
         "qwen3_5_text": "delta nets whose keys are not as wide",
+        "qwen3_next": "delta nets whose keys are not as wide",
     }
     why = wider.get(config.model_type, f"not of {config.model_type}")
     with pytest.raises(UnsupportedModelError, match=why):

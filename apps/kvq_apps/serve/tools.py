@@ -123,7 +123,7 @@ def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
             "tools",
             "this model's chat template asks for no form of tool calls that is known here; leave "
             "tools out, or serve a model that calls tools (Qwen, Llama 3, Phi 4, Mistral, Gemma 4, "
-            "SmolLM 3, LFM 2, gpt-oss)",
+            "Granite, SmolLM 3, LFM 2, gpt-oss)",
             "unsupported",
         )
     called, one = _called(fields, choice, names)

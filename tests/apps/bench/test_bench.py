@@ -671,6 +671,7 @@ def test_the_table_of_policies(
         ("qwen3.5-35b-a3b", 34_660_610_688),
         ("qwen3-next-80b-a3b", 79_674_391_296),
         ("lfm2-8b-a1b", 8_339_930_560),
+        ("gemma-4-26b-a4b", 25_247_555_870),
     ],
 )
 def test_a_shape_has_the_parameters_of_its_model(name: str, parameters: int) -> None:
@@ -687,6 +688,7 @@ def test_a_shape_has_the_parameters_of_its_model(name: str, parameters: int) -> 
         ("qwen3-next-80b-a3b:layers=4", "DeltaNet DeltaNet DeltaNet Attention"),
         ("lfm2-8b-a1b:layers=4", "ShortConv ShortConv Attention ShortConv"),
         ("lfm2-1.2b:layers=3", "ShortConv ShortConv Attention"),
+        ("gemma-4-26b-a4b:layers=6", " ".join(["Attention"] * 6)),
     ],
 )
 def test_a_shape_may_have_its_first_layers_alone(name: str, mixers: str) -> None:
