@@ -217,7 +217,7 @@ def test_idle_time_makes_a_predicted_text_exact(bundle: Path, backend: str, kv: 
         generated(session, 5)
         left = [session.refresh(51)]  # the last token first, which no pass has seen
         assert left[0] == len(session.tokens) - 4 - 50
-        assert session.sequence.staleness.computed == 54
+        assert session.sequence.encoding.staleness.computed == 54
         assert session.refresh(50, cancel=lambda: True) == left[0]
         session.prefill(prompt(90, 7))  # predicted again, behind what is left
         assert session.stats().edits.predicted_tokens > 58
