@@ -65,7 +65,7 @@ class Watched(PlainAttention):
         self.received: Floats = np.zeros(0)
         self._first_kept = first_kept
 
-    def __call__(
+    def attend(
         self,
         params: AttentionParams,
         qkv: np.ndarray,
@@ -77,11 +77,11 @@ class Watched(PlainAttention):
         shared: bool = False,
         sink_logits: np.ndarray | None = None,
     ) -> np.ndarray:
-        """See `Attend`; of a model whose layers are alike, so that none reads another's keys."""
+        """See `Memory`; of a model whose layers are alike, so that none reads another's keys."""
         assert not shared
         self.kept[params.layer] = qkv[:, self._first_kept :].astype(np.float32)
         given = (params, qkv, positions, inv_freq, q_norm, k_norm)
-        return super().__call__(*given, sink_logits=sink_logits)
+        return super().attend(*given, sink_logits=sink_logits)
 
     def saw(self, params: AttentionParams, query: np.ndarray, weights: np.ndarray) -> None:
         """Sums over layers, heads and queries; late tokens have fewer who could look."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvq.config import AttentionParams
 from kvq.reference_delta import DeltaWeights
-from kvq_models.reference import PlainAttention, plain_attention
+from kvq_models.reference import PlainAttention
 
 Multiply = Callable[[np.ndarray], np.ndarray]
 """Inputs float32 [T, K] -> their products with a matrix [N, K], float32 [T, N]."""
@@ -75,18 +75,18 @@ class SegmentedAttention:
         self._newest: dict[int, list[PlainAttention]] = {}
 
     def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        """See `kvq_models.reference.Attend`."""
+        """See `kvq_models.reference.Memory`."""
         parts = np.split(bcx, self._count)
-        return np.concatenate([plain_attention().convolve(layer, one, weight) for one in parts])
+        return np.concatenate([PlainAttention().convolve(layer, one, weight) for one in parts])
 
     def recur(
         self, layer: int, rows: np.ndarray, gates: np.ndarray, weights: DeltaWeights
     ) -> np.ndarray:
-        """See `kvq_models.reference.Attend`."""
+        """See `kvq_models.reference.Memory`."""
         parts = zip(np.split(rows, self._count), np.split(gates, self._count), strict=True)
-        return np.concatenate([plain_attention().recur(layer, *own, weights) for own in parts])
+        return np.concatenate([PlainAttention().recur(layer, *own, weights) for own in parts])
 
-    def __call__(
+    def attend(
         self,
         params: AttentionParams,
         qkv: np.ndarray,
@@ -100,10 +100,10 @@ class SegmentedAttention:
     ) -> np.ndarray:
         parts = zip(np.split(qkv, self._count), np.split(positions, self._count), strict=True)
         if not shared:
-            self._newest[params.cache] = [plain_attention() for _ in range(self._count)]
+            self._newest[params.cache] = [PlainAttention() for _ in range(self._count)]
         return np.concatenate(
             [
-                own(
+                own.attend(
                     params,
                     part,
                     at,

@@ -16,7 +16,7 @@ from kvq import native
 from kvq.errors import BackendError, BudgetError, BundleError, KvqError, UsageError
 from kvq_export.export import export_model
 from kvq_models.config import ModelConfig
-from kvq_models.reference import Weights, forward, plain_attention
+from kvq_models.reference import PlainAttention, Weights, forward
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
@@ -121,12 +121,12 @@ def head_logits(
     """The same by the reference."""
     states, head = np.empty((len(ids), config.hidden_size), np.float32), config.drafting
     assert head is not None
-    forward(config, weight, ids, np.arange(len(ids)), plain_attention(), states=states)
+    forward(config, weight, ids, np.arange(len(ids)), PlainAttention(), states=states)
     found: list[np.ndarray] = []
     for _ in range(rounds):
         ids, joined = ids[1:], states[:-1]
         states, at = np.empty_like(joined), np.arange(len(ids))
-        attend = plain_attention()
+        attend = PlainAttention()
         found.append(forward(head, of_head, ids, at, attend, joined=joined, states=states))
     return found
 
