@@ -157,9 +157,11 @@ class Answering(Generic[C]):
         """
         sequence, drafting = self.sequence, (aids or self._aids).drafting
         # A cache that could not go back as far as a rollback did may owe a whole prompt.
-        while sequence.encoding.gaps or len(sequence.ready()) > sequence.chunk_tokens:
+        due = sequence.ready()
+        while sequence.encoding.gaps or len(due) > sequence.chunk_tokens:
             yield from self.reading(aids=aids)
-        due, held = sequence.due(), len(sequence)
+            due = sequence.ready()
+        held = len(sequence)
         first, watch = len(due), Stopwatch()
         with sequence.branch() as branch:
             draft = yield from drafting.draft(generation, branch, due)

@@ -76,7 +76,14 @@ class Slot:
         return common_prefix(self.tokens[:computed], ids) if self.owner == owner else 0
 
     def changed(self, ids: Ids, owner: str) -> list[Hunk]:
-        """The edits that make a text of `owner` of this one; of another owner's all is new."""
+        """The edits that make a text of `owner` of this one; of another owner's all is new.
+
+        They are found by comparing tokens, although an editor tells ranges of characters. Such a
+        range is of a document since its last change. A prompt is cut from what stands before the
+        cursor and behind it, which moves with every key, as far as there is room; the tokens at a
+        range's ends depend on what stands there; and what a slot holds may be an older prompt. What
+        is found here goes on to the cache with `align`, which does not look again.
+        """
         same = self.owner == owner
         return hunks(self.tokens, ids) if same else [Hunk(0, len(self.tokens), list(ids))]
 
