@@ -5,6 +5,7 @@ computes products by a function, so that a matrix need not be in memory, or not 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -91,28 +92,17 @@ class SegmentedAttention:
         params: AttentionParams,
         qkv: np.ndarray,
         positions: np.ndarray,
-        inv_freq: np.ndarray,
-        q_norm: np.ndarray | None,
-        k_norm: np.ndarray | None,
-        *,
+        *given: Any,
         shared: bool = False,
-        sink_logits: np.ndarray | None = None,
+        **named: Any,
     ) -> np.ndarray:
+        """See `kvq_models.reference.Memory`."""
         parts = zip(np.split(qkv, self._count), np.split(positions, self._count), strict=True)
         if not shared:
             self._newest[params.cache] = [PlainAttention() for _ in range(self._count)]
         return np.concatenate(
             [
-                own.attend(
-                    params,
-                    part,
-                    at,
-                    inv_freq,
-                    q_norm,
-                    k_norm,
-                    shared=shared,
-                    sink_logits=sink_logits,
-                )
+                own.attend(params, part, at, *given, shared=shared, **named)
                 for own, (part, at) in zip(self._newest[params.cache], parts, strict=True)
             ]
         )
