@@ -12,6 +12,7 @@ import numpy as np
 
 from kvq import Engine
 from kvq_runtime.config import Sampling
+from kvq_runtime.passes import run
 from kvq_runtime.sampling import candidates
 
 MODES = {
@@ -46,7 +47,7 @@ def _compare(sequence, window, first, differing) -> None:
     with sequence.branch() as branch:
         for count in (*{sampling.exact_rows for sampling in MODES.values()}, 0):
             branch.rewind(0)
-            sequence.run(branch.extend(piece, exact_rows=count))
+            run(branch.extend(piece, exact_rows=count))
             found[count] = branch.logits.copy()
         sequence.append(piece)
         branch.commit(range(len(piece)))

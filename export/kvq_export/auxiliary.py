@@ -33,6 +33,7 @@ from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
 from kvq_runtime.manifest import AUXILIARY_FILE, FileInfo, Manifest
+from kvq_runtime.passes import run
 
 Floats = NDArray[np.float64]
 
@@ -50,7 +51,7 @@ def fit(
     gram: dict[int, Any] = dict.fromkeys(set(served_by), 0.0)
     cross: list[Any] = [0.0] * config.num_layers
     for ids in made:
-        reader.sequence.run(reader.reading(ids))
+        run(reader.reading(ids))
         watched = Watched(first_kept)
         positions, last = np.arange(len(ids)), slice(-1, None)
         forward(config, base.read_weight, np.array(ids), positions, watched, last)

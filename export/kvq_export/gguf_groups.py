@@ -136,9 +136,9 @@ def _fields(packed: np.ndarray, bits: int, run: int) -> np.ndarray:
     return parts.reshape(len(packed), -1)
 
 
-def _halves(blocks: np.ndarray, at: int, count: int = 1) -> np.ndarray:
-    """`count` float16 numbers from byte `at` on, float32 [n, count]."""
-    raw = np.ascontiguousarray(blocks[:, at : at + 2 * count])
+def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 numbers at byte `at` of each, float32 [n, 1]."""
+    raw = np.ascontiguousarray(blocks[:, at : at + 2])
     return raw.view(np.float16).astype(np.float32)
 
 

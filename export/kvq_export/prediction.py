@@ -65,23 +65,13 @@ class Watched(PlainAttention):
         self.received: Floats = np.zeros(0)
         self._first_kept = first_kept
 
-    def __call__(
-        self,
-        params: AttentionParams,
-        qkv: np.ndarray,
-        positions: np.ndarray,
-        inv_freq: np.ndarray,
-        q_norm: np.ndarray | None,
-        k_norm: np.ndarray | None,
-        *,
-        shared: bool = False,
-        sink_logits: np.ndarray | None = None,
+    def attend(
+        self, params: AttentionParams, qkv: np.ndarray, *given: Any, **named: Any
     ) -> np.ndarray:
-        """See `Attend`; of a model whose layers are alike, so that none reads another's keys."""
-        assert not shared
+        """See `Memory`; of a model whose layers are alike, so that none reads another's keys."""
+        assert not named.get("shared")
         self.kept[params.layer] = qkv[:, self._first_kept :].astype(np.float32)
-        given = (params, qkv, positions, inv_freq, q_norm, k_norm)
-        return super().__call__(*given, sink_logits=sink_logits)
+        return super().attend(params, qkv, *given, **named)
 
     def saw(self, params: AttentionParams, query: np.ndarray, weights: np.ndarray) -> None:
         """Sums over layers, heads and queries; late tokens have fewer who could look."""

@@ -23,7 +23,7 @@ from kvq_export.gguf_llama import context_tokens, file_logits, llama_missing
 from kvq_export.stand_ins import Rows, Stack
 from kvq_models.config import ModelConfig
 from kvq_models.family import WeightSource, is_stack
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import PlainAttention, forward
 from kvq_runtime.bundle import Bundle
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -63,7 +63,7 @@ class Original:
             read = partial(self.checkpoint.read_rows, source)
             return cast(np.ndarray, Rows(read, partial(self.product, name)))
 
-        return forward(self.config, weight, ids, positions, plain_attention(), long_rope=long_rope)
+        return forward(self.config, weight, ids, positions, PlainAttention(), long_rope=long_rope)
 
     def product(self, name: str, x: np.ndarray, change: Change | None = None) -> np.ndarray:
         """`x` float32 [T, K] times a matrix, float32 [T, N]; a few of its rows are in memory."""

@@ -5,12 +5,13 @@ computes products by a function, so that a matrix need not be in memory, or not 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from kvq.config import AttentionParams
 from kvq.reference_delta import DeltaWeights
-from kvq_models.reference import PlainAttention, plain_attention
+from kvq_models.reference import PlainAttention
 
 Multiply = Callable[[np.ndarray], np.ndarray]
 """Inputs float32 [T, K] -> their products with a matrix [N, K], float32 [T, N]."""
@@ -75,44 +76,33 @@ class SegmentedAttention:
         self._newest: dict[int, list[PlainAttention]] = {}
 
     def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        """See `kvq_models.reference.Attend`."""
+        """See `kvq_models.reference.Memory`."""
         parts = np.split(bcx, self._count)
-        return np.concatenate([plain_attention().convolve(layer, one, weight) for one in parts])
+        return np.concatenate([PlainAttention().convolve(layer, one, weight) for one in parts])
 
     def recur(
         self, layer: int, rows: np.ndarray, gates: np.ndarray, weights: DeltaWeights
     ) -> np.ndarray:
-        """See `kvq_models.reference.Attend`."""
+        """See `kvq_models.reference.Memory`."""
         parts = zip(np.split(rows, self._count), np.split(gates, self._count), strict=True)
-        return np.concatenate([plain_attention().recur(layer, *own, weights) for own in parts])
+        return np.concatenate([PlainAttention().recur(layer, *own, weights) for own in parts])
 
-    def __call__(
+    def attend(
         self,
         params: AttentionParams,
         qkv: np.ndarray,
         positions: np.ndarray,
-        inv_freq: np.ndarray,
-        q_norm: np.ndarray | None,
-        k_norm: np.ndarray | None,
-        *,
+        *given: Any,
         shared: bool = False,
-        sink_logits: np.ndarray | None = None,
+        **named: Any,
     ) -> np.ndarray:
+        """See `kvq_models.reference.Memory`."""
         parts = zip(np.split(qkv, self._count), np.split(positions, self._count), strict=True)
         if not shared:
-            self._newest[params.cache] = [plain_attention() for _ in range(self._count)]
+            self._newest[params.cache] = [PlainAttention() for _ in range(self._count)]
         return np.concatenate(
             [
-                own(
-                    params,
-                    part,
-                    at,
-                    inv_freq,
-                    q_norm,
-                    k_norm,
-                    shared=shared,
-                    sink_logits=sink_logits,
-                )
+                own.attend(params, part, at, *given, shared=shared, **named)
                 for own, (part, at) in zip(self._newest[params.cache], parts, strict=True)
             ]
         )

@@ -290,9 +290,6 @@ def attention_weights(
 
 # ---- reading less -----------------------------------------------------------------------------
 
-# A page this many binary orders below a row's maximum adds less to its sum than float32 can tell.
-NEGLIGIBLE_OCTAVES = 32
-
 
 def page_bounds(q: Float, scale: Float, mid: Float, spread: float) -> Float:
     """Scores [R, C] of pages for query rows [R, D], from their keys' constants [C, D].

@@ -514,16 +514,6 @@ class ModelConfig:
         )
 
     @property
-    def cache_shape(self) -> CacheShape:
-        """That of the one class of a model whose layers are alike. Raises ModelError for others."""
-        if not self.uniform:
-            raise ModelError(
-                f"layers of a {self.model_type} model differ in their heads, read others' keys or "
-                "do not attend; this is possible only where all are alike"
-            )
-        return self.cache_classes[0].shape
-
-    @property
     def conv_shape(self) -> ConvShape | None:
         """What the layers that convolve have in common, or None where there are none."""
         found = [one.mixer for one in self.layers if isinstance(one.mixer, ShortConv)]

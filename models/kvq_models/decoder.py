@@ -84,6 +84,22 @@ FIM_DEEPSEEK = FimNames(
 )
 
 
+def layer_kinds(
+    model_type: str, values: Mapping[str, Any], types: Sequence[str], *possible: str
+) -> Sequence[str]:
+    """The kind of every layer, one of `possible` each. Raises `CheckpointError` for others."""
+    count = values["num_hidden_layers"]
+    if len(types) != count:
+        raise CheckpointError(f"{len(types)} layers are described, num_hidden_layers is {count}")
+    wrong = next((kind for kind in types if kind not in possible), None)
+    if wrong is not None:
+        raise UnsupportedModelError(
+            f"layer type {wrong!r} is not supported for {model_type}; "
+            f"supported: {', '.join(possible)}"
+        )
+    return types
+
+
 def decoder_config(
     model_type: str,
     values: Mapping[str, Any],

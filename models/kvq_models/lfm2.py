@@ -1,11 +1,11 @@
 """The lfm2 family (LFM2 350M to 2.6B, LFM2.5): short convolutions, few layers that attend."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.errors import CheckpointError, UnsupportedModelError
 from kvq_models.config import ModelConfig, ShortConv
-from kvq_models.decoder import DECODER_KEYS, decoder_config
+from kvq_models.decoder import DECODER_KEYS, decoder_config, layer_kinds
 from kvq_models.family import Family
 from kvq_models.keys import Default, Key, MustEqual, Required
 
@@ -34,20 +34,12 @@ def convolving_config(model_type: str, values: Mapping[str, Any], **fields: Any)
     )
 
 
-def _types(model_type: str, values: Mapping[str, Any]) -> list[str]:
+def _types(model_type: str, values: Mapping[str, Any]) -> Sequence[str]:
     """The kind of every layer, from either of two spellings."""
     count, attending = values["num_hidden_layers"], values["full_attn_idxs"]
     if values["layer_types"] is None and attending is not None:
         return [_FULL if layer in attending else _CONV for layer in range(count)]
-    types = values["layer_types"] or [_FULL] * count
-    if len(types) != count:
-        raise CheckpointError(f"{len(types)} layers are described, num_hidden_layers is {count}")
-    wrong = next((kind for kind in types if kind not in (_FULL, _CONV)), None)
-    if wrong is not None:
-        raise UnsupportedModelError(
-            f"layer type {wrong!r} is not supported for {model_type}; supported: {_FULL}, {_CONV}"
-        )
-    return types
+    return layer_kinds(model_type, values, values["layer_types"] or [_FULL] * count, _FULL, _CONV)
 
 
 def _feed_width(values: Mapping[str, Any]) -> int:

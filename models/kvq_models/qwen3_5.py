@@ -4,14 +4,14 @@ Its attention gates what heads give, and turns a quarter of their channels; the 
 but that of a delta net's heads are stored as w - 1. Checkpoints have a draft head (`mtp`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from kvq.errors import CheckpointError, UnsupportedModelError
+from kvq.errors import CheckpointError
 from kvq_models.config import DeltaNet, Feed, ModelConfig
-from kvq_models.decoder import DECODER_KEYS, FIM_QWEN, LAYER_WEIGHTS, decoder_config
+from kvq_models.decoder import DECODER_KEYS, FIM_QWEN, LAYER_WEIGHTS, decoder_config, layer_kinds
 from kvq_models.family import Family
 from kvq_models.keys import Default, Key, MustEqual, Required
 
@@ -50,7 +50,7 @@ def hybrid_config(
     )
 
 
-def _types(model_type: str, values: Mapping[str, Any]) -> list[str]:
+def _types(model_type: str, values: Mapping[str, Any]) -> Sequence[str]:
     """The kind of every layer, from either of two spellings."""
     count, interval = values["num_hidden_layers"], values["full_attention_interval"]
     if interval < 1:
@@ -58,14 +58,7 @@ def _types(model_type: str, values: Mapping[str, Any]) -> list[str]:
     types = values["layer_types"] or [
         _LINEAR if (layer + 1) % interval else _FULL for layer in range(count)
     ]
-    if len(types) != count:
-        raise CheckpointError(f"{len(types)} layers are described, num_hidden_layers is {count}")
-    wrong = next((kind for kind in types if kind not in (_FULL, _LINEAR)), None)
-    if wrong is not None:
-        raise UnsupportedModelError(
-            f"layer type {wrong!r} is not supported for {model_type}; supported: {_FULL}, {_LINEAR}"
-        )
-    return types
+    return layer_kinds(model_type, values, types, _FULL, _LINEAR)
 
 
 def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:

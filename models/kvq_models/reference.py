@@ -23,11 +23,10 @@ Weights = Callable[[str], np.ndarray]
 """Canonical name -> float32 array, as `Family.weights` describes it (offsets added)."""
 
 
-class Attend(Protocol):
-    """Causal attention of T new tokens over everything seen before and themselves.
+class Memory(Protocol):
+    """What remembers tokens: for attention, for convolutions and for delta nets.
 
-    What remembers tokens for attention does so for convolutions and delta nets too.
-
+    `attend` is causal attention of T new tokens over everything seen before and themselves.
     qkv: float32 [T, (H + 2 Hk) * D], unrotated, query heads then key heads then value heads;
     positions: int64 [T]; inv_freq: float32 [rotary_dim / 2]; q_norm, k_norm: float32 [D] or None.
     `sink_logits`: float32 [H] or None, see `kvq.reference.attention_weights`.
@@ -35,7 +34,7 @@ class Attend(Protocol):
     [T, H * D], and nothing is added to what is seen. Returns float32 [T, H * D].
     """
 
-    def __call__(
+    def attend(
         self,
         params: AttentionParams,
         qkv: np.ndarray,
@@ -71,7 +70,7 @@ def forward(
     weight: Weights,
     ids: np.ndarray,
     positions: np.ndarray,
-    attend: Attend,
+    memory: Memory,
     rows: slice | np.ndarray | None = None,
     mixed: tuple[np.ndarray, np.ndarray] | None = None,
     *,
@@ -89,7 +88,7 @@ def forward(
     `rows` picks the tokens whose logits are wanted (all by default). `mixed` = (ids int64 [T, k],
     weights float32 [T, k]) replaces `ids`: token t enters as the weighted sum of k embeddings.
     `long_rope` picks the long rotary table of models that have one. Layers of `skipped` leave the
-    stream as it is; `attend` is given zeros for them. Those of `predicted` do so too, but `attend`
+    stream as it is; `memory` is given zeros for them. Those of `predicted` do so too, but `memory`
     is given their keys and values, by `maps` where it has one: of a layer float32 [2 Hk D, hidden]
     and [2 Hk D]. `watch` hears of what enters each layer, float32 [T, hidden]; `entering` is a
     layer and what enters it: those before it are not computed. A draft head is given the states it
@@ -104,7 +103,7 @@ def forward(
         if watch is not None:
             watch(layer, hidden)
         if layer in skipped:
-            _attend_to_zeros(config, layer, positions, attend)
+            _attend_to_zeros(config, layer, positions, memory)
             continue
         if layer in predicted:
             qkv, _ = _qkv(config, weight, layer, hidden)
@@ -113,11 +112,11 @@ def forward(
             if maps is not None and layer in maps:
                 normed = _half(config, weight, layer, hidden, "attn_norm", without="after")
                 qkv[:, first:] = normed @ maps[layer][0].T + maps[layer][1]
-            _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
+            _attend_with(config, weight, layer, qkv, positions, memory, long_rope=long_rope)
             continue
         entered = hidden
         hidden = _mixed_tokens(
-            config, weight, layer, hidden, positions, attend, long_rope=long_rope
+            config, weight, layer, hidden, positions, memory, long_rope=long_rope
         )
         parallel = config.layers[layer].parallel
         hidden = hidden + _mlp(config, weight, layer, entered if parallel else hidden)
@@ -194,17 +193,17 @@ def _mixed_tokens(
     layer: int,
     hidden: np.ndarray,
     positions: np.ndarray,
-    attend: Attend,
+    memory: Memory,
     *,
     long_rope: bool,
 ) -> np.ndarray:
     """The stream with what a layer's mixer adds to it."""
     mixer = config.layers[layer].mixer
     if isinstance(mixer, DeltaNet):
-        return _delta_net(config, weight, layer, hidden, attend)
+        return _delta_net(config, weight, layer, hidden, memory)
     if isinstance(mixer, ShortConv):
-        return _convolution(config, weight, layer, hidden, attend)
-    return _attention(config, weight, layer, hidden, positions, attend, long_rope=long_rope)
+        return _convolution(config, weight, layer, hidden, memory)
+    return _attention(config, weight, layer, hidden, positions, memory, long_rope=long_rope)
 
 
 def _attention(
@@ -213,13 +212,13 @@ def _attention(
     layer: int,
     hidden: np.ndarray,
     positions: np.ndarray,
-    attend: Attend,
+    memory: Memory,
     *,
     long_rope: bool,
 ) -> np.ndarray:
     name, mixer = f"layers.{layer}.", config.layers[layer].attention
     qkv, gate = _qkv(config, weight, layer, hidden)
-    attended = _attend_with(config, weight, layer, qkv, positions, attend, long_rope=long_rope)
+    attended = _attend_with(config, weight, layer, qkv, positions, memory, long_rope=long_rope)
     if gate is not None:
         attended = attended * sigmoid(gate)
     if mixer.head_gate:
@@ -233,18 +232,18 @@ def _attention(
 
 
 def _convolution(
-    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, attend: Attend
+    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, memory: Memory
 ) -> np.ndarray:
     name = f"layers.{layer}."
     bcx = _half(config, weight, layer, hidden, "attn_norm", without="after")
     bcx = bcx @ weight(name + "in_proj").T
-    mixed = attend.convolve(config.mixer_place(layer), bcx, weight(name + "conv")[:, 0])
+    mixed = memory.convolve(config.mixer_place(layer), bcx, weight(name + "conv")[:, 0])
     output = mixed @ weight(name + "out_proj").T
     return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
 
 
 def _delta_net(
-    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, attend: Attend
+    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, memory: Memory
 ) -> np.ndarray:
     name, mixer = f"layers.{layer}.", config.layers[layer].mixer
     assert isinstance(mixer, DeltaNet)
@@ -258,7 +257,7 @@ def _delta_net(
         key_heads=mixer.key_heads,
         norm_eps=config.norm_eps,
     )
-    output = attend.recur(config.mixer_place(layer), rows, gates, weights)
+    output = memory.recur(config.mixer_place(layer), rows, gates, weights)
     output = output @ weight(name + "out_proj").T
     return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
 
@@ -305,7 +304,7 @@ def _attend_with(
     layer: int,
     qkv: np.ndarray,
     positions: np.ndarray,
-    attend: Attend,
+    memory: Memory,
     *,
     long_rope: bool,
 ) -> np.ndarray:
@@ -329,7 +328,7 @@ def _attend_with(
     more: dict[str, Any] = {"shared": True} if shared else {}
     if mixer.sinks:
         more["sink_logits"] = weight(name + "sink_logits")
-    return attend(
+    return memory.attend(
         config.attention(layer),
         qkv,
         positions,
@@ -341,11 +340,11 @@ def _attend_with(
 
 
 def _attend_to_zeros(
-    config: ModelConfig, layer: int, positions: np.ndarray, attend: Attend
+    config: ModelConfig, layer: int, positions: np.ndarray, memory: Memory
 ) -> None:
     """A cache counts the layers that have seen a pass, those that do nothing too."""
     qkv = np.zeros((len(positions), config.layers[layer].attention.qkv_width), np.float32)
-    attend(config.attention(layer), qkv, positions, config.inv_freq(layer), None, None)
+    memory.attend(config.attention(layer), qkv, positions, config.inv_freq(layer), None, None)
 
 
 def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
@@ -488,7 +487,7 @@ class PlainAttention:
     def recur(
         self, layer: int, rows: np.ndarray, gates: np.ndarray, weights: DeltaWeights
     ) -> np.ndarray:
-        """See `Attend`."""
+        """See `Memory`."""
         known = self._deltas.get(layer, (rows[:0], gates[:0]))
         if layer not in self._recurrences:  # nothing was seen yet, or it was cut
             self._recurrences[layer] = Recurrence(weights)
@@ -497,13 +496,13 @@ class PlainAttention:
         return self._recurrences[layer].run(rows, gates, weights)
 
     def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        """See `Attend`."""
+        """See `Memory`."""
         own = products(bcx.astype(np.float32))
         rows = np.concatenate([self._rows[layer], own]) if layer in self._rows else own
         self._rows[layer] = rows
         return short_conv(bcx, weight, seen_rows(rows, weight.shape[1])[-len(bcx) :])
 
-    def __call__(
+    def attend(
         self,
         params: AttentionParams,
         qkv: np.ndarray,
@@ -588,8 +587,3 @@ def _mixed(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Attended values [T, H * D] of `weights` over values [S, Hk, D]."""
     mixed = weights @ values.transpose(1, 0, 2)[:, None]
     return mixed.transpose(2, 0, 1, 3).reshape(weights.shape[2], -1)
-
-
-def plain_attention() -> PlainAttention:
-    """A fresh exact attention: the unquantised reference of every cache."""
-    return PlainAttention()

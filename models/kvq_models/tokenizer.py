@@ -369,9 +369,8 @@ class IncrementalDetokenizer:
     for all ids, except that a first space is kept: the stream continues a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = special
         self._shown: frozenset[int] = frozenset()
         self._skipped = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -393,7 +392,7 @@ class IncrementalDetokenizer:
 
     def push(self, token: int) -> str:
         """The characters that this token completes, perhaps none."""
-        special = self._special or token in self._shown
+        special = token in self._shown
         piece = self._tokenizer.token_bytes(token, special=special)
         skipped = min(self._skipped, len(piece))
         self._skipped -= skipped

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from kvq.errors import UsageError
 from kvq_runtime.backends import C
+from kvq_runtime.branch import Branch
 from kvq_runtime.constraint import Ids
 from kvq_runtime.generation import Cancel, Continuation, GenerationOptions, Vocabulary, never
-from kvq_runtime.sequence import Branch, Work
+from kvq_runtime.passes import Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,8 +30,8 @@ from kvq_runtime.generation import (
     never,
 )
 from kvq_runtime.metrics import Meter, Stopwatch
+from kvq_runtime.passes import Work
 from kvq_runtime.prediction import Prediction, prediction_named
-from kvq_runtime.sequence import Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,9 +157,11 @@ class Answering(Generic[C]):
         """
         sequence, drafting = self.sequence, (aids or self._aids).drafting
         # A cache that could not go back as far as a rollback did may owe a whole prompt.
-        while sequence.gaps or len(sequence.ready()) > sequence.chunk_tokens:
+        due = sequence.ready()
+        while sequence.encoding.gaps or len(due) > sequence.chunk_tokens:
             yield from self.reading(aids=aids)
-        due, held = sequence.due(), len(sequence)
+            due = sequence.ready()
+        held = len(sequence)
         first, watch = len(due), Stopwatch()
         with sequence.branch() as branch:
             draft = yield from drafting.draft(generation, branch, due)
@@ -187,7 +189,7 @@ class Answering(Generic[C]):
         return taken.steps, drafted_s + passed.seconds + chosen_s
 
     def answering(self, options: GenerationOptions) -> Work[C, list[Step]]:
-        """All of an answer, as work that shares its passes (`sequence.run_all`); its steps."""
+        """All of an answer, as work that shares its passes (`passes.run_all`); its steps."""
         generation, steps = self.begin(options), list[Step]()
         while generation.finish_reason is None:
             steps += (yield from self.stepping(generation))[0]

@@ -23,7 +23,8 @@ from kvq_runtime.backends import Backend, open_backend
 from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
-from kvq_runtime.sequence import Sequence, Work
+from kvq_runtime.passes import Work
+from kvq_runtime.sequence import Sequence
 from kvq_runtime.vocabularies import check_vocabularies
 
 Floats = NDArray[np.float32]

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Generic
 
 from kvq_runtime.backends import C
+from kvq_runtime.branch import Branch
 from kvq_runtime.generation import Cancel, Generation, Step, never
 from kvq_runtime.metrics import Stopwatch
-from kvq_runtime.sequence import Branch, Work
+from kvq_runtime.passes import Work
 
 
 class Beside(Generic[C]):

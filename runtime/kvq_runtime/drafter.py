@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq_runtime.backends import Backend
+from kvq_runtime.branch import Branch
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.sequence import Branch, Work
+from kvq_runtime.passes import Work
 from kvq_runtime.states import States
 
 

@@ -5,9 +5,10 @@ from typing import Generic
 
 from kvq.errors import BackendError, UsageError, argument
 from kvq_runtime.backends import Backend, C
+from kvq_runtime.branch import Branch
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, Taken
-from kvq_runtime.sequence import Branch, Passed, Work
+from kvq_runtime.passes import Passed, Work
 from kvq_runtime.sequence import Sequence as Held
 from kvq_runtime.states import States
 

@@ -9,11 +9,14 @@ Lossy: what is predicted is counted, saved as such, and never taken for what is 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from kvq.errors import UsageError, argument
 from kvq.named import named
 from kvq_runtime.backends import WHOLE, Mode, ModelFacts
+from kvq_runtime.passes import Work
 
 PREDICTORS = {
     "prefix": "kvq_runtime.prediction:Prefix",
@@ -48,6 +51,19 @@ class Prediction:
         if not self.mode.predicted or last - first < (1 if going_on else self.least_tokens):
             return stop, WHOLE
         return (first, WHOLE) if start < first else (last, self.mode)
+
+
+class PromptReader(Protocol):
+    """Another model, which reads prompts in this one's place; see `kvq_runtime.auxiliary`."""
+
+    def taking(
+        self, cache: Any, ids: Sequence[int], start: int, *, rope_long: bool
+    ) -> Work[Any, float]:
+        """Gives `cache` keys and values of the tokens of `ids` from `start` on; seconds of passes.
+
+        `cache` holds the tokens before these.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

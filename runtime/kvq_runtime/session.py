@@ -21,6 +21,7 @@ from kvq_runtime.constraint import Constraint
 from kvq_runtime.generation import Cancel, GenerationOptions, Step, never
 from kvq_runtime.hunks import Hunk
 from kvq_runtime.metrics import SessionStats
+from kvq_runtime.passes import run
 
 Progress = Callable[[int, int], None]
 
@@ -55,7 +56,7 @@ class Session(Answering[C]):
         attention adds up in another order, so that a last digit may take the activations of a
         product, 8 bits each, to the next step. Reading a prompt in other chunks costs as much.
         """
-        return self.sequence.staleness.stale == 0
+        return self.sequence.encoding.staleness.stale == 0
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -186,7 +187,7 @@ class Session(Answering[C]):
             return
         given = len(self.sequence)
         while generation.finish_reason is None:
-            yield from self._shown(self.sequence.run(self.stepping(generation, cancel))[0])
+            yield from self._shown(run(self.stepping(generation, cancel))[0])
         if not generation.begun:
             self._keep(given)
 
@@ -224,7 +225,7 @@ class Session(Answering[C]):
         writer = self.writers(method) if isinstance(method, str) else method
         if not self._catch_up(unseen, cancel):
             return []
-        return self.sequence.run(self.drafting(count, options, writer, cancel, exact=exact))
+        return run(self.drafting(count, options, writer, cancel, exact=exact))
 
     def logits(
         self, ids: Sequence[int], *, progress: Progress = unseen
@@ -306,8 +307,8 @@ class Session(Answering[C]):
             kv_budget=cache.budget_bytes,
             bytes_per_token=cache.bytes_per_token,
             held=cache.holdings(),
-            edits=self.sequence.edit_counts,
-            recomputed_tokens=self.sequence.recomputed_tokens,
+            edits=self.sequence.encoding.edit_counts,
+            recomputed_tokens=self.sequence.encoding.recomputed_tokens,
             draft_bytes=self.draft_bytes,
             auxiliary_bytes=self.auxiliary_bytes,
         )
@@ -332,7 +333,7 @@ class Session(Answering[C]):
         while left:
             if cancel():
                 return False
-            self.sequence.run(self.reading(aids=aids))
+            run(self.reading(aids=aids))
             left = len(self.sequence.due())
             progress(total - left, total)
         return True

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from kvq.errors import UsageError
 from kvq_runtime.alternatives import Asked, Line, log_normalizers, step
 from kvq_runtime.backends import C
+from kvq_runtime.branch import Branch
+from kvq_runtime.passes import Work
 from kvq_runtime.sampling import largest, sample
-from kvq_runtime.sequence import Branch, Work
 
 Choose = Callable[[list[Line], NDArray[np.float32], Asked], list[Line]]
 

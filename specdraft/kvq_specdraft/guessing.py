@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvq.errors import UsageError
 from kvq_runtime.backends import WHOLE, Mode
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
-from kvq_runtime.sequence import Passed, Work
+from kvq_runtime.passes import Passed, Work
 from kvq_specdraft.pace import Pace
 
 

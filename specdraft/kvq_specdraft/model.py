@@ -15,7 +15,7 @@ from kvq_runtime.config import SessionConfig, SessionRequest
 from kvq_runtime.drafter import NO_DRAFT, Draft, Ground
 from kvq_runtime.engine import Engine
 from kvq_runtime.hunks import common_prefix
-from kvq_runtime.sequence import Passed, Work
+from kvq_runtime.passes import Passed, Work
 from kvq_runtime.sequence import Sequence as TokenSequence
 from kvq_runtime.vocabularies import check_vocabularies
 from kvq_specdraft.guessing import Guessing

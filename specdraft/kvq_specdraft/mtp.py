@@ -10,7 +10,7 @@ from kvq.errors import BackendError, argument
 from kvq_runtime.backends import Backend, Mode
 from kvq_runtime.config import SessionConfig, SessionRequest
 from kvq_runtime.drafter import NO_DRAFT, Draft, Ground
-from kvq_runtime.sequence import Passed, Work
+from kvq_runtime.passes import Passed, Work
 from kvq_runtime.sequence import Sequence as TokenSequence
 from kvq_runtime.states import States
 from kvq_specdraft.guessing import Guessing

@@ -8,7 +8,7 @@ from kvq.errors import BackendError
 from kvq_runtime.backends import Backend, Mode
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.drafter import Draft, Ground
-from kvq_runtime.sequence import Work
+from kvq_runtime.passes import Work
 from kvq_specdraft.guessing import SelfGuessing
 
 # Tokens that are frequent; of a text's newest so many, the share that may be others.

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from kvq_runtime.alternatives import Asked, Line
 from kvq_runtime.backends import C
-from kvq_runtime.sequence import Branch, Work
+from kvq_runtime.branch import Branch
+from kvq_runtime.passes import Work
 
 # What led on the embedded models and costs least to be wrong about; see the log of `kvq eval`.
 UNRECORDED = "branches"

@@ -6,7 +6,7 @@ from typing import Any
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
-from kvq_runtime.sequence import Work
+from kvq_runtime.passes import Work
 from kvq_runtime.states import States
 
 

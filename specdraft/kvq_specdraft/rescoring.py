@@ -7,7 +7,8 @@ from math import inf, log
 
 from kvq_runtime.alternatives import Asked, Line, log_normalizers
 from kvq_runtime.backends import C
-from kvq_runtime.sequence import Branch, Work
+from kvq_runtime.branch import Branch
+from kvq_runtime.passes import Work
 
 # A line is cut before a token the model itself would hardly write there.
 LEAST_LOGPROB = log(0.002)

@@ -11,7 +11,7 @@ from kvq.errors import UsageError, argument
 from kvq_runtime.backends import Backend, Mode
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.drafter import Draft, Ground
-from kvq_runtime.sequence import Work
+from kvq_runtime.passes import Work
 from kvq_specdraft.guessing import SelfGuessing
 from kvq_specdraft.layer_sets import Choosing, Kinds
 

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from kvq.errors import DataError, UsageError
 from kvq_runtime.alternatives import Asked, Line, step
 from kvq_runtime.backends import C
+from kvq_runtime.branch import Branch
+from kvq_runtime.passes import Work
 from kvq_runtime.sampling import sample
-from kvq_runtime.sequence import Branch, Work
 from kvq_specdraft.branches import best
 from kvq_specdraft.ngrams import Ngrams
 from kvq_specdraft.rescoring import distinct, rescored

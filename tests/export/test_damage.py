@@ -18,7 +18,7 @@ from kvq_export.damage import FEEDBACK, allocated, damages
 from kvq_export.export import export_model
 from kvq_export.layout import plan_layout
 from kvq_export.weights import quantize
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import PlainAttention, forward
 from kvq_runtime.bundle import Bundle
 from originals import original_of
 from shelf import PLAIN, Shelf
@@ -54,7 +54,7 @@ def test_a_damage_is_the_divergence_that_one_rounded_matrix_makes(
             return dequantize(quantize(rows, FORM), 4)[:, : rows.shape[1]]
 
         parts = [
-            forward(config, weight, ids, np.arange(len(ids)), plain_attention()) for ids in texts
+            forward(config, weight, ids, np.arange(len(ids)), PlainAttention()) for ids in texts
         ]
         return quality.log_softmax(np.concatenate(parts))
 

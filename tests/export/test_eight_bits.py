@@ -17,7 +17,7 @@ from kvq_export.export import export_model
 from kvq_export.stand_ins import Rows, Stack
 from kvq_export.weights import half_scales, quantize
 from kvq_models.family import is_stack
-from kvq_models.reference import Weights, forward, plain_attention
+from kvq_models.reference import PlainAttention, Weights, forward
 from originals import original_of
 from shelf import Shelf
 from tiny import checkpoint_weights, make_llama_checkpoint
@@ -40,7 +40,7 @@ def test_the_likeliest_tokens_are_those_of_products_of_8_bits(
 
     def likeliest(weight: Weights) -> np.ndarray:
         places = np.arange(TOKENS)
-        parts = (forward(original.config, weight, ids, places, plain_attention()) for ids in texts)
+        parts = (forward(original.config, weight, ids, places, PlainAttention()) for ids in texts)
         return np.stack([part.argmax(axis=1) for part in parts])
 
     by_hand = likeliest(lambda name: rounded(name, exact(name)))

@@ -36,7 +36,7 @@ from kvq_export.staging import staged
 from kvq_export.weights import quantize, quantize_chunks
 from kvq_export.writer import stored
 from kvq_models.config import Attention, Dense, Layer, ModelConfig, RopeConfig
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for, read_checkpoint
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
@@ -253,14 +253,14 @@ class CutGraph:
         for layer in range(config.num_layers):
             width = config.num_heads * config.head_dim
             feeds[f"attended.{layer}"] = np.zeros((len(ids), width), np.float32)
-        attend = plain_attention()
+        memory = PlainAttention()
         for layer in range(config.num_layers):
             (qkv,) = self.session.run([f"qkv.{layer}"], feeds)
             norms = [None, None]
             if config.layers[0].mixer.qk_norm == "heads":
                 norms = [self.bundle.read_weight(f"layers.{layer}.{n}_norm") for n in "qk"]
             table = config.inv_freq(layer, long_rope=True)
-            feeds[f"attended.{layer}"] = attend(
+            feeds[f"attended.{layer}"] = memory.attend(
                 config.attention(layer), qkv, positions, table, *norms
             )
         return self.session.run(["logits"], feeds)[0]
@@ -322,7 +322,7 @@ class Case:
             weight or self.bundle.read_weight,
             self.ids[:, 0],
             np.arange(9),
-            plain_attention(),
+            PlainAttention(),
             self.rows,
             (self.ids, self.mix),
             long_rope=True,
@@ -753,7 +753,7 @@ def test_report_compares_weights_alone_and_everything(tmp_path: Path) -> None:
         config=config, sources=family.weights(config), checkpoint=Checkpoint.open(source)
     )
     ids = np.arange(40) % config.vocab_size
-    exact = forward(config, checkpoint_weights(source), ids, np.arange(40), plain_attention())
+    exact = forward(config, checkpoint_weights(source), ids, np.arange(40), PlainAttention())
     streamed = original.logits(ids)
     np.testing.assert_allclose(streamed, exact, atol=1e-4)
 

@@ -29,7 +29,7 @@ from kvq_export.export import export_model
 from kvq_export.gguf_blocks import pack_blocks
 from kvq_export.gguf_model import gguf_model
 from kvq_models.config import Dense, Experts, ModelConfig, RopeConfig
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for, read_checkpoint
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
@@ -214,7 +214,7 @@ def expected_logits(source: Path, ids: np.ndarray) -> np.ndarray:
         tiny.checkpoint_weights(source),
         ids,
         np.arange(len(ids)),
-        plain_attention(),
+        PlainAttention(),
         long_rope=config.needs_long_rope(context),
     )
 
@@ -289,7 +289,7 @@ def decided_prompt(source: Path) -> tuple[list[int], list[int]]:
 def greedy(source: Path, prompt: np.ndarray) -> tuple[float, list[int], list[int]]:
     """The smallest lead over the next best, the prompt and its greedy continuation."""
     _, config, _ = read_checkpoint(source)
-    weight, attend = tiny.checkpoint_weights(source), plain_attention()
+    weight, attend = tiny.checkpoint_weights(source), PlainAttention()
     tokens, lead, ids, first = list[int](), math.inf, prompt, 0
     for _ in range(STEPS):
         positions = np.arange(first, first + len(ids))

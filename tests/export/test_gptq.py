@@ -19,7 +19,7 @@ from kvq_export.quality import Original
 from kvq_export.stand_ins import Product
 from kvq_export.weights import quantize
 from kvq_models.config import ModelConfig
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
 from tiny import make_llama_checkpoint
@@ -185,7 +185,7 @@ def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
             return stored[name] if name in rounded else original.checkpoint.read(source)
 
         for ids in segments:
-            forward(config, weight, ids, np.arange(len(ids)), plain_attention())
+            forward(config, weight, ids, np.arange(len(ids)), PlainAttention())
         return np.concatenate(seen)
 
     x, exact = entering({*layout.matrices} - {"embed", "head"}), entering(())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvq_export.config import ExportOptions, WeightFormat
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import read_checkpoint
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
@@ -43,7 +43,7 @@ def test_the_model_is_the_checkpoints(base: Any, shelf: Shelf) -> None:
     ids, folder = np.array(prompt(40)), shelf.checkpoint(**LAYERS)
     _, config, _ = read_checkpoint(folder)
     weights = checkpoint_weights(folder)
-    wanted = forward(config, weights, ids, np.arange(40), plain_attention())
+    wanted = forward(config, weights, ids, np.arange(40), PlainAttention())
     with torch.no_grad():
         found = base.log_probabilities(base(torch.tensor(ids)[None]))[0].numpy()
     assert divergence(wanted, found) < 1e-6

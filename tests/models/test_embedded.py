@@ -17,7 +17,7 @@ from environment import environment_in
 from kvq import native
 from kvq.native_linear import weight_bytes_read
 from kvq_export.checkpoint import Checkpoint
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends.onnx import OnnxBackend
@@ -118,7 +118,7 @@ def test_transformers_computes_the_same_and_it_has_learned_python(name: str) -> 
     def weight(key: str) -> np.ndarray:
         return checkpoint.read(sources[key])
 
-    found = forward(config, weight, ids, np.arange(len(ids)), plain_attention())
+    found = forward(config, weight, ids, np.arange(len(ids)), PlainAttention())
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()

@@ -36,7 +36,6 @@ from kvq_models.reference import forward
 from kvq_models.registry import read_checkpoint
 from kvq_runtime.backends import Pass, Rows, missing
 from kvq_runtime.backends.paged import PagedCache, class_fields
-from kvq_runtime.backends.reference import CacheAttention
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
@@ -367,7 +366,7 @@ def test_mixed_embeddings_equal_the_reference_and_transformers(family: Family) -
             family.bundle.read_weight,
             ids[:, 0],
             np.arange(tokens),
-            CacheAttention(cache),
+            cache,
             mixed=(ids, weights),
             long_rope=config.needs_long_rope(tokens),
         )

@@ -19,6 +19,7 @@ from kvq_runtime.engine import Engine, open_files
 from kvq_runtime.generation import Step
 from kvq_runtime.metrics import SessionStats
 from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
+from kvq_runtime.passes import run
 from logits import far
 from shelf import EIGHT, Shelf
 
@@ -75,7 +76,7 @@ def test_passes_that_read_less_do_so_on_a_device(bundle: Path) -> None:
             session.prefill(TEXT[:100].tolist())  # the second layer is predicted
             with session.sequence.branch() as branch:
                 for mode in modes:
-                    session.sequence.run(branch.extend([7, 8], mode=mode))
+                    run(branch.extend([7, 8], mode=mode))
                     found.append(np.where(np.isinf(branch.logits), 0, branch.logits))
                     branch.rewind(0)
     for got, want in zip(found[: len(modes)], found[len(modes) :], strict=True):

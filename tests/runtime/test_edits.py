@@ -134,7 +134,7 @@ def test_a_refresh_makes_an_edited_text_exact(exact: Engine, kv: dict[str, str])
         found, text = logits(other), list(other.tokens)
         wanted = fresh(exact, text, **kv)
         assert np.abs(found - wanted).max() < (1e-4 if kv == FP else 0.05) * np.abs(wanted).max()
-        assert not (other.sequence.staleness.ages > 0).any()
+        assert not (other.sequence.encoding.staleness.ages > 0).any()
         other.close()
 
 

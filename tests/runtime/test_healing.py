@@ -28,6 +28,7 @@ from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
 from kvq_runtime.healing import heal
+from kvq_runtime.passes import run
 from kvq_runtime.sampling import distribution
 from kvq_runtime.session import Session
 from rule_backend import RuleBackend, RuleCache
@@ -380,7 +381,7 @@ def test_answers_written_side_by_side_have_room_for_the_cut() -> None:
             options = GenerationOptions(max_tokens=max_tokens, sampling=GREEDY, begin_with=b"):")
             with session.beside([1, 2], options) as beside:
                 while beside.going:
-                    session.sequence.run(beside.stepping())
+                    run(beside.stepping())
                 beside.kept = 1
             assert list(session.tokens) == small(b"f", b")", b":", *[b"x"] * max_tokens)
     assert fitting == list(range(1, session.config.draft_tokens // 2))

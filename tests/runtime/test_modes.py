@@ -12,7 +12,8 @@ from kvq_export.config import WeightFormat
 from kvq_runtime.backends import WHOLE, Mode
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
-from kvq_runtime.sequence import Call, Sequence, forward_all
+from kvq_runtime.passes import Call, forward_all, run
+from kvq_runtime.sequence import Sequence
 from logits import far
 from rule_backend import RULE_LOGIT, RuleBackend
 from shelf import EIGHT, PLAIN, Shelf
@@ -39,7 +40,7 @@ def logits_of(path: Path, backend: str, modes: list[Mode], bits: int = 8) -> lis
         found = []
         with session.sequence.branch() as branch:
             for mode in modes:
-                session.sequence.run(branch.extend([7, 8, 9], mode=mode))
+                run(branch.extend([7, 8, 9], mode=mode))
                 found.append(branch.logits.copy())
                 branch.rewind(0)
         assert session.sequence.cache.state() == before

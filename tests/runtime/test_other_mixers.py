@@ -19,7 +19,7 @@ from kvq_runtime.backends import Mode
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import Engine
 from kvq_runtime.graph_check import check_graph
-from kvq_runtime.sequence import forward_all
+from kvq_runtime.passes import forward_all
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
 from logits import generated, prompt
@@ -119,22 +119,22 @@ def test_other_backends_answer_alike(
         with opened(engine) as ours:
             ours.prefill(TEXTS[0])
             for token in answers[0][:6]:
-                found, wanted = (one.sequence._logits for one in (session, ours))
+                found, wanted = (one.sequence.encoding.logits for one in (session, ours))
                 assert np.abs(found - wanted).std() < 0.1 * wanted.std()
                 for one in (session, ours):
                     one.sequence.append([token])
                     advance(one.sequence)
-        before = session.sequence._logits
+        before = session.sequence.encoding.logits
         with session.sequence.forward([1, 2, 3], [-1, 0, 0]) as branch:
             found = branch.logits[2]
             branch.commit([0, 2])
         session.rollback(2)
         session.sequence.append([1, 3])
         advance(session.sequence)
-        np.testing.assert_allclose(session.sequence._logits, found, atol=1e-3)
+        np.testing.assert_allclose(session.sequence.encoding.logits, found, atol=1e-3)
         session.rollback(2)
         advance(session.sequence)
-        np.testing.assert_allclose(session.sequence._logits, before, atol=1e-3)
+        np.testing.assert_allclose(session.sequence.encoding.logits, before, atol=1e-3)
 
 
 def drafted(session: Session[Any], right: Sequence[int], draw: np.random.Generator) -> None:
@@ -255,9 +255,9 @@ def test_an_edit_computes_what_follows_again(
     with opened(engine, edits=True) as session, opened(engine) as fresh:
         session.prefill(TEXTS[2])
         session.align(new, edits=True)
-        assert session.sequence.edit_counts.recomputed_edits == 1
+        assert session.sequence.encoding.edit_counts.recomputed_edits == 1
         assert f"{OTHERS[case]} remember" in caplog.text
-        assert session.sequence.staleness.stale == 0
+        assert session.sequence.encoding.staleness.stale == 0
         fresh.prefill(new)
         assert generated(session, STEPS) == generated(fresh, STEPS)
 
@@ -283,10 +283,10 @@ def test_a_long_text_stays_finite_however_it_is_read(shelf: Shelf, case: str) ->
             wanted = {"context_tokens": 9000, "chunk_tokens": chunk, "kv_budget": "9000tok"}
             with opened(engine, **wanted) as session:
                 session.prefill(text[:8192])
-                found.append([session.sequence._logits])
+                found.append([session.sequence.encoding.logits])
                 for token in text[8192:8200]:
                     session.prefill([token])
-                    found[-1].append(session.sequence._logits)
+                    found[-1].append(session.sequence.encoding.logits)
     one, other = (np.stack(logits) for logits in found)
     assert np.isfinite(one).all()
     assert 0.5 < one.std() < 20

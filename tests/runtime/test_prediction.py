@@ -125,15 +125,14 @@ def test_later_layers_get_keys_and_values_of_the_stream_that_enters_the_first(
 
         def given(**mode: Any) -> list[np.ndarray]:
             seen: list[np.ndarray] = []
-            attention = PlainAttention()
 
-            def attend(params: Any, qkv: Any, *rest: Any) -> Any:
-                seen.append(qkv.copy())
-                return attention(params, qkv, *rest)
+            class Watched(PlainAttention):
+                def attend(self, params: Any, qkv: Any, *rest: Any, **named: Any) -> Any:
+                    seen.append(qkv.copy())
+                    return super().attend(params, qkv, *rest, **named)
 
             ids = np.array(TEXT[:20])
-            watched: Any = attend
-            forward(config, weight, ids, np.arange(20), watched, **mode)
+            forward(config, weight, ids, np.arange(20), Watched(), **mode)
             return seen
 
         whole, predicted = given(), given(predicted=(2, 3))
@@ -217,7 +216,7 @@ def test_idle_time_makes_a_predicted_text_exact(bundle: Path, backend: str, kv: 
         generated(session, 5)
         left = [session.refresh(51)]  # the last token first, which no pass has seen
         assert left[0] == len(session.tokens) - 4 - 50
-        assert session.sequence.staleness.computed == 54
+        assert session.sequence.encoding.staleness.computed == 54
         assert session.refresh(50, cancel=lambda: True) == left[0]
         session.prefill(prompt(90, 7))  # predicted again, behind what is left
         assert session.stats().edits.predicted_tokens > 58

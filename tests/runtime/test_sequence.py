@@ -15,7 +15,8 @@ from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
 from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
 from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
-from kvq_runtime.sequence import Sequence, Work
+from kvq_runtime.passes import Work, run
+from kvq_runtime.sequence import Sequence
 from kvq_runtime.session import Session
 from rule_backend import RuleBackend, RuleCache
 from sequences import advance
@@ -75,7 +76,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
         elif action == "advance":
             before = len(sequence.due())
             # A piece ends where the gap that an edit left does.
-            gap = next((stop - start for start, stop in sequence.gaps), before)
+            gap = next((stop - start for start, stop in sequence.encoding.gaps), before)
             assert advance(sequence, value) == max(0, before - min(value, 4, gap))
         elif action == "rollback":
             count = min(value, len(tokens))
@@ -85,7 +86,9 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             shared = 0
             while shared < min(len(tokens), len(value)) and tokens[shared] == value[shared]:
                 shared += 1
-            missing = sum(max(0, min(stop, shared) - start) for start, stop in sequence.gaps)
+            missing = sum(
+                max(0, min(stop, shared) - start) for start, stop in sequence.encoding.gaps
+            )
             cached = min(shared, sequence.cache.tokens) - missing
             # the last token again, where a rollback has dropped its logits
             assert sequence.align(value) in (cached, cached - (cached == len(value)))
@@ -107,7 +110,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             assert kept == len(tokens) - sequence.pending_tokens
         elif action == "refresh":
             # What was pending is stale where it sees what is.
-            stale = sequence.staleness.stale + sequence.pending_tokens
+            stale = sequence.encoding.staleness.stale + sequence.pending_tokens
             assert sequence.refresh(value) <= stale
         elif action == "fork":
             other, sequence = sequence, sequence.fork()
@@ -119,7 +122,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             assert followed == tokens
         assert sequence.tokens == tuple(tokens)
         held = tokens[: sequence.cache.tokens]
-        for start, stop in sequence.gaps:
+        for start, stop in sequence.encoding.gaps:
             held[start:stop] = [-1] * (stop - start)
         assert list(sequence.cache.ids) == held
     if tokens:
@@ -204,11 +207,11 @@ def test_rows_of_one_branch_can_be_written_anew() -> None:
     sequence.append([1])
     advance(sequence)
     with sequence.branch() as branch:
-        sequence.run(branch.extend([2, 3]))
-        sequence.run(branch.extend([4], [0]))
+        run(branch.extend([2, 3]))
+        run(branch.extend([4], [0]))
         np.testing.assert_array_equal(branch.logits[0], logits_after([1, 2, 4]))
         branch.rewind(1)
-        sequence.run(branch.extend([5, 6], rows=[2]))
+        run(branch.extend([5, 6], rows=[2]))
         np.testing.assert_array_equal(branch.logits, [logits_after([1, 2, 5, 6])])
         branch.commit([0, 1])
     assert sequence.tokens == (1, 2, 5)
@@ -220,7 +223,7 @@ def test_rows_of_mixed_embeddings_cannot_be_kept() -> None:
     advance(sequence)
     mixed = np.array([[2]]), np.ones((1, 1), np.float32)
     with sequence.branch() as branch:
-        sequence.run(branch.extend([0], mixed=mixed))
+        run(branch.extend([0], mixed=mixed))
         with pytest.raises(UsageError, match="mixed embeddings"):
             branch.commit([0])
     assert sequence.tokens == (1,)
@@ -289,7 +292,7 @@ def answer(drafter: Drafter | None, options: GenerationOptions, seed: int) -> tu
     generation = session.begin(options)
     steps = []
     while generation.finish_reason is None:
-        steps += session.sequence.run(session.stepping(generation))[0]
+        steps += run(session.stepping(generation))[0]
     return steps, session.tokens, session.pending_tokens, len(rule.passes)
 
 

@@ -16,7 +16,7 @@ from kvq_runtime.backends import Pass
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
 from kvq_runtime.hunks import common_prefix
-from kvq_runtime.sequence import run_all
+from kvq_runtime.passes import run, run_all
 from kvq_runtime.session import Session
 from rule_backend import RULE_LOGIT, RuleBackend, RuleCache
 
@@ -298,7 +298,7 @@ def test_a_cache_that_cannot_go_back_is_filled_again_in_pieces() -> None:
     generation = session.begin(GenerationOptions(max_tokens=3, sampling=GREEDY))
     session.rollback(1)
     while generation.finish_reason is None:
-        session.sequence.run(session.stepping(generation))
+        run(session.stepping(generation))
     assert list(session.tokens[9:]) == rule(list(range(9)), 3)
 
 

@@ -64,8 +64,8 @@ def test_an_edit_out_of_sight_is_computed_again(engine: Engine) -> None:
         for each in (session, full):
             each.prefill(TEXT)
             each.align(new, edits=True)
-        assert session.sequence.edit_counts.recomputed_edits == 1
-        assert full.sequence.edit_counts.recomputed_edits == 0
+        assert session.sequence.encoding.edit_counts.recomputed_edits == 1
+        assert full.sequence.encoding.edit_counts.recomputed_edits == 0
         assert len(full.sequence.due()) < 100 < len(session.sequence.due())
         fresh.prefill(new)
         assert goes_on(session) == goes_on(fresh)

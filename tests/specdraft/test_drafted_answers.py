@@ -16,6 +16,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import GenerationOptions
+from kvq_runtime.passes import run
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
 from kvq_specdraft.auto import Auto
 from kvq_specdraft.lookup import Lookup
@@ -135,7 +136,7 @@ def test_every_round_leaves_what_plain_decoding_would(tiny: Engine, make: str) -
         )
         plan, rounds = drafted.config.plan, 0
         while generation.finish_reason is None:
-            drafted.sequence.run(drafted.stepping(generation))
+            run(drafted.stepping(generation))
             cache = drafted.sequence.cache
             assert cache.state() == held[cache.tokens]
             floats = plan.sink_tokens + plan.tail_tokens

@@ -26,8 +26,8 @@ from kvq_runtime.config import Sampling, SessionRequest
 from kvq_runtime.drafter import Draft, Drafter, Ground, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import GenerationOptions
+from kvq_runtime.passes import Work, forward_all, run
 from kvq_runtime.sampling import distribution
-from kvq_runtime.sequence import Work, forward_all
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
 from kvq_specdraft.layer_sets import Choosing, Kinds
@@ -174,7 +174,7 @@ def test_a_draft_reads_half_the_weights(engine: Engine) -> None:
         for mode, view in ((HI, "hi"), (Mode(), "full")):
             with opened.sequence.branch() as branch:
                 before = weight_bytes_read()
-                opened.sequence.run(branch.extend([7], mode=mode))
+                run(branch.extend([7], mode=mode))
                 read = weight_bytes_read() - before
             assert read == sum(form.panels * form.view_bytes(view) for form in matrices)
 

@@ -16,14 +16,14 @@ from kvq import native
 from kvq.errors import BackendError, BudgetError, BundleError, KvqError, UsageError
 from kvq_export.export import export_model
 from kvq_models.config import ModelConfig
-from kvq_models.reference import Weights, forward, plain_attention
+from kvq_models.reference import PlainAttention, Weights, forward
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.file_hashes import file_sha256
 from kvq_runtime.manifest import DRAFT_FILE, checksum
+from kvq_runtime.passes import Passed, forward_all, run
 from kvq_runtime.sampling import distribution
-from kvq_runtime.sequence import Passed, forward_all
 from kvq_runtime.session import Session
 from kvq_specdraft import drafter_named
 from kvq_specdraft.mtp import Mtp
@@ -121,12 +121,12 @@ def head_logits(
     """The same by the reference."""
     states, head = np.empty((len(ids), config.hidden_size), np.float32), config.drafting
     assert head is not None
-    forward(config, weight, ids, np.arange(len(ids)), plain_attention(), states=states)
+    forward(config, weight, ids, np.arange(len(ids)), PlainAttention(), states=states)
     found: list[np.ndarray] = []
     for _ in range(rounds):
         ids, joined = ids[1:], states[:-1]
         states, at = np.empty_like(joined), np.arange(len(ids))
-        attend = plain_attention()
+        attend = PlainAttention()
         found.append(forward(head, of_head, ids, at, attend, joined=joined, states=states))
     return found
 
@@ -165,7 +165,7 @@ def test_backends_compute_what_the_reference_does(bundle: Path, name: str) -> No
             session.sequence.append(ids[start:stop].tolist())
             with session.sequence.branch() as branch:
                 due = session.sequence.due()
-                passed = session.sequence.run(branch.extend(due, rows=[-1 + len(due)]))
+                passed = run(branch.extend(due, rows=[-1 + len(due)]))
                 told.append(passed.states)
                 branch.commit(range(len(due)))
         states = np.concatenate(told)
@@ -175,7 +175,7 @@ def test_backends_compute_what_the_reference_does(bundle: Path, name: str) -> No
         for start, stop in ((0, 30), (30, 79)):
             with own.branch() as branch:
                 given = ids[start + 1 : stop + 1].tolist()
-                passed = own.run(branch.extend(given, joined=states[start:stop]))
+                passed = run(branch.extend(given, joined=states[start:stop]))
                 branch.commit(range(len(given)))
                 found.append(passed.logits)
         assert head.model.vocab_size == wanted.shape[1]
@@ -291,7 +291,7 @@ def test_sampled_answers_keep_their_distribution(engine: Engine) -> None:
             for count, token in enumerate(path):
                 plain.align([*TEXT[:40], *path[:count]])
                 plain.prefill()
-                logits = plain.sequence._logits
+                logits = plain.sequence.encoding.logits
                 assert logits is not None
                 wanted[place] *= distribution(logits, sampling, plain.tokens)[token]
     assert wanted.max() < 0.6

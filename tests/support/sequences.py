@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from kvq_runtime.passes import run
 from kvq_runtime.sequence import Sequence
 
 
 def advance(sequence: Sequence[Any], max_tokens: int | None = None) -> int:
     """Runs one piece of what is due alone; how many tokens are due after it."""
-    sequence.run(sequence.advancing(max_tokens))
+    run(sequence.advancing(max_tokens))
     return len(sequence.due())

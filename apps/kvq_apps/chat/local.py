@@ -175,6 +175,7 @@ class LocalClient:
     ) -> list[str]:
         """A token of each answer in every pass; they stay until one is kept."""
         from kvq_runtime.generation import GenerationOptions
+        from kvq_runtime.passes import run
 
         reasons = ["cancelled"] * len(seeds)
         cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
@@ -187,7 +188,7 @@ class LocalClient:
         self._beside = self._open_drafts.enter_context(session.beside(seeds, options))
         count, spent_s = 0, 0.0
         while self._beside.going and not stream.cancelled():
-            steps, seconds = session.sequence.run(self._beside.stepping(stream.cancelled))
+            steps, seconds = run(self._beside.stepping(stream.cancelled))
             count, spent_s = count + len(steps), spent_s + seconds
             for draft, step in steps:
                 thoughts[draft].token(step.text)
@@ -255,7 +256,7 @@ class LocalClient:
     def refine(self, stream: Stream) -> int:
         """Piece by piece from the left; the numbers after each."""
         _, session = self._opened()
-        left = session.sequence.staleness.stale
+        left = session.sequence.encoding.staleness.stale
         while left and not stream.cancelled():
             left = session.refresh(session.sequence.chunk_tokens, cancel=stream.cancelled)
             stream.measured(self._stats(session.tokens, len(session.tokens), 0))

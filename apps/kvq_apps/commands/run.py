@@ -231,14 +231,15 @@ def _prompt_ids(
     A plain prompt is healed: what was cut off its end is the bytes that the answer begins with.
     Last comes how an answer to it thinks, None: not at all.
     """
-    from kvq_apps.thinking import AUTO, HIDE, Thinks, variables
-    from kvq_models.thinking import Thinking
-    from kvq_runtime.healing import heal
-
     if not _is_chat(arguments):
+        from kvq_runtime.healing import heal
+
         ids = engine.tokenizer.encode(prompt, start=True)
         ids, begin_with = (ids, b"") if arguments.no_heal else heal(engine.tokenizer, ids)
         return ids, begin_with, None
+    from kvq_apps.thinking import AUTO, HIDE, Thinks, variables
+    from kvq_models.thinking import Thinking
+
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         system = text_input.check_argument(arguments.system)

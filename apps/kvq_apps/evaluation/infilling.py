@@ -27,7 +27,7 @@ from kvq_models.infilling import infill_prompt, infill_tokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.generation import GenerationOptions
-from kvq_runtime.sequence import Work, run_all
+from kvq_runtime.passes import Work, run_all
 
 # Shorter lines (`else:`, `pass`, a bracket) say little about a model.
 MIN_LINE_CHARACTERS = 8

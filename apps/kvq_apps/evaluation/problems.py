@@ -28,7 +28,7 @@ from kvq_apps.evaluation.measurement import (
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.generation import GenerationOptions
-from kvq_runtime.sequence import Work, run_all
+from kvq_runtime.passes import Work, run_all
 
 # What a solution may take.
 PROGRAM_TOKENS = 512

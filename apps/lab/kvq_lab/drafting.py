@@ -37,6 +37,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import Step
+from kvq_runtime.passes import run
 from kvq_runtime.session import Session
 from kvq_runtime.snapshot import Snapshot
 from kvq_specdraft import DRAFTERS, drafter_named
@@ -267,7 +268,7 @@ def _reads_halves(engine: Engine) -> bool:
 def _guess_seconds(session: Session[Any]) -> float:
     with session.sequence.branch() as branch:
         since = perf_counter()
-        session.sequence.run(branch.extend([1], mode=_HALVES))
+        run(branch.extend([1], mode=_HALVES))
         taken = perf_counter() - since
         branch.rewind(0)
     return taken

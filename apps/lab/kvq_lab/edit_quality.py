@@ -180,7 +180,7 @@ def refreshing(max_tokens: int | None) -> Way:
     """The edits alone, and then so much idle time."""
 
     def change(session: Session[Any], case: EditCase) -> int:
-        encoded, stale = changing()(session, case), session.sequence.staleness.stale
+        encoded, stale = changing()(session, case), session.sequence.encoding.staleness.stale
         session.refresh(max_tokens)
         return encoded + min(stale, max_tokens or stale)
 
@@ -192,7 +192,7 @@ def again(choose: Callable[[Sequence[int]], Sequence[int]]) -> Way:
 
     def change(session: Session[Any], case: EditCase) -> int:
         encoded = changing()(session, case)
-        stale = np.flatnonzero(session.sequence.staleness.ages > 0).tolist()
+        stale = np.flatnonzero(session.sequence.encoding.staleness.ages > 0).tolist()
         for start in choose(stale[::RUN_TOKENS])[: AGAIN_TOKENS // RUN_TOKENS]:
             ids = session.tokens[start : start + RUN_TOKENS]
             session.edit(start, start + len(ids), ids, reencode_next=0)

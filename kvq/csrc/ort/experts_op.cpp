@@ -103,17 +103,11 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
 }  // namespace
 
 Op experts_op() {
-    Op o = op_of<Kernel>(nullptr);
+    Op o = op_of<Kernel, 10, 4>(nullptr, create, compute);
     o.GetName = [](const OrtCustomOp*) { return kName; };
-    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{10}; };
     o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
         return i == 2 || i == 3 ? kUint8 : i == 5 || i == 6 ? kInt64 : kFloat;
     };
-    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-        return i >= 4 ? kOptional : kRequired;
-    };
-    o.CreateKernelV2 = create;
-    o.KernelComputeV2 = compute;
     return o;
 }
 

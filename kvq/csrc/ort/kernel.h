@@ -97,12 +97,20 @@ inline const char* provider_of(const OrtCustomOp* op) {
     return device && !device->on_host() ? "CUDAExecutionProvider" : nullptr;
 }
 
-// An op of one float output whose kernels are `Kernel`s; name, inputs and functions are the op's.
+// An op of one float output whose kernels are `Kernel`s; its name and the types of its inputs are
+// the op's. The first kNeeded of kInputs must be given.
 // What it reads of a pass to decide by, integers all, stays on the host.
-template <class Kernel>
-Op op_of(Device* device) {
+template <class Kernel, size_t kInputs, size_t kNeeded = kInputs>
+Op op_of(Device* device, decltype(Op::CreateKernelV2) create,
+         decltype(Op::KernelComputeV2) compute) {
     Op o{};
     o.device = device;
+    o.CreateKernelV2 = create;
+    o.KernelComputeV2 = compute;
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return kInputs; };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+        return i < kNeeded ? kRequired : kOptional;
+    };
     o.version = kApiVersion;
     o.GetExecutionProviderType = provider_of;
     o.GetOutputTypeCount = [](const OrtCustomOp*) { return size_t{1}; };

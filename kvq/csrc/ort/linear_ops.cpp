@@ -218,31 +218,21 @@ OrtStatus* compute_embed(void* state, OrtKernelContext* context) {
 }
 
 Op linear_op(Device* device) {
-    Op o = op_of<Kernel>(device);
+    Op o = op_of<Kernel, 11, 2>(device, create<true>, compute_linear);
     o.GetName = [](const OrtCustomOp*) { return "Linear"; };
-    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{11}; };
     o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
         return i == 1 || i == 9 ? kUint8 : i >= 5 && i < 9 ? kInt64 : kFloat;
     };
-    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-        return i >= 2 ? kOptional : kRequired;
-    };
-    o.CreateKernelV2 = create<true>;
-    o.KernelComputeV2 = compute_linear;
     return o;
 }
 
 // On the processor wherever the model runs: it reads a few rows of its largest matrix.
 Op embed_op() {
-    Op o = op_of<Kernel>(nullptr);
+    Op o = op_of<Kernel, 3>(nullptr, create<false>, compute_embed);
     o.GetName = [](const OrtCustomOp*) { return "Embed"; };
-    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{3}; };
     o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
         return i == 0 ? kInt64 : i == 1 ? kFloat : kUint8;
     };
-    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-    o.CreateKernelV2 = create<false>;
-    o.KernelComputeV2 = compute_embed;
     return o;
 }
 

@@ -161,32 +161,20 @@ OrtStatus* compute_shared(void* kernel, OrtKernelContext* context) {
 }
 
 Op shared_attention_op(Device* device) {
-    Op o = op_of<AttentionKernel>(device);
+    Op o = op_of<AttentionKernel, kSharedInputs, kSharedNorm>(device, create, compute_shared);
     o.GetName = [](const OrtCustomOp*) { return "SharedAttention"; };
-    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kSharedInputs}; };
     o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
         return i >= kRows && i <= kSharedRows ? kInt64 : kFloat;
     };
-    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-        return i >= kSharedNorm ? kOptional : kRequired;
-    };
-    o.CreateKernelV2 = create;
-    o.KernelComputeV2 = compute_shared;
     return o;
 }
 
 Op attention_op(Device* device) {
-    Op o = op_of<AttentionKernel>(device);
+    Op o = op_of<AttentionKernel, kInputs, kQNorm>(device, create, compute);
     o.GetName = [](const OrtCustomOp*) { return "Attention"; };
-    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kInputs}; };
     o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
         return i >= kPositions && i <= kSequenceRows ? kInt64 : kFloat;
     };
-    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-        return i >= kQNorm ? kOptional : kRequired;
-    };
-    o.CreateKernelV2 = create;
-    o.KernelComputeV2 = compute;
     return o;
 }
 

@@ -5,7 +5,7 @@ To add a backend: one file with a class that has `Backend`'s members, and of its
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -119,6 +119,14 @@ class ModelFacts:
     fitted_layers: int | None = None
     state_width: int = 0
     sampling: Sampling = field(default_factory=Sampling)
+
+    def checked(self, ids: Iterable[int]) -> list[int]:
+        """Tokens of the model. Raises `UsageError` for one it does not have."""
+        new = list(map(int, ids))
+        wrong = next((token for token in new if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(f"token {wrong} is not one of the model's: 0 to {self.vocab_size - 1}")
+        return new
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,57 +3,16 @@
 Weights are restored to float32 on first use and kept: four bytes a parameter.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import AttentionParams
-from kvq.reference_delta import DeltaWeights
 from kvq_models.reference import forward
 from kvq_runtime.backends import ModelFiles, Pass
 from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
-
-
-@dataclass(frozen=True, slots=True)
-class CacheAttention:
-    """A cache as `kvq_models.reference.forward` asks for it."""
-
-    cache: PagedCache
-
-    def __call__(
-        self,
-        params: AttentionParams,
-        qkv: NDArray[np.float32],
-        positions: NDArray[np.int64],
-        inv_freq: NDArray[np.float32],
-        q_norm: NDArray[np.float32] | None,
-        k_norm: NDArray[np.float32] | None,
-        *,
-        shared: bool = False,
-        sink_logits: NDArray[np.float32] | None = None,
-    ) -> NDArray[np.float32]:
-        """See `kvq_models.reference.Attend`."""
-        given = (params, qkv, positions, inv_freq, q_norm, k_norm)
-        return self.cache.attend(*given, shared=shared, sink_logits=sink_logits)
-
-    def convolve(
-        self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
-    ) -> NDArray[np.float32]:
-        """See `kvq_models.reference.Attend`."""
-        return self.cache.convolve(layer, bcx, weight)
-
-    def recur(
-        self,
-        layer: int,
-        rows: NDArray[np.float32],
-        gates: NDArray[np.float32],
-        weights: DeltaWeights,
-    ) -> NDArray[np.float32]:
-        """See `kvq_models.reference.Attend`."""
-        return self.cache.recur(layer, rows, gates, weights)
 
 
 class ReferenceBackend(PagedBackend):
@@ -85,7 +44,7 @@ class ReferenceBackend(PagedBackend):
                 weight,
                 rows.ids[:, 0],
                 rows.positions,
-                CacheAttention(rows.cache),
+                rows.cache,
                 rows.wanted,
                 (rows.ids, rows.weights),
                 long_rope=one_pass.rope_long,

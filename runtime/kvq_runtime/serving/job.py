@@ -14,7 +14,7 @@ from kvq_runtime.alternatives import Writer
 from kvq_runtime.answering import Aids
 from kvq_runtime.generation import GenerationOptions, Step
 from kvq_runtime.metrics import SessionStats
-from kvq_runtime.sequence import Call, Work
+from kvq_runtime.passes import Call, Work
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, Report, TokenLog
 from kvq_runtime.serving.request import GenerationRequest

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from kvq.errors import KvqError, argument
 from kvq_runtime.backends import Backend
-from kvq_runtime.sequence import Passed, SharedPassError, Work, forward_all
+from kvq_runtime.passes import Passed, SharedPassError, Work, forward_all
 from kvq_runtime.serving.counts import Counts
 from kvq_runtime.serving.job import Decoding, Job
 from kvq_runtime.serving.outbox import Failed

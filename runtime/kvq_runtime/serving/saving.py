@@ -104,7 +104,7 @@ class SavedSessions:
         it fails, that is logged and counted, and what was there before is found again. One that
         is larger than all that may be kept is not written.
         """
-        computed = session.sequence.staleness.computed
+        computed = session.sequence.encoding.staleness.computed
         path = self._path_for(tokens, replaces, owner)
         row = SavedSession(path=path, tokens=tokens, computed=computed)
         if not self.fits(session):

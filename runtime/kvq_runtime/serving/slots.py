@@ -65,18 +65,25 @@ class Slot:
     @property
     def stale(self) -> bool:
         """Whether nobody uses it and some of its text is not exact; see `Staleness`."""
-        return not self.busy and self.session.sequence.staleness.stale > 0
+        return not self.busy and self.session.sequence.encoding.staleness.stale > 0
 
     def shared(self, ids: Ids, owner: str, *, exact: bool) -> int:
         """Tokens it shares with a text of `owner`; what others gave it is not told by its speed.
 
         `exact`: of those only what was computed.
         """
-        computed = self.session.sequence.staleness.computed if exact else None
+        computed = self.session.sequence.encoding.staleness.computed if exact else None
         return common_prefix(self.tokens[:computed], ids) if self.owner == owner else 0
 
     def changed(self, ids: Ids, owner: str) -> list[Hunk]:
-        """The edits that make a text of `owner` of this one; of another owner's all is new."""
+        """The edits that make a text of `owner` of this one; of another owner's all is new.
+
+        They are found by comparing tokens, although an editor tells ranges of characters. Such a
+        range is of a document since its last change. A prompt is cut from what stands before the
+        cursor and behind it, which moves with every key, as far as there is room; the tokens at a
+        range's ends depend on what stands there; and what a slot holds may be an older prompt. What
+        is found here goes on to the cache with `align`, which does not look again.
+        """
         same = self.owner == owner
         return hunks(self.tokens, ids) if same else [Hunk(0, len(self.tokens), list(ids))]
 
@@ -89,7 +96,7 @@ class Slot:
     def settle(self) -> None:
         """Notes what the session holds after a request; what that left unread is forgotten."""
         sequence = self.session.sequence
-        unread = sequence.pending_tokens - sequence.staleness.missing
+        unread = sequence.pending_tokens - sequence.encoding.staleness.missing
         self.session.rollback(unread if unread > 1 else 0)
         self.tokens = as_ids(self.session.tokens)
         self._squeezed = self._squeezed or self._overflows(len(self.tokens))

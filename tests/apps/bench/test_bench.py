@@ -256,7 +256,7 @@ def test_filling_stores_what_attending_would(make: Make) -> None:
     config = make("qwen3").config
     caches = []
     for window in (1, 0):
-        plan, shape = KvPlan(), config.cache_shape
+        plan, shape = KvPlan(), config.cache_classes[0].shape
         cache = open_cache(shape, plan, budget_for_tokens(shape, plan, 400), 400, chunk_tokens=256)
         engine_kvq.fill(cache, config, 400, window_tokens=window)
         caches.append(cache)

@@ -196,7 +196,7 @@ def test_a_shape_may_have_fewer_layers(tiny_shape: str) -> None:
     whole = shapes.shape_config(tiny_shape)
     one = shapes.shape_config(f"{tiny_shape}:layers=1")
     assert (whole.num_layers, one.num_layers) == (2, 1)
-    assert one.cache_shape.head_dim == whole.cache_shape.head_dim
+    assert one.cache_classes[0].shape.head_dim == whole.cache_classes[0].shape.head_dim
     made = Bundle.open(shape_bundle(f"{tiny_shape}:layers=1"))
     assert made.config.num_layers == 1
     assert made.manifest.name == "tiny-layers-1"

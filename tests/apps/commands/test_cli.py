@@ -361,7 +361,7 @@ def test_a_share_of_the_budget_means_the_same_everywhere(
         ask("eval", "-m", bundle, str(tmp_path / "text"), "--task", "ppl", "--context", "512",
             *share),
     ]  # fmt: skip
-    shape = Bundle.open(bundle).config.cache_shape
+    shape = Bundle.open(bundle).config.cache_classes[0].shape
     assert [each["kv_budget"] for each in found] == [
         int(0.4 * 512 * shape.float_bytes_per_token)
     ] * 3

@@ -28,7 +28,7 @@ from kvq_apps.completion.engine import CompletionEngine
 from kvq_apps.completion.prompts import MOST_OWNERS, OwnedPrompts
 from kvq_lab.typing_sessions import PROGRAM
 from kvq_runtime.named_engine import Engine
-from kvq_runtime.sequence import forward_all
+from kvq_runtime.passes import forward_all
 from kvq_runtime.serving import pool
 from kvq_runtime.session import Session
 from kvq_specdraft import writer_named

@@ -32,7 +32,7 @@ from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.generation import GenerationOptions, Step
-from kvq_runtime.sequence import Work
+from kvq_runtime.passes import Work
 from kvq_runtime.session import unseen
 from tiny import CONTROL_TOKENS, byte_level_tokenizer
 

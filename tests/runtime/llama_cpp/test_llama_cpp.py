@@ -16,7 +16,7 @@ from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, Usa
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.config import ModelConfig
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for
 from kvq_runtime import backends
 from kvq_runtime.backends import Pass, Rows, llama_library, plain_rows
@@ -94,7 +94,7 @@ def reference_logits(path: Path, ids: list[int]) -> np.ndarray:
         return tensors[block(names[part])]
 
     positions = np.arange(len(ids))
-    return forward(tiny_config(), weight, np.array(ids), positions, plain_attention(), slice(None))
+    return forward(tiny_config(), weight, np.array(ids), positions, PlainAttention(), slice(None))
 
 
 # RMS of the difference from float32 arithmetic on the same weights, relative to the RMS. llama.cpp

@@ -13,7 +13,7 @@ import pytest
 
 import tiny
 from kvq.errors import BackendError
-from kvq_models.reference import forward, plain_attention
+from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import read_checkpoint
 from kvq_runtime.backends import llama_library
 from kvq_runtime.config import SessionRequest
@@ -61,9 +61,7 @@ def test_it_computes_the_model_token_by_token(source: Path, hybrid: Engine) -> N
     ids = prompt(90)
     _, config, _ = read_checkpoint(source)
     weights = tiny.checkpoint_weights(source)
-    expected = forward(
-        config, weights, np.array(ids), np.arange(90), plain_attention(), slice(None)
-    )
+    expected = forward(config, weights, np.array(ids), np.arange(90), PlainAttention(), slice(None))
     for chunk_tokens in (1, 64):
         with hybrid.session(**EXACT, chunk_tokens=chunk_tokens) as session:
             found = np.concatenate(list(session.logits(ids)))
@@ -81,7 +79,7 @@ def test_going_back_computes_again_what_a_state_cannot_give_back(hybrid: Engine)
         expected = generated(session, 12)
         session.rollback(12)
         assert session.sequence.cache.tokens == 0
-        assert session.sequence.recomputed_tokens == 60
+        assert session.sequence.encoding.recomputed_tokens == 60
         assert generated(session, 12) == expected
         session.rollback(0)
         assert session.sequence.cache.tokens >= 71
