@@ -52,7 +52,23 @@ inline OrtStatus* sum_to(const char* op, const int64_t* rows, int64_t sequences,
     return nullptr;
 }
 
-// kvq::ShortConv and kvq::DeltaNet, which compute on the processor alone.
+// kvq::ShortConv and kvq::DeltaNet, which compute on the processor alone. Of their kInputs inputs the last
+// two are the caches and the rows of each one's sequence, the others numbers; all are there.
+using Create = decltype(Op::CreateKernelV2);
+using Compute = decltype(Op::KernelComputeV2);
+template <class Kernel, const char* kName, size_t kInputs>
+Op mixer_op(Create create, Compute compute) {
+    Op o = op_of<Kernel>(nullptr);
+    o.GetName = [](const OrtCustomOp*) { return kName; };
+    o.GetInputTypeCount = [](const OrtCustomOp*) { return kInputs; };
+    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
+        return i + 2 < kInputs ? kFloat : kInt64;
+    };
+    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
+    o.CreateKernelV2 = create;
+    o.KernelComputeV2 = compute;
+    return o;
+}
 Op short_conv_op();
 Op delta_net_op();
 

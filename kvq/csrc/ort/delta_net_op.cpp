@@ -77,16 +77,7 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
 }  // namespace
 
 Op delta_net_op() {
-    Op o = op_of<Kernel>(nullptr);
-    o.GetName = [](const OrtCustomOp*) { return kName; };
-    o.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kInputs}; };
-    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-        return i >= kCache ? kInt64 : kFloat;
-    };
-    o.GetInputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-    o.CreateKernelV2 = create;
-    o.KernelComputeV2 = compute;
-    return o;
+    return mixer_op<Kernel, kName, kInputs>(create, compute);
 }
 
 }  // namespace kvq::ort
