@@ -69,7 +69,7 @@ DeltaNets::Places DeltaNets::places(int rows) const {
     if (last <= live) return {-1, -1};
     // Of a token its base is wanted, which lies between these two.
     const int wanted = wanted_within(state(), live + kFoldTokens - 1, last - 1);
-    return {wanted && config().delta_states > 2 ? base_of(wanted) : -1, last};
+    return {wanted && config().delta_states > kLeastDeltaStates ? base_of(wanted) : -1, last};
 }
 
 int DeltaNets::free_slot(int after) const {
@@ -491,7 +491,7 @@ bool DeltaNets::fits(const uint8_t* saved, int tokens) const {
     DeltaState s;
     std::memcpy(&s, saved, sizeof s);
     const int needed = std::min(tokens, std::max(tokens % kFoldTokens, before()));
-    if (s.held < needed || s.held > std::min(tokens, held_rows()) ||
+    if (s.held < needed || s.held > std::min(tokens, most_delta_newest(config())) ||
         !valid_wanted(s, config().context_tokens) || s.live < 0 ||
         s.live >= config().delta_states)
         return false;

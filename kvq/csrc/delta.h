@@ -1,6 +1,8 @@
 // What the delta nets of one sequence remember, and what they compute: see kvq/reference_delta.py,
 // whose places these are.
 #pragma once
+#include <algorithm>
+
 #include "attend.h"
 #include "layout.h"
 #include "tail.h"
@@ -49,6 +51,10 @@ public:
     int64_t bytes_of(const uint8_t* saved) const;
     // Whether a state of state_bytes() could be that of a cache of so many tokens.
     bool fits(const uint8_t* saved, int tokens) const;
+    // A snapshot that was visited may have had more rows than are kept here.
+    void loaded() const {
+        if (any()) state().held = std::min(state().held, held_rows());
+    }
 
 private:
     struct Work;
@@ -67,7 +73,7 @@ private:
     int64_t row_width() const { return delta_row_width(config()); }
     int64_t row_bytes() const { return row_width() * int64_t{4}; }
     int64_t slot_bytes() const { return config().delta_layers * delta_slot_width(config()) * 4; }
-    int held_rows() const { return before() + 2 * kFoldTokens; }
+    int held_rows() const { return delta_newest(config()); }
     int first_held() const { return arena_.state->tokens - state().held; }
 
     // Rows of a layer, one region behind the other: the newest committed ones in a ring, those of a
@@ -91,7 +97,7 @@ private:
     }
 
     bool is_chunk(const Tail& tail) const { return tail.branch().rows > config().draft_tokens; }
-    int first_ending(int rows) const { return rows > held_rows() ? rows - held_rows() : 0; }
+    int first_ending(int rows) const { return std::max(0, rows - delta_ending(config())); }
     // The bases within a chunk of so many rows whose states are kept, -1 where there is none.
     struct Places {
         int wanted, last;

@@ -37,7 +37,7 @@ bool valid_delta_nets(const kvq_config& c) {
            within(c.delta_value_heads, 1, 1 << 12) &&
            c.delta_value_heads % c.delta_key_heads == 0 && fits(c.delta_key_dim) &&
            fits(c.delta_value_dim) && within(c.delta_taps, 2, kMostTaps) &&
-           within(c.delta_states, 2, 1 << 8) && c.delta_fold == kFoldTokens;
+           within(c.delta_states, kLeastDeltaStates, 1 << 8) && c.delta_fold == kFoldTokens;
 }
 
 // The bounds keep every size below in 64 bits.

@@ -99,8 +99,10 @@ struct DeltaState {
 constexpr int conv_places(const kvq_config& c) {
     return c.conv_checkpoints < 2 * kMostWanted ? (c.conv_checkpoints + 1) / 2 : kMostWanted;
 }
+constexpr int kLeastDeltaStates = 2;
 constexpr int delta_places(const kvq_config& c) {
-    return c.delta_states < 3 ? 1 : c.delta_states - 2 < kMostWanted ? c.delta_states - 2 : kMostWanted;
+    const int places = c.delta_states - kLeastDeltaStates;
+    return places < 1 ? 1 : places < kMostWanted ? places : kMostWanted;
 }
 // Notes that a place is wanted: where somebody went back to and could not at once, or will. Of more
 // than `most` places the one that was used longest ago is wanted no longer.
@@ -136,9 +138,21 @@ constexpr int64_t delta_row_width(const kvq_config& c) {
     return delta_conv_width(c) + int64_t{c.delta_key_heads} * c.delta_key_dim +
            int64_t{c.delta_value_heads} * (c.delta_value_dim + int64_t{1});
 }
+// Committed rows of one delta net that are kept: at most, and by whether any place is; and the newest
+// of a chunk, from the last base but one on at least.
+constexpr int most_delta_newest(const kvq_config& c) {
+    return c.delta_taps - 1 + 2 * kFoldTokens;
+}
+constexpr int delta_newest(const kvq_config& c) {
+    if (c.delta_states > kLeastDeltaStates) return most_delta_newest(c);
+    return c.delta_taps - 1 < kFoldTokens ? kFoldTokens : c.delta_taps - 1;
+}
+constexpr int delta_ending(const kvq_config& c) {
+    return delta_newest(c) < 2 * kFoldTokens - 1 ? 2 * kFoldTokens - 1 : delta_newest(c);
+}
 // Rows of one delta net.
 constexpr int64_t delta_rows(const kvq_config& c) {
-    return 2 * int64_t{c.delta_taps - 1 + 2 * kFoldTokens} + c.draft_tokens;
+    return int64_t{delta_newest(c)} + c.draft_tokens + delta_ending(c);
 }
 // One layer's state, and the rows that its convolution sees before it.
 constexpr int64_t delta_slot_width(const kvq_config& c) {

@@ -245,6 +245,7 @@ int Cache::load(const uint8_t* bytes, int64_t count) {
         std::memcpy(to, parts.rest, static_cast<size_t>(part));
         parts.rest += part;
     });
+    delta_.loaded();
     if (twin_) twin_->send(pages_);
     probes_.check();  // a damaged file must not make later evidence read beyond the arena
     state().peak = std::max(parts.header.peak, pages_.used_bytes());

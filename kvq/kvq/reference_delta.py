@@ -211,7 +211,7 @@ class DeltaRows(MixedRows):
         places = min(max(1, states - LEAST_DELTA_STATES), MOST_WANTED)
         super().__init__(shape.num_layers, shape.row_width, draft_tokens, places)
         self.shape = shape
-        self._most = states
+        self._most, self._held = states, delta_newest(shape, states)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -303,10 +303,10 @@ class DeltaRows(MixedRows):
         places = list[int]()
         if len(path) > self._draft_tokens:
             places = self._places_of_chunk(tokens, len(path))
-        kept, state = delta_newest(self.shape), self._states[self._live]
+        state = self._states[self._live]
         for count, row in enumerate(path, tokens + 1):
             known = np.concatenate([self._newest, self._branch[:, [row]]], axis=1)
-            self._newest = known[:, -kept:]
+            self._newest = known[:, -self._held :]
             if count % FOLD_TOKENS:
                 continue
             rows = known[:, -FOLD_TOKENS:]
@@ -376,7 +376,7 @@ class DeltaRows(MixedRows):
         fits = (
             newest.dtype == states.dtype == before.dtype == np.float32
             and newest.shape[::2] == (layers, shape.row_width)
-            and least <= newest.shape[1] <= min(tokens, delta_newest(shape))
+            and least <= newest.shape[1] <= min(tokens, shape.before + 2 * FOLD_TOKENS)
             and 0 < len(bases) == len(states) == len(before) <= self._most
             and states.shape[1:] == (layers, *matrices)
             and before.shape[1:] == (layers, shape.before, shape.conv_width)
@@ -387,7 +387,7 @@ class DeltaRows(MixedRows):
         )
         if not fits or not all(np.isfinite(one).all() for one in (newest, states, before)):
             raise SnapshotError("the saved cache is damaged")
-        self._newest, self._wanted, self._live = newest, wanted, live
+        self._newest, self._wanted, self._live = newest[:, -self._held :], wanted, live
         self._states = dict(zip(bases, states, strict=True))
         self._before = dict(zip(bases, before, strict=True))
         self.forget()

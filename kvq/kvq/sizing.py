@@ -252,7 +252,7 @@ class Geometry:
             conv_state=CONV_STATE_BYTES + 4 * CONV_CHECKPOINTS if self.conv else 0,
             conv_rows=conv_bytes(self.conv, self.draft_tokens),
             delta_state=DELTA_STATE_BYTES + 4 * self.delta_states if self.delta else 0,
-            delta_rows=delta_row_bytes(self.delta, self.draft_tokens),
+            delta_rows=delta_row_bytes(self.delta, self.draft_tokens, self.delta_states),
             delta_states=delta_state_bytes(self.delta, self.delta_states),
             staging_positions=self.pass_tokens * 4,
             staging=shape.num_kv_heads * self.pass_tokens * dim * 4 * self.plan.quantized,
@@ -650,16 +650,27 @@ def conv_bytes(conv: ConvShape | None, draft_tokens: int) -> int:
     return conv.num_layers * rows * conv.width * 4
 
 
-def delta_newest(delta: DeltaShape) -> int:
-    """Committed rows of a delta net that are kept: two folds', and what convolutions see there."""
-    return delta.before + 2 * FOLD_TOKENS
+def delta_newest(delta: DeltaShape, states: int) -> int:
+    """Committed rows of a delta net that are kept beside so many states.
+
+    Two folds', and what convolutions see there: so far can be gone back without computing anything
+    again. Who keeps no place to go back to has one fold's, and computes what lies further back.
+    """
+    if states > LEAST_DELTA_STATES:
+        return delta.before + 2 * FOLD_TOKENS
+    return max(delta.before, FOLD_TOKENS)
 
 
-def delta_row_bytes(delta: DeltaShape | None, draft_tokens: int) -> int:
-    """Bytes of the rows that delta nets remember: the newest, a branch's, the newest of a chunk."""
+def delta_row_bytes(delta: DeltaShape | None, draft_tokens: int, states: int) -> int:
+    """Bytes of the rows that delta nets remember: the newest, a branch's, the newest of a chunk.
+
+    Of a chunk these begin at the last base but one at the latest, whose state it makes.
+    """
     if delta is None:
         return 0
-    return delta.num_layers * (2 * delta_newest(delta) + draft_tokens) * delta.row_width * 4
+    newest = delta_newest(delta, states)
+    rows = newest + draft_tokens + max(newest, 2 * FOLD_TOKENS - 1)
+    return delta.num_layers * rows * delta.row_width * 4
 
 
 def delta_state_bytes(delta: DeltaShape | None, states: int) -> int:

@@ -7,7 +7,7 @@ to the last bit.
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -358,6 +358,66 @@ def test_a_budget_decides_of_how_many_places_states_are_kept() -> None:
         assert arena.whole_tokens >= tokens
 
 
+def least(delta: DeltaShape = SHARED) -> Arena:
+    """An arena that keeps no place to go back to, and rows of one fold."""
+    asked = spec(delta)
+    arena = asked.changed(budget=Budget(num_bytes=asked.minimum_bytes)).resolved()
+    assert arena.delta_states == LEAST_DELTA_STATES
+    return arena
+
+
+@pytest.mark.parametrize("delta", [SHARED, ALONE])
+@pytest.mark.parametrize("tokens", range(150, 150 + FOLD_TOKENS))
+def test_without_places_little_is_computed_again(delta: DeltaShape, tokens: int) -> None:
+    """One token back nothing is, and up to eight what follows the base before."""
+    with closing(Both(least(delta))) as both:
+        both.grow(tokens)
+        for back in range(1, FOLD_TOKENS + 1):
+            for _ in range(2 * FOLD_TOKENS):
+                both.add(1)
+                both.commit(1)
+            kept = both.tokens - back
+            lost = both.trim(kept)
+            # The rows of a fold are there, of which a convolution sees those before its own.
+            near = back + delta.before <= FOLD_TOKENS
+            same = base_of(kept) == base_of(kept + back) or (kept + back) % FOLD_TOKENS == 0
+            assert lost == (0 if near and same else kept % FOLD_TOKENS)
+            both.add(DRAFT)
+            both.commit(3)
+        both.check()
+
+
+def test_rows_that_were_saved_beyond_those_kept_are_left_out() -> None:
+    """As those of a cache without places once were, when it kept two folds' too."""
+    tokens = 3 * CHUNK + 5
+    with closing(Both(least())) as both, closing(Both(spec().resolved())) as roomy:
+        for one in (both, roomy):
+            one.grow(tokens)
+        row_bytes, layers = 4 * SHARED.row_width, SHARED.num_layers
+        kept, more = (delta_newest(SHARED, count) for count in (LEAST_DELTA_STATES, STATES))
+        own, other = (one.caches[0].state() for one in (both, roomy))
+        ends = [
+            len(one) - delta_state_bytes(SHARED, count)
+            for one, count in ((own, LEAST_DELTA_STATES), (other, STATES))
+        ]
+        start, first = (
+            end - layers * count * row_bytes for end, count in zip(ends, (kept, more), strict=True)
+        )
+        saved = bytearray(own[:start] + other[first : ends[1]] + own[ends[0] :])
+        assert len(saved) > len(own)
+        saved[HEADER : HEADER + 4] = more.to_bytes(4, "little")
+        both.caches[0].trim(CHUNK)
+        both.caches[0].load_state(bytes(saved))
+        assert both.caches[0].state() == own
+        wide, numpy = (one.caches[1].engine._delta for one in (roomy, both))
+        arrays = numpy.arrays()
+        numpy.restore(arrays | {"delta_newest": wide._newest}, tokens)
+        np.testing.assert_array_equal(numpy.arrays()["delta_newest"], arrays["delta_newest"])
+        both.add(DRAFT)
+        both.commit(DRAFT)
+        both.check()
+
+
 def test_places_that_are_none_are_refused(both: Both) -> None:
     for cache in both.caches:
         for tokens in (0, -1, CONTEXT + 1):
@@ -493,7 +553,7 @@ HELD, LIVE, WANTED, OLDEST, BASES = (HEADER + 4 * i for i in (0, 1, 2, 9, 10))
     [
         (HELD, -1),
         (HELD, 3),
-        (HELD, delta_newest(SHARED) + 1),
+        (HELD, delta_newest(SHARED, STATES) + 1),
         (HELD, 1 << 30),
         (WANTED, -1),
         (WANTED, CONTEXT + 1),
@@ -519,7 +579,7 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(
     own = cache.state()
     held, live, *rest = np.frombuffer(own, np.int32, 2 + MOST_WANTED + STATES, HEADER).tolist()
     wanted, bases = rest[:MOST_WANTED], rest[MOST_WANTED:]
-    assert (held, wanted) == (delta_newest(SHARED), [0] * MOST_WANTED)
+    assert (held, wanted) == (delta_newest(SHARED, STATES), [0] * MOST_WANTED)
     assert bases[live] == base_of(tokens)
     assert live != 1
     assert sorted(bases)[-2:] == [base_of(tokens) - FOLD_TOKENS, base_of(tokens)]
@@ -590,8 +650,12 @@ def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
                         taps=4)],
 )  # fmt: skip
 @pytest.mark.parametrize("draft_tokens", [1, 8, 96])
-def test_the_library_counts_the_same_bytes(delta: DeltaShape, draft_tokens: int) -> None:
+@pytest.mark.parametrize("states", [LEAST_DELTA_STATES, LEAST_DELTA_STATES + 1])
+def test_the_library_counts_the_same_bytes(
+    delta: DeltaShape, draft_tokens: int, states: int
+) -> None:
     asked = geometry(SHAPE, PLAN, context_tokens=900, delta=delta, draft_tokens=draft_tokens)
+    asked = replace(asked, delta_states=states)
     for columns in (2, 9):
         num_bytes = asked.bytes_for_columns(columns)
         fit, regions = asked.divide(num_bytes)

@@ -3,7 +3,8 @@
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvq_models.config import ModelConfig
 from kvq_models.reference import PlainAttention, Weights, forward
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
+from kvq_runtime.drafter import Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.file_hashes import file_sha256
 from kvq_runtime.manifest import DRAFT_FILE, checksum
@@ -31,6 +33,7 @@ from kvq_specdraft.relay import Relay
 from logits import prompt
 from shelf import EIGHT, Shelf
 from tiny import make_checkpoint, read_safetensors, write_safetensors
+from traces import Told, traced
 
 needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
 GREEDY = Sampling(temperature=0)
@@ -268,6 +271,98 @@ def test_random_traces_answer_as_plain_decoding_does(
             own = held._opened.cache
             assert own.peak_bytes <= own.budget_bytes
         assert drafted.stats().rounds.drafted_tokens > 0
+
+
+# Of so few tokens a random head guesses some right.
+FEW = Sampling(temperature=0, logit_bias=dict.fromkeys((20, 21, 22), 100.0))
+STEPS = 24
+
+
+@dataclass
+class Watched:
+    """Sessions that draft always, and their rounds: the text, where the head's begins, outcomes."""
+
+    engine: Engine
+    rounds: list[tuple[list[int], int, Round]] = field(default_factory=list)
+
+    def opened(self) -> Session[Any]:
+        session = opened(self.engine, "mtp:least=1e-9,most=3", kv="fp")
+        drafter = session.drafter
+        assert isinstance(drafter, Mtp)
+        observe = drafter.observe
+
+        def watch(outcome: Round) -> None:
+            if outcome.drafted:
+                self.rounds.append(([*drafter._text], drafter._base, outcome))
+            observe(outcome)
+
+        drafter.observe = watch
+        return session
+
+
+def answers(session: Session[Any], right: Sequence[int], draw: np.random.Generator) -> None:
+    count = int(draw.integers(1, min(9, len(right))))
+    assert goes_on(session, count, sampling=FEW) == [*right[:count]]
+    assert isinstance(session.drafter, Mtp)
+    own = session.drafter._opened.cache
+    assert own.peak_bytes <= own.budget_bytes
+
+
+def guesses(engine: Engine, text: Sequence[int], base: int) -> np.ndarray:
+    """What a head that reads the text from `base` on at once guesses after each token there."""
+    with opened(engine, kv="fp", chunk_tokens=256) as session:
+        drafter = session.drafter
+        assert isinstance(drafter, Mtp)
+        session.sequence.append(text)
+        with session.sequence.branch() as branch:
+            states = session.sequence.run(branch.extend(text, rows=[len(text) - 1])).states
+        assert states is not None
+        own = drafter._opened
+        with own.branch() as branch:
+            joined = states[base - 1 : -1]
+            logits = own.run(branch.extend(text[base:], joined=joined)).logits
+    chosen = [*FEW.logit_bias]
+    return np.array(chosen)[logits[:, chosen].argmax(axis=1)]
+
+
+@pytest.fixture(scope="module")
+def told(engine: Engine) -> list[Told]:
+    """A chat up to three of its answers, the same with another message, and a text that is none."""
+    end, found = min(engine.backend.model.stop_ids), list[Told]()
+    for messages in ((30, 20, 25), (30, 21, 25), (90,)):
+        text = list[int]()
+        for message in messages:
+            text += [*prompt(message, seed=message), end, 11, 12]
+            with opened(engine, None, kv="fp") as session:
+                session.prefill(text)
+                found.append(Told([*text], goes_on(session, STEPS, sampling=FEW)))
+            text += [*found[-1].answer[:12], end]
+    return found
+
+
+@needs_native
+@pytest.mark.parametrize("part", range(10))
+def test_random_traces_are_guessed_from_all_that_was_read(
+    engine: Engine, told: list[Told], tmp_path: Path, part: int
+) -> None:
+    """Tokens are plain decoding's, and guesses those of a head that reads the text at once."""
+    watched = Watched(engine)
+    for seed in range(20 * part, 20 * part + 20):
+        traced(watched.opened, told, answers, seed, tmp_path / "one")
+    ends, known = [[*text, *answer] for text, answer in told], dict[tuple[int, int], np.ndarray]()
+    for text, base, outcome in watched.rounds:
+        which = next(at for at, end in enumerate(ends) if end[: len(text)] == text)
+        if (which, base) not in known:
+            known[which, base] = guesses(engine, ends[which], base)
+        assert known[which, base][len(text) - 1 - base] == outcome.draft.ids[0]
+    drafted, accepted = (
+        sum(getattr(outcome, name) for _, _, outcome in watched.rounds)
+        for name in ("drafted", "accepted")
+    )
+    assert drafted > 500
+    assert 0.1 < accepted / drafted < 0.9
+    # Where a session was loaded a head begins anew.
+    assert len({base for _, base in known}) > 10
 
 
 @needs_native

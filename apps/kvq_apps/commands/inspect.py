@@ -150,7 +150,9 @@ def _bundle(bundle: "Bundle") -> dict[str, Any]:
         "bytes_per_token": token_bytes,
         "bytes_at_context": round(at_context),
         "conv_bytes": conv_bytes(config.conv_shape, DEFAULT_DRAFT_TOKENS),
-        "delta_bytes": delta_row_bytes(config.delta_shape, DEFAULT_DRAFT_TOKENS)
+        "delta_bytes": delta_row_bytes(
+            config.delta_shape, DEFAULT_DRAFT_TOKENS, Geometry.delta_states
+        )
         + delta_state_bytes(config.delta_shape, Geometry.delta_states),
         "fp16_bytes_per_token": config.float_bytes_per_token,
         "experts": None if experts is None else experts.to_json(),
