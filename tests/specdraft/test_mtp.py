@@ -315,12 +315,12 @@ def guesses(engine: Engine, text: Sequence[int], base: int) -> np.ndarray:
         assert isinstance(drafter, Mtp)
         session.sequence.append(text)
         with session.sequence.branch() as branch:
-            states = session.sequence.run(branch.extend(text, rows=[len(text) - 1])).states
+            states = run(branch.extend(text, rows=[len(text) - 1])).states
         assert states is not None
         own = drafter._opened
         with own.branch() as branch:
             joined = states[base - 1 : -1]
-            logits = own.run(branch.extend(text[base:], joined=joined)).logits
+            logits = run(branch.extend(text[base:], joined=joined)).logits
     chosen = [*FEW.logit_bias]
     return np.array(chosen)[logits[:, chosen].argmax(axis=1)]
 

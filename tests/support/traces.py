@@ -43,10 +43,13 @@ def traced(
     draw, session, found = np.random.default_rng(seed), opened(), list[GoneBack]()
     for _ in range(TEXTS_OF_A_TRACE):
         text, answer = texts[int(draw.integers(len(texts)))]
-        kept, lost = common_prefix(session.tokens, text), session.sequence.recomputed_tokens
+        kept, lost = (
+            common_prefix(session.tokens, text),
+            session.sequence.encoding.recomputed_tokens,
+        )
         back = session.sequence.cache.tokens - kept
         session.align(text)
-        found.append(GoneBack(back, session.sequence.recomputed_tokens - lost))
+        found.append(GoneBack(back, session.sequence.encoding.recomputed_tokens - lost))
         least = int(draw.choice([1, 64]))  # in pieces of any length, or as they come
         while session.sequence.due():
             advance(session.sequence, int(draw.integers(least, 65)))
