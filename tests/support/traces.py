@@ -49,7 +49,7 @@ def traced(
         )
         back = session.sequence.cache.tokens - kept
         session.align(text)
-        found.append(GoneBack(back, session.sequence.encoding.recomputed_tokens - lost))
+        found.append(GoneBack(back, encoding.recomputed_tokens - lost))
         least = int(draw.choice([1, 64]))  # in pieces of any length, or as they come
         while session.sequence.due():
             advance(session.sequence, int(draw.integers(least, 65)))
