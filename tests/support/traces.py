@@ -43,10 +43,8 @@ def traced(
     draw, session, found = np.random.default_rng(seed), opened(), list[GoneBack]()
     for _ in range(TEXTS_OF_A_TRACE):
         text, answer = texts[int(draw.integers(len(texts)))]
-        kept, lost = (
-            common_prefix(session.tokens, text),
-            session.sequence.encoding.recomputed_tokens,
-        )
+        kept, encoding = common_prefix(session.tokens, text), session.sequence.encoding
+        lost = encoding.recomputed_tokens
         back = session.sequence.cache.tokens - kept
         session.align(text)
         found.append(GoneBack(back, encoding.recomputed_tokens - lost))
