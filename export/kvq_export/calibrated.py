@@ -53,7 +53,7 @@ TOKENS_PER_COLUMN = 8
 TUNING_TOKENS = 256
 # That a bundle is measured on, of all kinds together.
 REPORT_TEXTS = 6
-# That sums over tokens are computed in.
+# Of the text, whose products are computed side by side.
 PARTS = 2
 # Matrices that are rounded plainly.
 ENDS = ("embed", "head", "per_layer_embed")
@@ -239,9 +239,13 @@ class CalibratedWeights:
             blocks = Blocks(*joined(stored))
         rounded = dequantize(blocks, form.bits)[:, : form.columns]
         self._found.give((name, blocks))
-        out = np.empty((len(x), len(rounded)), np.float32)
+        return self._product(x, rounded)
+
+    def _product(self, x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        """`x` [T, K] times `matrix` [N, K]: [T, N], parts of the text side by side."""
+        out = np.empty((len(x), len(matrix)), np.float32)
         parts = zip(np.array_split(x, PARTS), np.array_split(out, PARTS), strict=True)
-        for task in [self._pool.submit(np.matmul, part, rounded.T, own) for part, own in parts]:
+        for task in [self._pool.submit(np.matmul, part, matrix.T, own) for part, own in parts]:
             task.result()
         return out
 

@@ -15,6 +15,7 @@ Owns the arithmetic on one matrix; knows no model, and not where moments come fr
 
 import numpy as np
 
+from kvq.errors import CheckpointError
 from kvq.reference_linear import SCALE_UNIT, BlockFormat, Blocks, zero_points
 from kvq_export.weights import codes_of, fit, half_scales
 
@@ -37,17 +38,7 @@ def factor(moments: np.ndarray, block: int) -> np.ndarray:
 
     `moments` is the sum of x x^T over inputs x; what none of them used costs next to nothing.
     """
-    columns = len(moments)
-    mean = float(np.trace(moments)) / columns
-    share = DAMPING
-    while True:
-        damped = moments.astype(np.float32)
-        damped[np.diag_indices(columns)] += np.float32(max(mean * share, 1e-12))
-        try:
-            lower = _cholesky(damped)
-            break
-        except np.linalg.LinAlgError:
-            share *= 10
+    columns, lower = len(moments), _root(moments, DAMPING)
     spare = -columns % block
     if not spare:
         return lower
@@ -78,10 +69,8 @@ def matched(rows: np.ndarray, lacking: np.ndarray, moments: np.ndarray) -> np.nd
     """
     if not lacking.any():
         return rows
-    ridged = moments.astype(np.float32)
-    ridged[np.diag_indices(len(ridged))] += np.float32(RIDGE * np.trace(moments) / len(moments))
     right = rows @ lacking if len(rows) > len(lacking[0]) else lacking
-    return rows + _solved(_cholesky(ridged), right.copy())
+    return rows + _solved(_root(moments, RIDGE), right.copy())
 
 
 def _solved(lower: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -95,6 +84,27 @@ def _solved(lower: np.ndarray, rows: np.ndarray) -> np.ndarray:
         known = slice(own.stop, None)
         rows[:, own] = (rows[:, own] - rows[:, known] @ lower[known, own]) @ turn
     return rows
+
+
+def _root(moments: np.ndarray, share: float) -> np.ndarray:
+    """Lower Cholesky factor float32 [K, K] of `moments` with a share of their mean on the diagonal.
+
+    Ten times that share, as often as rounding leaves no root. Raises `CheckpointError` for moments
+    that are not finite.
+    """
+    mean = float(np.trace(moments)) / len(moments)
+    if not np.isfinite(mean):
+        raise CheckpointError(
+            "what this model computes of the calibration text is no number, or too large for "
+            "float32; compare the checkpoint's files with their source, or calibrate on another text"
+        )
+    while True:
+        damped = moments.astype(np.float32)
+        damped[np.diag_indices(len(damped))] += np.float32(max(mean * share, 1e-12))
+        try:
+            return _cholesky(damped)
+        except np.linalg.LinAlgError:
+            share *= 10
 
 
 def _cholesky(a: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from kvq.errors import CheckpointError
 from kvq.reference_linear import SCALE_UNIT, BlockFormat, Grid, PanelFormat, dequantize
 from kvq_export import gptq
 from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
@@ -239,6 +240,22 @@ def test_a_run_that_nobody_waits_for_ends(opened: tuple[Original, Tokenizer]) ->
     assert len(list(reader.matrix(name, layout.matrices[name]))) == 1
     reader.close()
     assert not any(run.is_alive() for run in reader._runs)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_moments_that_are_no_numbers_are_refused(number: float) -> None:
+    """No share of them on the diagonal would help, however large."""
+    moments = np.eye(32, dtype=np.float32)
+    moments[3, 3] = number
+    with pytest.raises(CheckpointError, match="too large for float32"):
+        factor(moments, 32)
+
+
+def test_what_rounding_took_of_small_moments_is_made_up_for() -> None:
+    moments = np.diag(np.float32([100, 1, 1, -1.5]))  # less than the share of their mean
+    lower = factor(moments, 4)
+    added = (lower @ lower.T - moments)[np.diag_indices(4)]
+    np.testing.assert_allclose(added, moments.trace() / 4 * DAMPING * 10, rtol=1e-4)
 
 
 def test_an_export_is_deterministic_and_feeds_the_text_it_is_given(tmp_path: Path) -> None:
