@@ -96,7 +96,7 @@ def _root(moments: np.ndarray, share: float) -> np.ndarray:
     if not np.isfinite(mean):
         raise CheckpointError(
             "what this model computes of the calibration text is no number, or too large for "
-            "float32; compare the checkpoint's files with their source, or calibrate on another text"
+            "float32; compare the checkpoint's files with their source, or give another text"
         )
     while True:
         damped = moments.astype(np.float32)
