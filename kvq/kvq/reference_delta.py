@@ -28,7 +28,7 @@ from kvq.config import FOLD_TOKENS, DeltaShape
 from kvq.errors import CacheError, SnapshotError
 from kvq.reference import normalize
 from kvq.reference_conv import MixedRows, least_missed, padded, wanted_first
-from kvq.sizing import LEAST_DELTA_STATES, MOST_WANTED, delta_newest
+from kvq.sizing import LEAST_DELTA_STATES, MOST_WANTED, delta_newest, most_delta_newest
 
 Float = NDArray[np.float32]
 
@@ -376,7 +376,7 @@ class DeltaRows(MixedRows):
         fits = (
             newest.dtype == states.dtype == before.dtype == np.float32
             and newest.shape[::2] == (layers, shape.row_width)
-            and least <= newest.shape[1] <= min(tokens, shape.before + 2 * FOLD_TOKENS)
+            and least <= newest.shape[1] <= min(tokens, most_delta_newest(shape))
             and 0 < len(bases) == len(states) == len(before) <= self._most
             and states.shape[1:] == (layers, *matrices)
             and before.shape[1:] == (layers, shape.before, shape.conv_width)

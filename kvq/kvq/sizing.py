@@ -650,6 +650,11 @@ def conv_bytes(conv: ConvShape | None, draft_tokens: int) -> int:
     return conv.num_layers * rows * conv.width * 4
 
 
+def most_delta_newest(delta: DeltaShape) -> int:
+    """Committed rows of a delta net that are kept at most: see `delta_newest`."""
+    return delta.before + 2 * FOLD_TOKENS
+
+
 def delta_newest(delta: DeltaShape, states: int) -> int:
     """Committed rows of a delta net that are kept beside so many states.
 
@@ -657,7 +662,7 @@ def delta_newest(delta: DeltaShape, states: int) -> int:
     again. Who keeps no place to go back to has one fold's, and computes what lies further back.
     """
     if states > LEAST_DELTA_STATES:
-        return delta.before + 2 * FOLD_TOKENS
+        return most_delta_newest(delta)
     return max(delta.before, FOLD_TOKENS)
 
 
