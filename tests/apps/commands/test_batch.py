@@ -46,7 +46,7 @@ def batch(model: str, file: Path, out: Path, *words: str) -> tuple[str, ...]:
 def test_one_line_in_one_line_out_in_order(
     bundle: str, ask: Ask, file: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # How long an answer of random weights is depends on the processor: it may say the end by chance.
+    # An answer of random weights may say the end by chance, by the processor that rounds them.
     alone = {
         prompt: ask("run", "-m", bundle, prompt, "--temp", "0", "-n", limit)
         for prompt, limit in (("The slow", "90"), ("The quick", "7"), ("A fox", "7"))
