@@ -48,6 +48,8 @@ _CODES_OF_LEVELS[E2M1_CODES] = np.arange(len(E2M1_CODES))
 def same_weights(bundle: Bundle, peer: str = "llama.cpp") -> GgufFile:
     """The graph's weights as GGUF in the cache folder, written the first time, for a `peer`."""
     check_computable(peer, refusal(bundle.config))
+    if gguf_model(bundle.config).rope.rounded:
+        output.print_note(f"{peer} computes this model's rotary table a little differently")
     files = bundle.manifest.files
     hashes = f"{REVISION}" + "".join(files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
     digest = hashlib.sha256(hashes.encode()).hexdigest()[:12]
