@@ -212,8 +212,8 @@ FLAGS: dict[str, Flag] = {
         "recorded typing in a file; ttft: the first token of a prompt, predicted and computed. "
         "fleet: requests to `kvq serve --ray` against those to `kvq serve`",
         choices=("speed", "serve", "chat", "drafts", "several", "edit", "ttft", "fleet")),
-    "shape": Flag("random weights in a real model's shape: qwen2.5-0.5b, llama-3.2-1b, "
-        "llama-3-8b, qwen3-0.6b or smollm2-135m; NAME:layers=N: its first layers",
+    "shape": Flag("random weights in a real model's shape, such as qwen2.5-0.5b or lfm2-1.2b "
+        "(a name that is none lists all); NAME:layers=N: its first layers",
         metavar="NAME"),
     "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp, "
         "llama-bench=COMMAND, transformers", metavar="NAME,.."),

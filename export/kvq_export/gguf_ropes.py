@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -85,7 +85,8 @@ def _whole_rope(
             attention_factor=rope.factor,
             tensors={"rope_freqs.weight": _factors(rope.inv_freq)},
         )
-    return _yarn(rope, architecture, settings)
+    yarn = _yarn_of(config) if settings is None else _yarn_said(settings)
+    return None if yarn is None else _yarn(rope, architecture, yarn)
 
 
 def _with_windows(
@@ -131,17 +132,40 @@ def _factors(table: tuple[float, ...]) -> np.ndarray:
     return np.where(still, STILL_FACTOR, factors).astype(np.float32)
 
 
-def _yarn(
-    rope: RopeConfig, architecture: Architecture, settings: RopeSettings | None
-) -> GgufRope | None:
-    """The keys of a YaRN table (arXiv:2309.00071), if llama.cpp makes this very table of them.
+class _Yarn(NamedTuple):
+    """What a YaRN table (arXiv:2309.00071) is made of."""
+
+    base: float
+    factor: float
+    context: int
+
+
+def _yarn_said(settings: RopeSettings) -> _Yarn | None:
+    if settings.kind != "yarn":
+        return None
+    context = settings.trained_context
+    factor = settings.number("factor", settings.max_positions / context)
+    return _Yarn(settings.number("rope_theta"), factor, context)
+
+
+def _yarn_of(config: ModelConfig) -> _Yarn | None:
+    """Read off a table whose first two pairs are as fast as ever and whose last is slowed down."""
+    table = np.asarray(config.ropes[0].inv_freq, np.float64)
+    if len(table) < 2 or not table.all():
+        return None
+    base = float(round((table[0] / table[1]) ** len(table)))
+    if base < 2:
+        return None
+    factor = round(float(_powers(base, len(table))[-1] / table[-1]), 3)
+    return _Yarn(base, factor, round(config.context_length / factor)) if factor > 1 else None
+
+
+def _yarn(rope: RopeConfig, architecture: Architecture, yarn: _Yarn) -> GgufRope | None:
+    """The keys of a YaRN table, if llama.cpp makes this very table of them.
 
     Or one that differs in its `whole_ramp` alone, where the architecture always has that.
     """
-    if settings is None or settings.kind != "yarn":
-        return None
-    base, context = settings.number("rope_theta"), settings.trained_context
-    factor = settings.number("factor", settings.max_positions / context)
+    base, factor, context = yarn
     pairs = len(rope.inv_freq)
 
     def pair(rotations: float) -> float:

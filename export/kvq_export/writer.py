@@ -7,9 +7,11 @@ a few row chunks and the scales of one matrix.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -109,15 +111,24 @@ class WithDraftHead:
 
 
 class RandomWeights:
-    """Random codes at once, of about the size trained weights have; no quantiser is involved."""
+    """Random codes at once, of about the size trained weights have; no quantiser is involved.
 
-    def __init__(self, sources: Mapping[str, WeightSource], seed: int) -> None:
+    `repeated`: of a matrix so many of its last rows are those before them once more.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, WeightSource],
+        seed: int,
+        repeated: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._sources = sources
+        self._repeated = repeated
         self._random = np.random.default_rng(seed)
 
     def vector(self, name: str) -> np.ndarray:
-        """Norms near 1, small biases."""
-        centre = 1.0 if name.endswith("norm") else 0.0
+        """What multiplies is near 1, what is added near 0."""
+        centre = 1.0 if name.endswith(("norm", "scalar", "head_scale")) else 0.0
         noise = self._random.standard_normal(self._sources[name].shape, np.float32)
         return noise * np.float32(0.02) + np.float32(centre)
 
@@ -126,8 +137,14 @@ class RandomWeights:
         code_deviation = (1 << form.bits) / np.sqrt(12)
         scale = np.float32(1 / (code_deviation * np.sqrt(form.columns)))
         step = PANEL_ROWS * max(1, (1 << 20) // form.columns // PANEL_ROWS)
-        for start in range(0, form.rows, step):
-            rows = min(step, form.rows - start)
+        again = form.rows - self._repeated.get(name, 0)
+        first = 2 * again - form.rows
+        state = self._random.bit_generator.state
+        for start, rows in _chunks(sorted({0, first, again, form.rows}), step):
+            if start == first:
+                state = self._random.bit_generator.state
+            elif start == again:
+                self._random.bit_generator.state = state
             raw = np.frombuffer(self._random.bytes(rows * form.blocks * form.block), np.uint8)
             codes = raw.reshape(rows, -1) >> np.uint8(8 - form.bits)
             spread = self._random.uniform(0.5, 1.5, (rows, form.blocks)).astype(np.float32)
@@ -137,6 +154,13 @@ class RandomWeights:
             zeros = np.full(scales.shape, 128, np.uint8)
             offsets = {Grid.ZERO_POINT: zeros, Grid.MINIMUM: -scales * middle}.get(form.grid)
             yield Blocks(codes, scales, offsets)
+
+
+def _chunks(bounds: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of parts of `step` at most, none across a bound."""
+    for first, end in pairwise(bounds):
+        for start in range(first, end, step):
+            yield start, min(step, end - start)
 
 
 def write_model(

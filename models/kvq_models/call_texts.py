@@ -152,6 +152,7 @@ class Notation:
 
     `head` and `tail` stand around the arguments, `key` and `end` around each value, `comma` between
     two of them; NAME and KEY stand for the names. Without a `key` the arguments are one object.
+    `bare_head` stands in place of `head` where a call may begin with the bare mark of its form too.
     """
 
     read: Callable[[str, Schemas], list[Call] | None]
@@ -161,6 +162,7 @@ class Notation:
     key: str = ""
     end: str = ""
     comma: str = ""
+    bare_head: str = ""
 
 
 _JSON = Values(words=_JSON_WORDS, quotes=('"',), escapes=True)
@@ -197,7 +199,13 @@ PYTHON = Notation(
     key="KEY=",
     comma=", ",
 )
-HARMONY = Notation(read=harmony_calls, values=_JSON, head="NAME <|constrain|>json<|message|>")
+# Models put the recipient into the channel or, as the template writes earlier calls, before it.
+HARMONY = Notation(
+    read=harmony_calls,
+    values=_JSON,
+    head="NAME <|constrain|>json<|message|>",
+    bare_head="NAME<|channel|>commentary json<|message|>",
+)
 MISTRAL = Notation(read=mistral_calls, values=_JSON, head="NAME[ARGS]")
 
 

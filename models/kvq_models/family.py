@@ -175,6 +175,7 @@ class Family:
         if not self.draft_head:
             return f"heads of {self.model_type} models are none that are computed"
         if any(name.startswith(f"{DRAFT_HEAD}.layers.1.") for name in tensors):
+            # Each would be for one more token ahead; no published checkpoint has more than one.
             return "it has several layers, and heads of one are computed"
         return None
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq.errors import CheckpointError
-from kvq_models.config import Experts
+from kvq_models.config import Experts, ModelConfig
+from kvq_models.family import DRAFT_HEAD, View
 from kvq_models.keys import Default, Key
 
 # `num_local_experts` is what transformers saves, whatever a family calls it.
@@ -29,6 +30,27 @@ EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
     ),
     "experts_down": ("mlp.experts.{expert}.down_proj.weight",),
 }
+
+
+def stacked_experts(config: ModelConfig) -> Mapping[str, View]:
+    """What `EXPERT_WEIGHTS` name, of checkpoints with two tensors of all experts of a layer.
+
+    Of each expert the rows of its gate lie before those that this lets through. A draft head may
+    have them so too, whether the model has or not.
+    """
+    feeds = [(f"model.layers.{index}", layer.feed) for index, layer in enumerate(config.layers)]
+    feeds += [(f"{DRAFT_HEAD}.layers.0", layer.feed) for layer in config.layers if layer.owns_keys]
+    views: dict[str, View] = {}
+    for below, feed in feeds:
+        if not isinstance(feed, Experts):
+            continue
+        gate, up = range(feed.width), range(feed.width, 2 * feed.width)
+        for expert in range(feed.count):
+            own = f"{below}.mlp.experts.{expert}"
+            views[f"{own}.gate_proj.weight"] = View(f"{own}.gate_up_proj", gate)
+            views[f"{own}.up_proj.weight"] = View(f"{own}.gate_up_proj", up)
+            views[f"{own}.down_proj.weight"] = View(f"{own}.down_proj", range(config.hidden_size))
+    return views
 
 
 def mixture(

@@ -1,7 +1,8 @@
 """The families qwen3_5_moe and qwen3_next: delta nets beside gated attention, and many experts.
 
 Every token is also fed to an MLP that all experts share. The second family (Qwen3-Next) has what
-enters a delta net in two tensors, key head by key head, and may have dense layers.
+enters a delta net in two tensors, key head by key head, and may have dense layers. The draft heads
+of both (`mtp`) are fed as their models are.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from kvq_models.config import DeltaNet, Dense, ModelConfig
 from kvq_models.decoder import FIM_QWEN
 from kvq_models.family import Family, View
 from kvq_models.keys import Default, Key, MustEqual
-from kvq_models.mixtures import EXPERT_KEYS, EXPERT_WEIGHTS, mixture
+from kvq_models.mixtures import EXPERT_KEYS, EXPERT_WEIGHTS, mixture, stacked_experts
 from kvq_models.qwen3_5 import HYBRID_KEYS, HYBRID_WEIGHTS, hybrid_config
 
 _MIXED, _NEXT = "qwen3_5_moe_text", "qwen3_next"
@@ -63,7 +64,7 @@ def _shared(values: Mapping[str, Any]) -> Dense:
 
 def _views(config: ModelConfig) -> Mapping[str, View]:
     """Of each key head its own queries, keys, values and gates, and of its value heads b and a."""
-    views: dict[str, View] = {}
+    views = dict(stacked_experts(config))
     for index, layer in enumerate(config.layers):
         net = layer.mixer
         if not isinstance(net, DeltaNet):
@@ -98,6 +99,8 @@ FAMILY = Family(
     layer_weights=_WEIGHTS,
     fim_tokens=(FIM_QWEN,),
     turn_ends=("<|im_end|>",),
+    views=stacked_experts,
+    draft_head=True,
 )
 NEXT = Family(
     model_type=_NEXT,
@@ -113,4 +116,5 @@ NEXT = Family(
     fim_tokens=(FIM_QWEN,),
     turn_ends=("<|im_end|>",),
     views=_views,
+    draft_head=True,
 )

@@ -447,9 +447,11 @@ class DraftHead(Bundle):
 
     @property
     def weight_bytes_per_step(self) -> int:
-        """Its own matrices and the output head."""
-        names = {product.weight for product in products(self.config)}
-        return sum(form.panels * form.panel_bytes for form in map(self.form, names))
+        """Its own matrices and the output head, but for experts that its token does not choose."""
+        names = {product.weight for product in products(self.config) if not product.exact}
+        read_bytes = sum(form.panels * form.panel_bytes for form in map(self.form, names))
+        experts = self.experts
+        return read_bytes - (experts.stored - experts.chosen if experts else 0)
 
     def stored_name(self, name: str) -> str:
         """See `Bundle.stored_name`."""

@@ -3,7 +3,8 @@
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 
 from answers import LIMITS, chi_square
-from draft_heads import HEAD, WALK, drafting_weights, make_drafting, make_walker
+from draft_heads import HEAD, WALK, drafting_weights, make_drafting, make_walker, stacked
 from kvq import native
 from kvq.errors import BackendError, BudgetError, BundleError, KvqError, UsageError
 from kvq_export.export import export_model
 from kvq_models.config import ModelConfig
+from kvq_models.products import products
 from kvq_models.reference import PlainAttention, Weights, forward
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
@@ -41,9 +43,23 @@ TEXT = prompt(150)
 ALWAYS = "mtp:least=1e-9,most=5"
 
 
+# Heads of one dense layer, and of experts as checkpoints have them: Qwen3-Next's are one tensor
+# each, Qwen 3.5's in two where they are the model's, Qwen 3.6's in two everywhere.
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "dense": make_drafting,
+    "next": lambda path: make_drafting(path, "qwen3-next"),
+    "mixed": lambda path: make_drafting(path, "qwen3-5-moe", "model."),
+    "stacked": lambda path: make_drafting(path, "qwen3-5-moe", ""),
+}
+
+
+def source_of(shelf: Shelf, kind: str) -> Path:
+    return shelf.once("source", f"mtp {kind}", SOURCES[kind])
+
+
 @pytest.fixture(scope="module")
 def source(shelf: Shelf) -> Path:
-    return shelf.once("source", "mtp", make_drafting)
+    return source_of(shelf, "dense")
 
 
 @pytest.fixture(scope="module")
@@ -78,25 +94,29 @@ def torch_head(folder: Path, ids: np.ndarray, rounds: int) -> list[np.ndarray]:
     """
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as parts
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    config = model.config
+    config, parts = model.config, sys.modules[type(model).__module__]
+
+    def part(name: str) -> Any:
+        (found,) = (own for own in vars(parts) if own.endswith(name) and own.startswith("Qwen"))
+        return getattr(parts, found)
+
     tensors = {
         name.removeprefix(HEAD): torch.from_numpy(np.array(one))
-        for name, one in read_safetensors(folder / "model.safetensors").items()
+        for name, one in stacked(read_safetensors(folder / "model.safetensors")).items()
         if name.startswith(HEAD)
     }
     attends = config.layer_types.index("full_attention")
-    layer = parts.Qwen3_5DecoderLayer(config, attends)
+    layer = part("DecoderLayer")(config, attends)
     layer.load_state_dict(
         {name.removeprefix("layers.0."): one for name, one in tensors.items() if "layers." in name}
     )
 
     def norm(name: str, x: "torch.Tensor") -> "torch.Tensor":
-        own = parts.Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        own = part("RMSNorm")(config.hidden_size, eps=config.rms_norm_eps)
         own.load_state_dict({"weight": tensors[f"{name}.weight"]})
         return own(x)
 
@@ -112,7 +132,7 @@ def torch_head(folder: Path, ids: np.ndarray, rounds: int) -> list[np.ndarray]:
             count = x.shape[1]
             positions = torch.arange(count)[None]
             mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
-            rotary = parts.Qwen3_5TextRotaryEmbedding(config)(x, positions)
+            rotary = model.model.rotary_emb(x, positions)
             states = norm("norm", layer(x, position_embeddings=rotary, attention_mask=mask))
             found.append(model.lm_head(states)[0].numpy())
     return found
@@ -140,9 +160,11 @@ def reference_head(bundle: Bundle, ids: np.ndarray, rounds: int = 1) -> list[np.
     return head_logits(bundle.config, bundle.read_weight, head.read_weight, ids, rounds)
 
 
-def test_a_head_computes_what_its_formula_says(source: Path, bundle: Path) -> None:
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_head_computes_what_its_formula_says(shelf: Shelf, kind: str) -> None:
     """Over three rounds, each of which reads what the one before made."""
-    ids = np.array(TEXT[:80])
+    source = source_of(shelf, kind)
+    bundle, ids = shelf.exported(source, EIGHT), np.array(TEXT[:80])
     wanted = torch_head(source, ids, 3)
     found = head_logits(*drafting_weights(source), ids, 3)
     rounded = reference_head(Bundle.open(bundle), ids, 3)
@@ -153,10 +175,11 @@ def test_a_head_computes_what_its_formula_says(source: Path, bundle: Path) -> No
 
 
 @needs_native
+@pytest.mark.parametrize("kind", ["dense", "mixed"])
 @pytest.mark.parametrize("name", ["onnx", "float"])
-def test_backends_compute_what_the_reference_does(bundle: Path, name: str) -> None:
+def test_backends_compute_what_the_reference_does(shelf: Shelf, name: str, kind: str) -> None:
     """States of a text that comes in pieces, and the head over them in pieces."""
-    ids = np.array(TEXT[:80])
+    bundle, ids = shelf.exported(source_of(shelf, kind), EIGHT), np.array(TEXT[:80])
     (wanted,) = reference_head(Bundle.open(bundle), ids, 1)
     with Engine.open(bundle, threads=1, backend=name) as engine, opened(engine, kv="fp") as session:
         head = engine.backend.paged.draft_head
@@ -189,11 +212,20 @@ def test_backends_compute_what_the_reference_does(bundle: Path, name: str) -> No
 
 
 @needs_native
-@pytest.mark.parametrize("backend", ["onnx", "reference"])
-@pytest.mark.parametrize("reads", ["token", "state"])
-def test_a_head_that_knows_is_right(shelf: Shelf, reads: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "reads", "backend"),
+    [
+        ("qwen3-5", "token", "onnx"),
+        ("qwen3-5", "token", "reference"),
+        ("qwen3-5", "state", "onnx"),
+        ("qwen3-5", "state", "reference"),
+        ("qwen3-5-moe", "state", "onnx"),
+    ],
+)
+def test_a_head_that_knows_is_right(shelf: Shelf, case: str, reads: str, backend: str) -> None:
     """Every guess, round after round, after prompts in pieces, rollbacks and other prompts."""
-    source = shelf.once("source", f"walker {reads}", lambda path: make_walker(path, reads))
+    made = f"walker {case} {reads}"
+    source = shelf.once("source", made, lambda path: make_walker(path, reads, case))
     with Engine.open(shelf.exported(source, EIGHT), threads=1, backend=backend) as engine:
         with opened(engine, "mtp:least=1e-9,most=4") as session:
             walk = list(WALK)
@@ -208,6 +240,38 @@ def test_a_head_that_knows_is_right(shelf: Shelf, reads: str, backend: str) -> N
         assert stats.rounds.drafted_tokens > 70
         # The text after a rollback goes on from a state that is computed again.
         assert stats.rounds.accepted_tokens == stats.rounds.drafted_tokens
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="weights leave memory on Linux alone")
+def test_experts_of_a_head_are_within_the_models_budget(shelf: Shelf) -> None:
+    path = shelf.exported(source_of(shelf, "stacked"), EIGHT)
+    with Engine.open(path, threads=1) as engine, opened(engine, None) as session:
+        session.prefill(TEXT[:40])
+        expected = goes_on(session, 20)
+    experts, head = Bundle.open(path).experts, Bundle.open(path).draft_head
+    assert experts is not None
+    assert head is not None
+    assert head.experts is not None
+    assert head.experts.stored == experts.stored // 3
+    read = [
+        head.form(one.weight) for one in products(head.config) if not one.exact and one.count == 1
+    ]
+    dense = sum(form.panels * form.panel_bytes for form in read)
+    assert head.weight_bytes_per_step == dense + head.experts.chosen
+    budget = 3 * experts.largest
+    with Engine.open(path, threads=1, weights_budget=budget) as engine, opened(engine) as session:
+        session.prefill(TEXT[:40])
+        assert goes_on(session, 20) == expected
+        before, drafter = engine.resident(), session.drafter
+        assert isinstance(drafter, Mtp)
+        with drafter._opened.branch() as branch:
+            run(branch.extend([5], joined=np.ones((1, 128), np.float32)))
+        after = engine.resident()
+        assert before is not None
+        assert after is not None
+        assert after.chosen - before.chosen == 3
+        assert after.held_bytes <= budget
 
 
 @needs_native
@@ -462,7 +526,7 @@ def test_a_graph_of_another_head_is_refused(bundle: Path, tmp_path: Path) -> Non
 @needs_native
 def test_models_without_a_head_are_refused(shelf: Shelf) -> None:
     with Engine.open(shelf.bundle(), threads=1) as engine:
-        with pytest.raises(BackendError, match=r"has no draft head; Qwen 3\.5 models have one"):
+        with pytest.raises(BackendError, match=r"has no draft head; Qwen 3\.5 models and Qwen3"):
             opened(engine)
         with opened(engine, None) as session, pytest.raises(KvqError, match="no draft head"):
             session.drafter = drafter_named("mtp")
@@ -471,7 +535,7 @@ def test_models_without_a_head_are_refused(shelf: Shelf) -> None:
 def test_heads_that_are_not_computed_are_left_out(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of two layers, or of experts; a line says so. Of an incomplete one what is missing."""
+    """One of two layers; a line says so. Of an incomplete one what is missing."""
     tensors = read_safetensors(source / "model.safetensors")
     two = Path(shutil.copytree(source, tmp_path / "two"))
     more = {name.replace("s.0.", "s.1."): one for name, one in tensors.items() if HEAD in name}
@@ -479,12 +543,12 @@ def test_heads_that_are_not_computed_are_left_out(
     assert export_model(two, tmp_path / "of-two", EIGHT).config.draft_head is None
     assert "the draft head of two (mtp) is left out: it has several layers" in caplog.text
     caplog.clear()
-    mixed = make_checkpoint("qwen3-5-moe", tmp_path / "mixed")
-    own = read_safetensors(mixed / "model.safetensors")
+    plain = make_checkpoint("qwen3", tmp_path / "plain")
+    own = read_safetensors(plain / "model.safetensors")
     whole = {f"{HEAD}fc.weight": tensors[f"{HEAD}fc.weight"]}
-    write_safetensors(mixed / "model.safetensors", own | whole)
-    assert export_model(mixed, tmp_path / "of-experts", EIGHT).config.draft_head is None
-    assert "(mtp) is left out: heads of qwen3_5_moe_text models are none" in caplog.text
+    write_safetensors(plain / "model.safetensors", own | whole)
+    assert export_model(plain, tmp_path / "of-another", EIGHT).config.draft_head is None
+    assert "(mtp) is left out: heads of qwen3 models are none" in caplog.text
     caplog.clear()
     assert export_model(source, tmp_path / "of-one", EIGHT).config.draft_head is not None
     assert "left out" not in caplog.text

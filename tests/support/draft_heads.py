@@ -2,6 +2,7 @@
 saved. And heads made to be right, so that what a session drops or shifts shows as wrong guesses."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,18 @@ from kvq_models.config import ModelConfig
 from kvq_models.products import draft_name
 from kvq_models.reference import Weights
 from kvq_models.registry import read_checkpoint
-from tiny import make_checkpoint, read_safetensors, weight_statistics, write_safetensors
+from tiny import (
+    make_checkpoint,
+    parts_of,
+    read_safetensors,
+    weight_statistics,
+    write_safetensors,
+)
 
 HEAD = "mtp."
 # The token after each of these is the next of them, for a model of `make_walker`.
 WALK = tuple(range(20, 60))
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def head_shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
@@ -32,14 +40,38 @@ def head_shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def make_drafting(folder: Path, **overrides: Any) -> Path:
-    """A tiny Qwen 3.5 with a random draft head."""
-    make_checkpoint("qwen3-5", folder, **overrides)
+def stacked(tensors: Mapping[str, np.ndarray], below: str = "") -> dict[str, np.ndarray]:
+    """The tensors, matrices of experts whose names begin with `below` in two of all of a layer."""
+    found: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[tuple[str, int], np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        one = _OF_EXPERT.fullmatch(name) if name.startswith(below) else None
+        if one is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(one[1], {})[one[3], int(one[2])] = tensor
+    for name, own in experts.items():
+        count = len(own) // 3
+        both = [np.concatenate([own["gate", one], own["up", one]]) for one in range(count)]
+        found[f"{name}.gate_up_proj"] = np.stack(both)
+        found[f"{name}.down_proj"] = np.stack([own["down", one] for one in range(count)])
+    return found
+
+
+def make_drafting(
+    folder: Path, case: str = "qwen3-5", stacks: str | None = None, **overrides: Any
+) -> Path:
+    """A tiny Qwen 3.5, or another `case`, with a random draft head.
+
+    `stacks`: how names of tensors begin that have all experts of a layer, None: none has.
+    """
+    make_checkpoint(case, folder, **overrides)
     tensors = read_safetensors(folder / "model.safetensors")
     draw = np.random.default_rng(7)
     for name, shape in head_shapes(tensors).items():
         mean, deviation = weight_statistics(name, shape, norm_offset=1.0)
         tensors[name] = (mean + deviation * draw.standard_normal(shape)).astype(np.float32)
+    tensors = tensors if stacks is None else stacked(tensors, stacks)
     write_safetensors(folder / "model.safetensors", tensors)
     return folder
 
@@ -47,7 +79,7 @@ def make_drafting(folder: Path, **overrides: Any) -> Path:
 def drafting_weights(folder: Path) -> tuple[ModelConfig, Weights, Weights]:
     """Config, weights and weights of the head of such a checkpoint, as they are."""
     family, config, _ = read_checkpoint(folder)
-    tensors = read_safetensors(folder / "model.safetensors")
+    tensors = parts_of(family, config, read_safetensors(folder / "model.safetensors"))
     config = family.with_draft_head(config, tensors)
     sources = family.weights(config) | family.draft_weights(config)
 
@@ -59,14 +91,14 @@ def drafting_weights(folder: Path) -> tuple[ModelConfig, Weights, Weights]:
     return config, weight, lambda name: weight(draft_name(name))
 
 
-def make_walker(folder: Path, reads: str) -> Path:
+def make_walker(folder: Path, reads: str, case: str = "qwen3-5") -> Path:
     """One that walks along `WALK`, and a head that always guesses right, by the half that it reads.
 
     `reads` token: it goes one step on from the token that it is given; state: two steps from the
     state before. A head that is given another token's state, or its own at the wrong place, errs.
     Nothing of a layer is added to the stream, so a state says which token it is of.
     """
-    make_checkpoint("qwen3-5", folder, tie_word_embeddings=False)
+    make_checkpoint(case, folder, tie_word_embeddings=False)
     config = json.loads((folder / "config.json").read_text())
     tensors = read_safetensors(folder / "model.safetensors")
     draw = np.random.default_rng(11)

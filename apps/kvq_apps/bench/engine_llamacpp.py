@@ -92,6 +92,7 @@ class LlamaCppSequence(InProcess):
         self._depth = depth
         if depth:
             self._fill(plan)
+        self._beginning = cache.state() if depth and backend.layout.forgets else b""
         self.kv_bytes = cache.used_bytes
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -109,7 +110,11 @@ class LlamaCppSequence(InProcess):
         return True
 
     def rollback(self) -> None:
-        self._cache.trim(self._depth)
+        """See `BenchSequence.rollback`; states and windows do not get back by trimming."""
+        if self._beginning:
+            self._cache.load_state(self._beginning)
+        else:
+            self._cache.trim(self._depth)
 
     def attend(self, rows: int) -> bool:
         """See `BenchSequence.attend`; its attention is inside the graph."""

@@ -6,7 +6,7 @@ and where a call needs that, there is no call. Knows no request.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvq.errors import UsageError
@@ -56,11 +56,19 @@ class CallRules:
         """The rules that calls refer to."""
         return "".join(f"{name}: {body}\n" for body, name in self._names.items())
 
-    def call(self, function: Mapping[str, Any]) -> Part:
-        """A call of `function`. Raises `UsageError` for a schema that it cannot be held to."""
+    def calls(self, functions: Iterable[Mapping[str, Any]], *, bare: bool = False) -> Sequence[str]:
+        """A call of each that can be called, behind the form's own mark or the `bare` one.
+
+        Raises `UsageError` for a schema that a call cannot be held to.
+        """
+        found = (self._call(function, bare=bare) for function in functions)
+        return [call for call in found if call is not None]
+
+    def _call(self, function: Mapping[str, Any], *, bare: bool) -> Part:
         name, schema = function["name"], function.get("parameters") or {"type": "object"}
         json_part(schema)  # which has the bounds of all schemas
-        notation, head = self._notation, self._notation.head.replace("NAME", name)
+        notation = self._notation
+        head = (notation.bare_head if bare else notation.head).replace("NAME", name)
         empty = f"{head}{'' if notation.key else '{}'}{notation.tail}"
         if notation.read(empty, {}) != [(name, {})]:
             return None

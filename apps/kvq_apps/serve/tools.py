@@ -88,7 +88,10 @@ class Tools:
             called, rules = [_object(one, form.arguments) for one in functions], ""
         else:
             made = CallRules(form, form.calls, spelled)
-            called = [call for one in functions if (call := made.call(one)) is not None]
+            called = made.calls(functions)
+            if form.bare and form.calls.bare_head and called:
+                others = " | ".join(made.calls(functions, bare=True))
+                calls += f" | {spelled(form.bare[0])} ({others})"
             rules = made.lark
         if not called:
             raise UsageError(

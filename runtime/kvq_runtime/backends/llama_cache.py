@@ -88,7 +88,7 @@ class LlamaCppCache:
             threads=threads,
             # Parked tokens count against a window's room; a model with windows, or with states,
             # takes no edits.
-            sequences=1 if self._window_tokens or layout.state_bytes else SEQUENCES,
+            sequences=1 if layout.forgets else SEQUENCES,
         )
         self._rotates_keys = keys_are_rotated(lines)
         self.chunk_tokens = batch_size(config.context_tokens, config.chunk_tokens)

@@ -127,6 +127,11 @@ class CacheLayout:
     turns_in_part: bool = False
     state_bytes: int = 0
 
+    @property
+    def forgets(self) -> bool:
+        """Whether trimming may not lead back to what was there: states, or windows."""
+        return self.state_bytes > 0 or any(group.window_tokens for group in self.groups)
+
     def num_bytes(self, plan: KvPlan, context_tokens: int, chunk_tokens: int) -> int:
         """Bytes of K, V and states that llama.cpp allocates for a context."""
         return self.state_bytes + sum(

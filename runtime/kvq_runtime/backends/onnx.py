@@ -70,7 +70,9 @@ class OnnxBackend(PagedBackend):
         threads: int,
         device: str = gpu.PROCESSOR,
         weights_budget: int | None = None,
+        residency: Residency | None = None,
     ) -> None:
+        """`residency`: that of the model whose draft head this is; its experts count there too."""
         reason = self.missing()
         if reason is not None:
             raise BackendError(f"the onnx backend cannot run: {reason}")
@@ -78,10 +80,10 @@ class OnnxBackend(PagedBackend):
         self.device = device
         self.logit_bytes_copied = 0  # from the device to the host
         tuning.apply()
-        self._residency: Residency | None = None
         if weights_budget is not None:
             bounded_experts(bundle, weights_budget)
-            self._residency = Residency(weights_budget)
+            residency = Residency(weights_budget)
+        self._residency = residency
         before = huge_pages.regions()
         self._session: _InferenceSession | None = _open(bundle, threads, device, self._residency)
         self.paging = huge_pages.advise_since(before)
@@ -208,6 +210,9 @@ class OnnxBackend(PagedBackend):
             | ({"head_rows": head} if mode.head_tokens else {})
             | (self._maps if mode.fitted else {})
         )
+
+    def _open_draft_head(self, head: Bundle) -> "OnnxBackend":
+        return OnnxBackend(head, threads=self.threads, residency=self._residency)
 
     def resident(self) -> Resident | None:
         """See `Backend.resident`."""

@@ -67,15 +67,18 @@ class PagedBackend(ABC):
         head = self.bundle.draft_head
         if head is None:
             raise BackendError(
-                f"{self.model.name} has no draft head; Qwen 3.5 models have one, in the tensors "
-                "mtp.* of their checkpoints. Older exports left it out, and any export leaves out "
-                "one of several layers or of experts: export a checkpoint whose head is one dense "
-                f"layer again, or choose {argument('draft')} auto"
+                f"{self.model.name} has no draft head; Qwen 3.5 models and Qwen3-Next have one, in "
+                "the tensors mtp.* of their checkpoints. Older exports left it out, and any export "
+                "leaves out one of several layers: export a checkpoint whose head is one layer "
+                f"again, or choose {argument('draft')} auto"
             )
         with self._opening:
             if self._draft_head is None:
-                self._draft_head = type(self)(head, threads=self.threads)
+                self._draft_head = self._open_draft_head(head)
             return self._draft_head
+
+    def _open_draft_head(self, head: Bundle) -> "PagedBackend":
+        return type(self)(head, threads=self.threads)
 
     @abstractmethod
     def forward(self, one_pass: Pass[PagedCache]) -> list[NDArray[np.float32]]:

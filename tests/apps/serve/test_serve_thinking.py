@@ -242,6 +242,7 @@ def test_a_call_may_be_a_message_of_its_own_behind_a_thought(special: bool, befo
 
 SCHEMA = {"type": "object", "properties": {"q": {"const": 1}}, "required": ["q"]}
 FORECAST = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+HEADER = ' to=functions.weather<|channel|>commentary json<|message|>{"q": 1}<|call|>'
 SAID = f"<|channel|>commentary {HARMONY_CALL[0]}"
 ASIDE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
 STRING = {"response_format": {"type": "json_object", "schema": {"type": "string"}}}
@@ -274,7 +275,9 @@ def thinking_first(tokenizer: Tokenizer, said: str) -> Callable[[Sequence[int]],
         (f"{ASIDE}{SAID}", {}),
         (f"{FINAL}It rains.", {}),
         (SAID, {"tool_choice": "required"}),
+        (HEADER, {"tool_choice": "required"}),
         (SAID, STRING),
+        (HEADER, STRING),
         (f'{FINAL}"It rains."', STRING),
     ],
 )
