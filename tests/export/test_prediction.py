@@ -181,6 +181,7 @@ def test_a_predicted_prompt_lies_between_the_prompt_and_none(fitted: Path) -> No
     assert found.ways["few"].prefill_s > 0
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_trained_model_goes_on_between_the_prompt_and_none(shelf: Shelf) -> None:
     """KVP-8, for the nats of real text: more layers computed, less lost."""

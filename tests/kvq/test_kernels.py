@@ -361,7 +361,7 @@ CASES = pytest.mark.parametrize(
 
 @EXACT_HEADS
 @CASES
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_exactly_the_visible_tokens_are_attended(
     heads: Callable[..., tuple[Float, Float, Float]],
     change: Callable[[Pair], None],

@@ -90,7 +90,7 @@ def test_edits_are_those_of_a_string(
 
 @pytest.fixture(scope="module")
 def tokenizers(shelf: Shelf) -> list[Tokenizer]:
-    bundles = (shelf.bundle(), shelf.embedded("default"))
+    bundles = (shelf.bundle(), shelf.embedded("nano"))
     found = [Bundle.open(bundle).tokenizer() for bundle in bundles]
     return [own for own in found if own is not None]
 
