@@ -7,7 +7,7 @@ too few shows there.
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +199,16 @@ def attend_by_reference(
     return out
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("group", [1, 2, 4, 7])
+GROUPS = (1, 2, 4, 7)
+
+
+def dims_and_groups() -> Iterator[Any]:
+    """All of them; of each size of heads all groups but one are slow, another one each time."""
+    for (i, head_dim), (j, group) in itertools.product(enumerate(HEAD_DIMS), enumerate(GROUPS)):
+        yield pytest.param(head_dim, group, marks=[pytest.mark.slow] * ((i + j) % len(GROUPS) > 0))
+
+
+@pytest.mark.parametrize(("head_dim", "group"), dims_and_groups())
 def test_attention_is_the_references_for_every_width_pair(head_dim: int, group: int) -> None:
     """M = 8 rows; the first m of them see what m rows see, so m rows must give the same bits."""
     shape = CacheShape(num_layers=1, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
