@@ -7,7 +7,7 @@ too few shows there.
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +202,15 @@ def attend_by_reference(
 GROUPS = (1, 2, 4, 7)
 
 
-def dims_and_groups() -> Iterator[Any]:
-    """All of them; of each size of heads all groups but one are slow, another one each time."""
-    for (i, head_dim), (j, group) in itertools.product(enumerate(HEAD_DIMS), enumerate(GROUPS)):
-        yield pytest.param(head_dim, group, marks=[pytest.mark.slow] * ((i + j) % len(GROUPS) > 0))
-
-
-@pytest.mark.parametrize(("head_dim", "group"), dims_and_groups())
+@pytest.mark.parametrize(
+    ("head_dim", "group"),
+    # Every size of heads meets one group quickly, and all of them in what is slow.
+    [
+        pytest.param(head_dim, group, marks=[pytest.mark.slow] * ((i + j) % len(GROUPS) > 0))
+        for i, head_dim in enumerate(HEAD_DIMS)
+        for j, group in enumerate(GROUPS)
+    ],
+)
 def test_attention_is_the_references_for_every_width_pair(head_dim: int, group: int) -> None:
     """M = 8 rows; the first m of them see what m rows see, so m rows must give the same bits."""
     shape = CacheShape(num_layers=1, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
