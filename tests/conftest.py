@@ -22,6 +22,8 @@ gc.disable()
 # The arrays are small and the machine is shared: more threads only spin.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A command reads the byte code that those before it left: without, each compiles all of kvq anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What a developer has set for himself is not what is tested.
 os.environ["XDG_CONFIG_HOME"] = str(Path(__file__).parent / "no-settings")
 # Nor does he want the models that tests ran among his.

@@ -83,7 +83,6 @@ def test_a_pulled_model_has_its_name_and_is_the_one_without_a_name(
     assert ready_model(DEFAULT) is None
 
 
-@pytest.mark.slow
 def test_the_last_one_counts_until_it_is_deleted(
     checkpoint: Path, tmp_path: Path, offered: Offer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +163,6 @@ def test_another_model_does_not_take_a_name_over(
     assert pulled.record_of(resolve_model("same")).source == str(second)  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
 def test_an_interrupted_pull_leaves_nothing_and_can_be_repeated(
     offered: Offer, checkpoint: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +423,6 @@ def test_the_list_has_the_catalogue(
     assert asked("pull", "--list")["models"][0]["here"] is True
 
 
-@pytest.mark.slow
 def test_a_pulled_model_of_another_version_is_pulled_again(
     offered: Offer, checkpoint: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
