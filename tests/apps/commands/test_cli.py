@@ -221,6 +221,7 @@ def test_model_and_prompt(
 # Exporting, inspecting, evaluating
 
 
+@pytest.mark.slow
 def test_export_prints_a_table_and_progress_apart(
     checkpoint: Path, home: dict[str, str], tmp_path: Path
 ) -> None:
