@@ -92,6 +92,7 @@ def test_bits_are_spent_where_they_take_most_damage_away(tmp_path: Path) -> None
         assert total(tuple(bits.tolist())) <= best * 1.0001
 
 
+@pytest.mark.slow
 def test_the_file_is_as_large_as_asked_and_no_larger(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
     original = original_of(source)

@@ -89,6 +89,7 @@ def test_a_verdict_compares_with_8_bits_and_advises_them(own: float, *, advised:
         assert rows["advice"].endswith("kvq export org/small -o small --wbits 8 --force")
 
 
+@pytest.mark.slow
 def test_the_advice_can_be_followed_and_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

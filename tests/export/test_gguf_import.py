@@ -716,6 +716,7 @@ def said(output: bytes) -> list[str]:
     return [line for line in output.decode().splitlines() if "exporting" not in line]
 
 
+@pytest.mark.slow
 def test_a_file_runs_on_our_kernels_and_says_so(tmp_path: Path) -> None:
     home = environment_in(tmp_path)
     file = str(write_gguf(tmp_path / "tiny.gguf", kind="Q8_0"))

@@ -258,6 +258,7 @@ def test_what_rounding_took_of_small_moments_is_made_up_for() -> None:
     np.testing.assert_allclose(added, moments.trace() / 4 * DAMPING * 10, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_export_is_deterministic_and_feeds_the_text_it_is_given(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source", dtype="float32")
 

@@ -68,6 +68,7 @@ def test_a_checkpoint_is_downloaded_shown_and_exported(
     assert again.returncode == 0, again.stderr.decode()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_damaged_on_its_way_is_not_kept(
     hub: FakeHub, pull: Pull, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_file_that_is_damaged_on_its_way_is_not_kept(
     assert pull("org/small").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_broken_connection_goes_on_where_it_was(hub: FakeHub, pull: Pull, tmp_path: Path) -> None:
     # huggingface_hub keeps whole pieces of 10 MiB of a connection that broke.
     hub.files["large-Q2_K.gguf"] = b"GGUF" + bytes(12 << 20)
@@ -96,6 +98,7 @@ def test_a_broken_connection_goes_on_where_it_was(hub: FakeHub, pull: Pull, tmp_
     assert file.read_bytes() == hub.files["large-Q2_K.gguf"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_leaves_whole_files_only(
     hub: FakeHub, home: dict[str, str], pull: Pull, tmp_path: Path
 ) -> None:
@@ -111,6 +114,7 @@ def test_an_interrupted_download_leaves_whole_files_only(
     assert pull("org/small").returncode == 0
 
 
+@pytest.mark.slow
 def test_one_gguf_file_is_chosen_by_its_type(hub: FakeHub, pull: Pull, tmp_path: Path) -> None:
     finished = pull("hf.co/org/small:Q8_0")
     assert finished.returncode == 2
@@ -133,6 +137,7 @@ def test_one_gguf_file_is_chosen_by_its_type(hub: FakeHub, pull: Pull, tmp_path:
     assert file.read_bytes() == b"GGUF four"
 
 
+@pytest.mark.slow
 def test_what_the_hub_does_not_have_is_said(pull: Pull) -> None:
     finished = pull("org/unknown")
     assert finished.returncode == 2

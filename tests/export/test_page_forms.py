@@ -273,6 +273,7 @@ def test_what_is_not_calibrated_has_plain_pages(source: Path, options: dict[str,
     assert made.manifest.policy == DEFAULT_POLICY
 
 
+@pytest.mark.slow
 def test_a_short_context_has_plain_pages(tmp_path: Path) -> None:
     source = tiny.make_llama_checkpoint(tmp_path / "source", max_position_embeddings=383)
     assert export(source).manifest.forms == ()

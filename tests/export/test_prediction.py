@@ -156,6 +156,7 @@ def test_a_bundle_without_maps_has_no_auto_and_a_damaged_one_is_refused(
             ExportOptions(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_auto_keeps_maps_only_where_little_is_lost(shelf: Shelf, tmp_path: Path) -> None:
     """A model of random weights has no stream that says what comes later."""
     options = ExportOptions(quality=False, calibrate=False, predict="auto")
@@ -181,6 +182,7 @@ def test_a_predicted_prompt_lies_between_the_prompt_and_none(fitted: Path) -> No
     assert found.ways["few"].prefill_s > 0
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_trained_model_goes_on_between_the_prompt_and_none(shelf: Shelf) -> None:
     """KVP-8, for the nats of real text: more layers computed, less lost."""

@@ -140,6 +140,7 @@ def tuned(folder: Path) -> tuple[Bundle, dict[str, float]]:
     return opened, found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_a_tuned_bundle_answers_more_like_its_checkpoint(tmp_path: Path) -> None:
     source = embedded_folder("nano")
@@ -169,6 +170,7 @@ def test_a_tuned_bundle_answers_more_like_its_checkpoint(tmp_path: Path) -> None
     assert second.fingerprint == first.fingerprint != plain.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_weights_that_gained_too_little_stay_as_they_were_rounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -132,6 +132,7 @@ def test_a_long_message_may_be_handled_many_times() -> None:
     assert template.render({"messages": [{"content": text}]}) == "B" + "cd" + "bcd" * 3_999_999
 
 
+@pytest.mark.slow
 def test_memory_stays_small_in_a_process_of_its_own() -> None:
     """Each kind again, with 1 GiB of address space to spare."""
     script = (

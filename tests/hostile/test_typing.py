@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvq_apps.completion.document import Document, Position
 from kvq_lab.typing_sessions import PROGRAM
 from language_client import ProcessClient, at
 from shelf import Shelf
 
-WORDS = ("--threads", "1", "--drafts", "2", "--predict", "4", "--ctx-size", "4096")
+WORDS = ("-m", "nano", "--threads", "1", "--drafts", "2", "--predict", "4", "--ctx-size", "4096")
 KEYS = "etaoin srhld()[]=.,:_0\u00e9\u4f60\U0001f44b"
 MOST_CHARACTERS, FIRST_CHARACTERS = 3_500, 2_000
 
@@ -128,9 +130,10 @@ def held(client: ProcessClient) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 def test_what_a_server_holds_does_not_grow_with_edits(shelf: Shelf, tmp_path: Path) -> None:
     """LSP-24, for a moment: nothing grows after the first third but what libraries keep."""
-    shelf.used_before(tmp_path / "cache")
+    shelf.used_before(tmp_path / "cache", ["nano"])
     rows = list(series(tmp_path, edits=240, every=80))
     assert [row["edits"] for row in rows] == [80, 160, 240]
     for row in rows[1:]:

@@ -16,6 +16,7 @@ import pytest
 
 from caches import budget_for_tokens, open_cache
 from kvq import native
+from kvq.cache import Cache
 from kvq.config import HEAD_DIMS, CacheShape, KvPlan, PageForm
 from kvq.errors import BackendError, CacheError
 from kvq.formats import grid_bytes
@@ -199,8 +200,18 @@ def attend_by_reference(
     return out
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("group", [1, 2, 4, 7])
+GROUPS = (1, 2, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group"),
+    # Every size of heads meets one group quickly, and all of them in what is slow.
+    [
+        pytest.param(head_dim, group, marks=[pytest.mark.slow] * ((i + j) % len(GROUPS) > 0))
+        for i, head_dim in enumerate(HEAD_DIMS)
+        for j, group in enumerate(GROUPS)
+    ],
+)
 def test_attention_is_the_references_for_every_width_pair(head_dim: int, group: int) -> None:
     """M = 8 rows; the first m of them see what m rows see, so m rows must give the same bits."""
     shape = CacheShape(num_layers=1, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
@@ -361,7 +372,7 @@ CASES = pytest.mark.parametrize(
 
 @EXACT_HEADS
 @CASES
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_exactly_the_visible_tokens_are_attended(
     heads: Callable[..., tuple[Float, Float, Float]],
     change: Callable[[Pair], None],
@@ -492,33 +503,38 @@ def test_rotation_and_norms_are_the_references(kernels: str, pairs: int, norms: 
     pair.close()
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("window", [0, 100])
-def test_a_heads_sink_shares_in_its_softmax(kernels: str, window: int) -> None:
+def test_a_heads_sink_shares_in_its_softmax(window: int) -> None:
     """Over floating-point rows, pages in several parts, a long chunk and a step."""
-    native.select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
     plan, tokens = KvPlan(k_bits=8, v_bits=8), 1400
     options = {"threads": 2, "chunk_tokens": 1300}
     budget = budget_for_tokens(shape, plan, tokens, **options)
-    pair = Pair.open(shape, plan, budget, tokens, **options)
+    caches = {name: open_cache(shape, plan, budget, tokens, **options) for name in KERNELS}
+    reference = open_cache(shape, plan, budget, tokens, native=False, **options)
     rng = np.random.default_rng(window)
     params = attention(shape, window_tokens=window)
     sinks = np.array([-40, 0, 6, 2, 30, 5], np.float32)
-    for start, count in ((0, 1), (1, 1300), (1301, 3), (1304, 1)):
+
+    def attended(cache: Cache, rows: Float) -> Float:
+        positions = np.arange(len(rows)) + cache.tokens
+        cache.begin(len(rows))
+        found = cache.attend(params, rows, positions, frequencies(32), sink_logits=sinks)
+        cache.commit(len(rows))
+        return found
+
+    for count in (1, 1300, 3, 1):
         rows = pack_heads(*random_heads(rng, shape, count))
-        positions = np.arange(start, start + count)
-        outputs = []
-        for cache in pair:
-            cache.begin(count)
-            given = (params, rows, positions, frequencies(32))
-            outputs.append(cache.attend(*given, sink_logits=sinks))
-            cache.commit(count)
-        assert_close(*outputs, RANDOM[8, 8])
-        heads = outputs[0].reshape(count, 6, 64)
-        assert np.abs(heads[:, 4]).max() < 1e-6, "all of it goes to the sink"
-        assert np.abs(heads[:, 0]).max() > 0.05
-    pair.close()
+        wanted = attended(reference, rows)
+        for name, cache in caches.items():
+            native.select_isa(name)
+            found = attended(cache, rows)
+            assert_close(found, wanted, RANDOM[8, 8])
+            heads = found.reshape(count, 6, 64)
+            assert np.abs(heads[:, 4]).max() < 1e-6, "all of it goes to the sink"
+            assert np.abs(heads[:, 0]).max() > 0.05
+    for cache in (reference, *caches.values()):
+        cache.close()
 
 
 def test_a_sink_takes_its_share_of_what_keys_weigh() -> None:

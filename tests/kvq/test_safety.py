@@ -61,6 +61,7 @@ for turn in range(12):
 """
 
 
+@pytest.mark.slow
 def test_a_cache_may_be_closed_while_another_thread_attends() -> None:
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", _CLOSE_DURING_A_CALL],
@@ -206,19 +207,18 @@ def test_sizes_beyond_64_bits_are_none_of_a_cache() -> None:
     assert out.minimum_bytes > 1 << 60
 
 
-def test_random_calls_of_the_c_abi_end_without_a_crash() -> None:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+def test_random_calls_of_the_c_abi_end_without_a_crash(seed: int) -> None:
     """A short run; README says how to let it run for long, stopped by sanitizers."""
     script = Path(__file__).parents[1] / "support" / "abi_fuzz.py"
-    for seed in range(3):
-        arguments = [str(script), str(native.library_path()), str(seed), "1500"]
-        finished = subprocess.run(
-            [sys.executable, "-W", "error", *arguments],
-            env=ROOTS,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", ""), seed
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", script, str(native.library_path()), str(seed), "1500"],
+        env=ROOTS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
 
 
 @pytest.mark.cross

@@ -26,6 +26,7 @@ from shelf import Shelf
 from tolerances import PRODUCT
 
 pytestmark = [
+    pytest.mark.slow,  # builds what it runs
     pytest.mark.usefixtures("kernels_restored"),
     pytest.mark.skipif(not native.available(), reason=native.why_not()),
 ]

@@ -9,6 +9,8 @@ from kvq_apps.chat.blocks import BlockScanner
 from kvq_lab import chat_app
 from kvq_lab.chat_app import hard_words
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_stream_has_what_is_slow_to_draw() -> None:
     words = list(hard_words(20_000))

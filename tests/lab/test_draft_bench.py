@@ -22,6 +22,8 @@ from kvq_runtime.session import Session
 from rule_backend import RuleBackend
 from shelf import Shelf
 
+pytestmark = pytest.mark.slow
+
 
 def test_each_workload_is_a_prompt_and_an_answer_and_some_repeat() -> None:
     works = {work.name: work for work in workloads()}

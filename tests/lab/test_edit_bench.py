@@ -9,7 +9,6 @@ import pytest
 
 from kvq.errors import DataError
 from kvq_apps.cli import main
-from kvq_apps.model_path import resolve_model
 from kvq_lab import around, editing, starting
 from kvq_lab.edit_quality import edit_cases
 from kvq_lab.editing import chunks_kept, counts
@@ -17,13 +16,16 @@ from kvq_lab.typing_sessions import LONG, SHORT, TEXTS, TypingSession
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import Bundle
+from shelf import Shelf
+
+pytestmark = pytest.mark.slow
 
 RECORDER = Path(__file__).parents[2] / "apps/lab/record_typing.py"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Bundle.open(resolve_model("nano")).tokenizer()
+def tokenizer(shelf: Shelf) -> Tokenizer:
+    found = Bundle.open(shelf.embedded("nano")).tokenizer()
     assert found is not None
     return found
 

@@ -10,6 +10,8 @@ from kvq_apps.cli import main
 from kvq_apps.commands import eval as evaluation
 from kvq_apps.flags import FLAGS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

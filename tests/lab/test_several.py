@@ -22,6 +22,8 @@ from kvq_runtime.bundle import Bundle
 from kvq_runtime.named_engine import Engine
 from shelf import Shelf
 
+pytestmark = pytest.mark.slow
+
 TEXT = "def area(width, height):\n    return width * height\n\n\nprint(area(3, 4))\n" * 6
 
 

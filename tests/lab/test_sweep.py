@@ -18,6 +18,8 @@ from kvq_lab import sweep
 from kvq_lab.sweep_report import against_best
 from shelf import Shelf
 
+pytestmark = pytest.mark.slow
+
 TEXT = Path(__file__).read_text()
 CONTEXT = 700
 # Four streams (two layers, two KV heads) of 64 channels, K and V, two bytes each.

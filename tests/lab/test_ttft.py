@@ -16,7 +16,10 @@ from kvq_export import prediction
 from kvq_export.config import ExportOptions
 from shelf import EIGHT, Shelf
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not native.available(), reason=native.why_not()),
+]
 
 
 @pytest.fixture(scope="module")

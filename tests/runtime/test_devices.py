@@ -97,6 +97,7 @@ def test_a_session_goes_on_on_the_other_device(bundle: Path, tmp_path: Path) -> 
     assert told("cpu", "emulated") == told("emulated", "cpu")
 
 
+@pytest.mark.slow
 def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
     path = shelf.bundle(EIGHT, num_hidden_layers=4)
     asked: dict[str, Any] = {"kv": "4:2", "context_tokens": 300, "chunk_tokens": 64}

@@ -45,6 +45,9 @@ OTHERS = {
 }
 # Random traces of each part: those of experts repeat what the mixers' own have shown.
 TRACES = {"lfm2": 20, "qwen3-5": 20, "lfm2-moe": 2, "qwen3-next": 2, "lfm3": 2}
+PARTS = pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))]
+)
 
 
 @pytest.fixture(scope="module", params=OTHERS)
@@ -165,7 +168,7 @@ def goes_on(session: Session[Any], right: Sequence[int], draw: np.random.Generat
         assert generated(session, 1) == [right[0]]
 
 
-@pytest.mark.parametrize("part", range(10))
+@PARTS
 def test_random_traces_answer_as_plain_decoding_does(
     engine: Engine, answers: list[list[int]], case: str, tmp_path: Path, part: int
 ) -> None:
@@ -188,7 +191,7 @@ def chats(engine: Engine) -> list[Told]:
     return found
 
 
-@pytest.mark.parametrize("part", range(10))
+@PARTS
 def test_random_traces_of_chats_answer_as_plain_decoding_does(
     engine: Engine, chats: list[Told], case: str, tmp_path: Path, part: int
 ) -> None:

@@ -405,7 +405,9 @@ def told(engine: Engine) -> list[Told]:
 
 
 @needs_native
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))]
+)
 def test_random_traces_are_guessed_from_all_that_was_read(
     engine: Engine, told: list[Told], tmp_path: Path, part: int
 ) -> None:

@@ -6,7 +6,7 @@ run share the folder, so whoever comes first makes what another waits for.
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -69,9 +69,9 @@ class Shelf:
         (bundle,) = (self.once("cache", name, make) / "kvq/bundles").iterdir()
         return bundle
 
-    def used_before(self, cache: Path) -> None:
-        """Makes a cache folder that of a user who has run the embedded models."""
-        for bundle in map(self.embedded, NAMES):
+    def used_before(self, cache: Path, names: Iterable[str] = NAMES) -> None:
+        """Makes a cache folder that of a user who has run these embedded models."""
+        for bundle in map(self.embedded, names):
             copytree(bundle, cache / "kvq/bundles" / bundle.name, copy_function=os.link)
 
     def once(self, name: str, asked: object, make: Callable[[Path], object]) -> Path:

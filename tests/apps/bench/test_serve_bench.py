@@ -20,6 +20,7 @@ def bundle(shelf: Shelf) -> str:
     return str(shelf.bundle(max_position_embeddings=4096))
 
 
+@pytest.mark.slow
 def test_every_phase_is_measured(
     bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_an_error_in_the_middle_keeps_what_came(home: dict[str, str]) -> None:
     history.close()
 
 
+@pytest.mark.slow
 def test_a_chat_on_a_pipe_goes_on_with_its_model(home: dict[str, str], shelf: Shelf) -> None:
     first = str(shelf.bundle(max_position_embeddings=1024))
     other = str(shelf.bundle(max_position_embeddings=1024, rope_theta=500_000.0))

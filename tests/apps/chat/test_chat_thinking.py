@@ -253,6 +253,7 @@ def test_a_server_tells_thoughts_apart(thinking_server: tuple[str, Tokenizer]) -
     assert news.stats.prompt_tokens == len(tokenizer.chat(sent))
 
 
+@pytest.mark.slow
 def test_run_tells_thoughts_beside_the_answer(shelf: Shelf, tmp_path: Path) -> None:
     bundle = bundle_with(TEMPLATE.replace("KEEP", "True"), shelf, tmp_path)
     home = environment_in(tmp_path)

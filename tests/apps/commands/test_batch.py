@@ -81,6 +81,7 @@ def test_one_line_in_one_line_out_in_order(
     assert not Path(f"{out}.partial").exists()
 
 
+@pytest.mark.slow
 def test_what_was_killed_goes_on_and_asks_no_finished_line_again(
     bundle: str, home: dict[str, str], file: Path, out: Path
 ) -> None:

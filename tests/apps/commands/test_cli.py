@@ -221,6 +221,7 @@ def test_model_and_prompt(
 # Exporting, inspecting, evaluating
 
 
+@pytest.mark.slow
 def test_export_prints_a_table_and_progress_apart(
     checkpoint: Path, home: dict[str, str], tmp_path: Path
 ) -> None:
@@ -248,6 +249,7 @@ def test_export_prints_a_table_and_progress_apart(
     assert (manifest["kv"]["k_bits"], manifest["kv"]["v_bits"]) == (8, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_export_leaves_no_half_bundle(
     number: signal.Signals, checkpoint: Path, home: dict[str, str], tmp_path: Path
@@ -300,6 +302,7 @@ def test_export_json(checkpoint: Path, ask: Ask, tmp_path: Path) -> None:
     assert [*report["weights"]["formats"]] == ["8/64/symmetric", "4/64/zero_point"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_once_on_first_use(checkpoint: Path, home: dict[str, str]) -> None:
     words = ("run", "-m", str(checkpoint), "hi", "-n", "1", "--json")
     first, second = kvq(*words, home=home), kvq(*words, home=home)

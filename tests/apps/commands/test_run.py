@@ -219,6 +219,7 @@ def test_environment_twins_reach_a_command(bundle: str, home: dict[str, str]) ->
     assert (report["new_tokens"], report["kv"]) == (2, "8:8")
 
 
+@pytest.mark.slow
 def test_the_reference_backend_agrees(shelf: Shelf, ask: Ask) -> None:
     """Of a trained model: one of random weights has tokens that are as likely as others."""
     trained = str(shelf.embedded("nano"))

@@ -90,9 +90,8 @@ def test_edits_are_those_of_a_string(
 
 @pytest.fixture(scope="module")
 def tokenizers(shelf: Shelf) -> list[Tokenizer]:
-    from kvq_apps.model_path import resolve_model
-
-    found = [Bundle.open(shelf.bundle()).tokenizer(), Bundle.open(resolve_model(None)).tokenizer()]
+    bundles = (shelf.bundle(), shelf.embedded("nano"))
+    found = [Bundle.open(bundle).tokenizer() for bundle in bundles]
     return [own for own in found if own is not None]
 
 

@@ -238,6 +238,7 @@ def test_a_model_that_cannot_be_loaded_is_no_model_that_loads() -> None:
         assert client.why_not() == wanted
 
 
+@pytest.mark.slow
 def test_the_command_completes_with_the_embedded_model(tmp_path: Path) -> None:
     client = ProcessClient(tmp_path, "--threads", "1", "--drafts", "2")
     client.start("import os\n\ndef read(path):\n    with open(\n")

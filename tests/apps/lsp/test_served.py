@@ -95,17 +95,18 @@ def test_addresses_that_are_none_are_refused(address: str) -> None:
 def addresses(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """A real server of the embedded model: its address, and its socket."""
     home = tmp_path_factory.mktemp("serve")
-    shelf.used_before(home / "cache")
+    shelf.used_before(home / "cache", ["nano"])
     socket = str(home / "kvq.sock")
     words = "--socket", socket, "--sessions", "2", "--kv", "fp"
     with process("nano", environment_in(home), *words) as found:
         yield [found.address, socket]
 
 
-def test_a_server_writes_the_drafts_of_an_own_engine(addresses: list[str]) -> None:
+@pytest.mark.slow
+def test_a_server_writes_the_drafts_of_an_own_engine(addresses: list[str], shelf: Shelf) -> None:
     """SRV-18: the greedy one first, then those that begin with the next likeliest tokens."""
     document = Document(TEXT)
-    with Engine.open("nano", threads=1) as engine:
+    with Engine.open(shelf.embedded("nano"), threads=1) as engine:
         own = CompletionEngine(
             engine, writer_named("branches"), session_options={"kv": "fp", "context_tokens": 1024}
         )
@@ -118,6 +119,7 @@ def test_a_server_writes_the_drafts_of_an_own_engine(addresses: list[str]) -> No
         assert {one.text for one in served.drafts} == {one.text for one in found.drafts}
 
 
+@pytest.mark.slow
 def test_a_server_reads_before_anybody_asks(addresses: list[str]) -> None:
     """What is read is read once, and a server that is not there says nothing yet."""
     document = Document(PROGRAM.read_text("utf-8")[4000:7000])
@@ -133,6 +135,7 @@ def test_a_server_reads_before_anybody_asks(addresses: list[str]) -> None:
     assert nobody.read(document, (20, 4), cancel=lambda: False)
 
 
+@pytest.mark.slow
 def test_two_editors_of_one_server_keep_their_own_text(addresses: list[str]) -> None:
     """LSP-20: each has an arena, and a key of either is read alone."""
     whole = PROGRAM.read_text("utf-8")
@@ -153,9 +156,10 @@ def test_two_editors_of_one_server_keep_their_own_text(addresses: list[str]) -> 
                 assert client.command("explain", URI)["encodedTokens"] < 16
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_comes_back(shelf: Shelf, tmp_path: Path) -> None:
     """LSP-19: nothing is shown, nothing lost; the next request finds the other server."""
-    shelf.used_before(tmp_path / "cache")
+    shelf.used_before(tmp_path / "cache", ["nano"])
     home, socket = environment_in(tmp_path), str(tmp_path / "kvq.sock")
     with closing(ProcessClient(tmp_path, "--server", socket, "--drafts", "2")) as client:
         client.start(TEXT)

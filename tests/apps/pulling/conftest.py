@@ -1,11 +1,15 @@
 """A user without any model, and a catalogue of the test's own."""
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from environment import folders_in
+from kvq_export import export
+from kvq_export.config import ExportOptions
 from kvq_models import catalogue
 
 
@@ -25,6 +29,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("kvq_apps.text_input.piped_input", lambda: "")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is pulled is exported without a text: nothing here asks how well it answers."""
+    whole = export.export_model
+
+    def quickly(source: Any, path: Path, options: ExportOptions, *more: Any) -> Any:
+        return whole(source, path, replace(options, calibrate=False), *more)
+
+    monkeypatch.setattr(export, "export_model", quickly)
 
 
 @pytest.fixture

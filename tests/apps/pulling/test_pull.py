@@ -292,7 +292,9 @@ def test_a_program_that_imports_kvq_is_never_asked(
         (b"y\n", "smollm2-135m cannot be pulled from the hub"),
     ],
 )
-@pytest.mark.parametrize("command", ["run", "chat", "serve"])
+@pytest.mark.parametrize(
+    "command", ["run", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chat", "serve"))]
+)
 def test_a_person_at_a_terminal_is_asked(
     typed: bytes, told: str, command: str, tmp_path: Path
 ) -> None:
