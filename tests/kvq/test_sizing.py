@@ -23,7 +23,7 @@ from kvq.policies import POLICIES, policy_named
 from kvq.sizing import Geometry, Regions
 from pairs import attention, forward, pack_heads, random_heads
 
-MANY = settings(deadline=None, database=None, derandomize=True, max_examples=100)
+MANY = settings(deadline=None, database=None, derandomize=True, max_examples=200)
 FEW = settings(deadline=None, database=None, derandomize=True, max_examples=25)
 
 WIDTHS = st.tuples(st.sampled_from(PAGE_WIDTHS), st.sampled_from(PAGE_WIDTHS))

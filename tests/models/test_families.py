@@ -45,11 +45,11 @@ from shelf import Shelf
 logger = logging.getLogger(__name__)
 
 # A prompt beyond every window and the 64 tokens (linear: 128) that scaled ropes were "trained" on;
-# with the steps, which pass the end of a page, it stays within the shortest context, 256.
-PROMPT_TOKENS, STEPS = 180, 24
+# with the steps it stays within the shortest context, 256.
+PROMPT_TOKENS, STEPS = 180, 64
 # Greedy tokens are decided only where the best leads by more than the tolerance, so of this many
 # random prompts the one is taken whose smallest lead is the largest.
-PROMPTS = 8
+PROMPTS = 16
 CHUNKS = {"1": 1, "7": 7, "64": 64, "all": 256}
 FLOAT_PLAN = KvPlan(k_bits=16, v_bits=16)
 FLOAT_KV = {"k_bits": 16, "v_bits": 16}
@@ -196,7 +196,7 @@ class Peer:
     @torch.no_grad()
     def continuation(self) -> Continuation:
         """The greedy continuation of the most decided of some random prompts."""
-        draw = np.random.default_rng(7)
+        draw = np.random.default_rng(1)
         prompts = draw.integers(0, tiny.VOCAB_SIZE, (PROMPTS, PROMPT_TOKENS))
         tokens, logits, past = [torch.from_numpy(prompts)], [], None
         cache = cache_argument(self.model)

@@ -255,7 +255,7 @@ def objects(draw: st.DrawFn, depth: int = 2) -> tuple[Any, Any]:
 
 
 MANY = settings(
-    max_examples=8,  # others in every run
+    max_examples=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
