@@ -6,8 +6,9 @@
 
 #if defined(KVQ_EMULATED_TILES)
 #define KVQ_TILES
-#elif defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AVX512VNNI__) && \
-    defined(__AVX512VL__) && defined(__AVX512BW__)
+#elif (defined(__AMX_TILE__) || defined(__AMXTILE__)) && \
+    (defined(__AMX_INT8__) || defined(__AMXINT8__)) && defined(__AVX512VNNI__) && \
+    defined(__AVX512VL__) && defined(__AVX512BW__)  // the second spelling is clang 14's and older
 #define KVQ_TILES
 #include <immintrin.h>
 #endif
