@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq_models.config import Attention, DeltaNet, Experts, ModelConfig, ShortConv
+from kvq_models.config import Attention, DeltaNet, Experts, Layer, ModelConfig, ShortConv
 from kvq_models.keys import Key, read_keys
 from kvq_models.products import draft_name, join_product, layer_products
 
@@ -66,6 +66,11 @@ class View:
     tensor: str
     rows: range
     across: bool = False
+
+
+def draft_layer(config: ModelConfig) -> Layer | None:
+    """What the one layer of a draft head is like: the model's first that has keys of its own."""
+    return next((layer for layer in config.layers if layer.owns_keys), None)
 
 
 def no_views(config: ModelConfig) -> Mapping[str, View]:
@@ -165,8 +170,7 @@ class Family:
         """
         if f"{DRAFT_HEAD}.fc.weight" not in tensors or self.why_no_draft_head(tensors):
             return config
-        attends = next(layer for layer in config.layers if layer.owns_keys)
-        return dataclasses.replace(config, draft_head=attends)
+        return dataclasses.replace(config, draft_head=draft_layer(config))
 
     def why_no_draft_head(self, tensors: Collection[str]) -> str | None:
         """Why the draft head among these tensors is none that is computed here, or None."""

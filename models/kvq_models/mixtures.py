@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq.errors import CheckpointError
 from kvq_models.config import Experts, ModelConfig
-from kvq_models.family import DRAFT_HEAD, View
+from kvq_models.family import DRAFT_HEAD, View, draft_layer
 from kvq_models.keys import Default, Key
 
 # `num_local_experts` is what transformers saves, whatever a family calls it.
@@ -33,15 +33,18 @@ EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
 
 
 def stacked_experts(config: ModelConfig) -> Mapping[str, View]:
-    """What `EXPERT_WEIGHTS` name, of checkpoints with two tensors of all experts of a layer.
+    """Each expert's matrices as parts of two tensors, which hold those of all experts of a layer.
 
-    Of each expert the rows of its gate lie before those that this lets through. A draft head may
-    have them so too, whether the model has or not.
+    In `gate_up_proj` the rows of an expert's gate come before those of its `up_proj`. A draft head
+    may have two such tensors whether the model's own layers do or not.
     """
-    feeds = [(f"model.layers.{index}", layer.feed) for index, layer in enumerate(config.layers)]
-    feeds += [(f"{DRAFT_HEAD}.layers.0", layer.feed) for layer in config.layers if layer.owns_keys]
+    layers = {f"model.layers.{index}": layer for index, layer in enumerate(config.layers)}
+    drafting = draft_layer(config)
+    if drafting is not None:
+        layers[f"{DRAFT_HEAD}.layers.0"] = drafting
     views: dict[str, View] = {}
-    for below, feed in feeds:
+    for below, layer in layers.items():
+        feed = layer.feed
         if not isinstance(feed, Experts):
             continue
         gate, up = range(feed.width), range(feed.width, 2 * feed.width)
