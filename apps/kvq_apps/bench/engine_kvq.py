@@ -63,8 +63,9 @@ class KvqEngine:
             name, bundle, threads=threads, device=device, weights_budget=weights_budget
         )
         self._attention: AttentionGraph | None = None
-        # A graph of attention alone is one of layers that are alike.
-        self._alike = self._onnx and bundle.config.uniform
+        # A graph of attention alone is one of layers that are alike, whatever is between them.
+        classes = bundle.config.cache_classes
+        self._alike = self._onnx and len(classes) == 1 and not classes[0].readers
         if self._alike:
             self._attention = AttentionGraph(bundle, threads=threads, device=device)
 
@@ -74,6 +75,7 @@ class KvqEngine:
             self._filled(setting, depth, room),
             self._bundle.config,
             self._attention,
+            threads=self._threads,
             pressed=setting.policy is not None,
             mode=self._mode,
         )
@@ -161,6 +163,7 @@ class KvqSequence(InProcess):
         config: ModelConfig,
         attention: AttentionGraph | None,
         *,
+        threads: int,
         pressed: bool,
         mode: Mode,
     ) -> None:
@@ -168,6 +171,8 @@ class KvqSequence(InProcess):
         self._mode = mode
         self._backend = backend
         self._attention = attention
+        self._threads = threads
+        self._mixed = config.conv_shape is not None or config.delta_shape is not None
         self._cache = cache
         self._rope_long = config.needs_long_rope(cache.context_tokens)
         self._layers = _Layers(config, long_rope=self._rope_long)
@@ -202,7 +207,10 @@ class KvqSequence(InProcess):
         self._changed = False
 
     def attend(self, rows: int) -> bool:
-        if rows > self._cache.chunk_tokens:
+        # Rows that are kept need those of every layer, and without a graph there is one thread,
+        # whose times are none of the pass's.
+        most = self._cache.arena.draft_tokens if self._mixed else self._cache.chunk_tokens
+        if rows > most or (self._attention is None and self._threads > 1):
             return False
         qkv = self._layers.random_rows(rows)
         self._begin(rows)

@@ -39,6 +39,7 @@ from kvq_export.gguf_model import gguf_model
 from kvq_export.random_bundle import random_bundle
 from kvq_models.registry import family_for
 from kvq_runtime import gpu
+from kvq_runtime.backends.llama_cache import STATE_PREFIX
 from kvq_runtime.bundle import Bundle
 from tiny import altered
 from tiny_shape import COMMON
@@ -328,6 +329,30 @@ def test_llama_cpp_goes_back_to_states_and_windows(make: Make, case: str) -> Non
     check_depths("llama.cpp", make(case), "cpu")
 
 
+@pytest.mark.parametrize(
+    "case", ["qwen3", "lfm2-1.2b", "qwen3.5-0.8b", "gemma-4-e2b", "gpt-oss-20b"]
+)
+def test_llama_cpp_takes_a_random_state_for_one_it_wrote(make: Make, case: str) -> None:
+    need("llama.cpp")
+    opened = open_engine("llama.cpp", make(case), threads=1, settings=[])
+    assert isinstance(opened, LlamaCppEngine)
+    for setting in opened.settings:
+        sequence = opened.sequence(setting, 300, 8)
+        loaded = sequence._cache.state()
+        one = opened.sequence(setting, 0, 8)
+        one.forward(np.zeros(1, np.int64))
+        layout = StateLayout.read(one._cache.state()[STATE_PREFIX.size :])
+        window = max(group.window_tokens for group in opened._backend.layout.groups)
+        kinds = (setting.kv, setting.kv)
+        expected = layout.random_state(300, kinds, window)
+        assert len(loaded) == STATE_PREFIX.size + len(expected)
+        # Of states llama.cpp keeps those of the token that was computed, which this one shares.
+        assert loaded[STATE_PREFIX.size :] == expected.tobytes()
+        sequence.close()
+        one.close()
+    opened.close()
+
+
 def check_depths(engine: str, bundle: Bundle, device: str) -> None:
     settings = [Setting(kv="4:2"), Setting(kv="fp")]
     opened = open_engine(engine, bundle, threads=1, settings=settings, device=device)
@@ -614,7 +639,6 @@ def test_rows_leave_nothing_behind(make: Make) -> None:
 
 
 def test_attention_alone_is_that_of_the_graph(make: Make) -> None:
-    config = make("qwen2").config
     opened = open_engine("kvq", make("qwen2"), threads=1, settings=[Setting(kv="8:8")])
     tails = []
     for attention in (opened._attention, None):
@@ -623,11 +647,37 @@ def test_attention_alone_is_that_of_the_graph(make: Make) -> None:
         sequence.attend(20)
         cache = sequence._cache
         assert cache.tokens == 20
-        tails.append([cache.tail(layer, 1) for layer in range(config.num_layers)])
+        layers = range(cache.shape.num_layers)
+        tails.append([cache.tail(layer, 1) for layer in layers])
         sequence.close()
     for graph, direct in zip(*tails, strict=True):
         for ours, theirs in zip(graph, direct, strict=True):
             np.testing.assert_array_equal(ours, theirs)
+    opened.close()
+
+
+@pytest.mark.parametrize("case", ["lfm2-1.2b", "qwen3.5-0.8b"])
+def test_attention_between_other_mixers_is_that_of_every_layer(make: Make, case: str) -> None:
+    opened = open_engine("kvq", make(case), threads=1, settings=[Setting(kv="8:8")])
+    sequence = opened.sequence(Setting(kv="8:8"), 150, 8)
+    cache, layers = sequence._cache, sequence._layers
+    rows, positions = layers.random_rows(5), np.arange(150, 155)
+    assert len(layers._layers) == cache.parts[0].shape.num_layers
+    cache.begin(5)
+    found = opened._attention.run([cache], rows, rope_long=False).numpy()
+    cache.commit(())
+    cache.begin(5)
+    expected = np.zeros_like(found)
+    attending = make(case).config.cache_classes[0].layers
+    for layer, one in zip(attending, layers._layers, strict=True):
+        norms = [make(case).read_weight(f"layers.{layer}.{side}_norm") for side in "qk"]
+        expected += cache.attend(one.params, rows, positions, one.inv_freq, *norms)
+    cache.commit(())
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert sequence.attend(8)
+    # What is kept would need rows of every layer.
+    assert not sequence.attend(9)
+    sequence.close()
     opened.close()
 
 
