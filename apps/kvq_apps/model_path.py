@@ -280,16 +280,16 @@ def _embedded_checkpoint(name: str) -> str:
 
 def _exported(destination: Path, source: str, name: str, tell: Teller) -> Path:
     """The bundle of `source` in the cache folder, made now if it is not there yet."""
-    from kvq_export.config import ExportOptions
-    from kvq_export.export import export_model
 
-    options = ExportOptions(name=name, quality=False)
-    return made_once(
-        destination,
-        f"exporting {source} once into",
-        lambda destination, progress: export_model(source, destination, options, progress).path,
-        tell,
-    )
+    def export(destination: Path, progress: output.Progress) -> Path:
+        # Half a second of imports, which a bundle that is there does not wait for.
+        from kvq_export.config import ExportOptions
+        from kvq_export.export import export_model
+
+        options = ExportOptions(name=name, quality=False)
+        return export_model(source, destination, options, progress).path
+
+    return made_once(destination, f"exporting {source} once into", export, tell)
 
 
 def _computed(file: Path, tell: Teller) -> Path:

@@ -4,7 +4,9 @@ Owns no format: reading, quantising, the graph, the manifest and the comparison 
 each have their own module.
 """
 
+import ctypes
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -56,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 # Room for the graph and the manifest beside the weights.
 _SLACK_BYTES = 4 << 20
+# Of what is freed glibc gives back at once what is this large (`_return_large_arrays`), by the
+# number that `mallopt` knows it by.
+_LARGE_BYTES, _M_MMAP_THRESHOLD = 4 << 20, -3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +88,7 @@ def export_model(
     interrupted, nothing is left behind.
     """
     options = options or ExportOptions()
+    _return_large_arrays()
     folder = Path(destination).expanduser()
     name = options.name or folder.name
     # Before the long work, and once more when it is done.
@@ -111,6 +117,16 @@ def export_model(
             manifest = replace(manifest, quality={**(manifest.quality or {}), "tuning": gained})
         write_manifest(partial, manifest)
     return Bundle.open(folder)
+
+
+def _return_large_arrays() -> None:
+    """Has arrays' memory go back to the system when they are freed; nothing but glibc hears it.
+
+    Left to itself, that keeps arrays of up to 32 MiB for later in the heap of every thread: a fifth
+    of what an export of half a billion parameters took at its peak.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _graph_bytes(layout: Layout | None) -> int:

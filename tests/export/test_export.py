@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -51,6 +53,42 @@ needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not(
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.square(found - expected).sum() / np.square(expected).sum())
+
+
+# Its memory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is glibc's memory")
+def test_large_arrays_of_threads_go_back_to_the_system() -> None:
+    program = (
+        "import threading\n"
+        "import numpy as np\n"
+        "from kvq_export import export\n"
+        "def held():\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return next(int(line.split()[1]) for line in lines if line.startswith('RssAnon'))\n"
+        "def work():\n"
+        "    for _ in range(3):\n"
+        "        arrays = [np.ones(5 << 20, np.float32) for _ in range(3)]\n"
+        "        kept.append(bytearray(1000))\n"
+        "        del arrays\n"
+        "kept, found = [], []\n"
+        "for asked in (False, True):\n"
+        "    if asked: export._return_large_arrays()\n"
+        "    before = held()\n"
+        "    thread = threading.Thread(target=work)\n"
+        "    thread.start()\n"
+        "    thread.join()\n"
+        "    found.append(held() - before)\n"
+        "print(*found)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    kept, returned = map(int, done.stdout.split())
+    # Three arrays of 20 MiB at a time.
+    assert kept > 20 * 1024
+    assert returned < 5 * 1024
 
 
 # The quantiser

@@ -50,6 +50,27 @@ def test_help_loads_nothing_heavy(home: dict[str, str]) -> None:
     assert all(f"    {name} " in finished.stdout for name in COMMANDS)
 
 
+def test_a_checkpoint_that_is_exported_already_loads_no_exporter(
+    checkpoint: Path, home: dict[str, str]
+) -> None:
+    program = (
+        "import sys\n"
+        "from kvq_apps.cli import main\n"
+        "main(sys.argv[1:])\n"
+        "print(sum(name.startswith('kvq_export') for name in sys.modules), file=sys.stderr)\n"
+    )
+    words = ["run", "-m", str(checkpoint), "-n", "1", "The"]
+    loaded = [
+        subprocess.run(
+            [sys.executable, "-c", program, *words],
+            env=home, capture_output=True, text=True, check=True,
+        ).stderr.split()[-1]
+        for _ in range(2)
+    ]  # fmt: skip
+    assert int(loaded[0]) > 10
+    assert loaded[1] == "0"
+
+
 def test_version(home: dict[str, str]) -> None:
     for flag in ("--version", "-V"):
         finished = kvq(flag, home=home)
