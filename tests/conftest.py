@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
 
@@ -43,6 +44,29 @@ def _connect_here(self: socket.socket, address: Any) -> None:
 
 
 socket.socket.connect = _connect_here  # type: ignore[method-assign]
+
+
+# Of the cases of a test marked `sampled` the core runs the first, and one in so many.
+SAMPLED = 4
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: tests wait for servers and terminals, and another can run meanwhile."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks most cases of a `sampled` test as slow, which the core leaves out and CI runs."""
+    seen = set[str]()
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            function = item.nodeid.partition("[")[0]
+            # By its name, as drawn by lot: counting would take of crossed lists one value of each.
+            if function in seen and crc32(item.nodeid.encode()) % SAMPLED:
+                item.add_marker(pytest.mark.slow)
+            seen.add(function)
 
 
 def pytest_collection_finish() -> None:

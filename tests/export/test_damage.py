@@ -113,6 +113,7 @@ def test_the_file_is_as_large_as_asked_and_no_larger(tmp_path: Path) -> None:
     assert Bundle.open(bundle.path).manifest.weights.by_format == formats
 
 
+@pytest.mark.slow
 def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
     bundle = export_model(source, tmp_path / "mixed", QUIET)

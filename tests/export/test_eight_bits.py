@@ -25,6 +25,7 @@ from tiny import checkpoint_weights, make_llama_checkpoint
 TOKENS = 24
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", ["llama", "gemma3", "phi", "olmoe", "gemma4", "lfm2"])
 def test_the_likeliest_tokens_are_those_of_products_of_8_bits(
     case: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch

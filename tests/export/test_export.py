@@ -390,6 +390,7 @@ def test_standard_graph_computes_the_reference(
     assert case.found().shape == (0, case.config.vocab_size)
 
 
+@pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize("weights", [*FORMATS, MIXED], ids=["8 bit", "4 bit", "mixed"])
 @pytest.mark.parametrize("name", CONFIGS)

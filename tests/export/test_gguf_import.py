@@ -157,6 +157,7 @@ def kept_of(config: ModelConfig) -> list[Layer]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_import_of_an_export_is_the_model(checkpoint: Callable[[str], Path], name: str) -> None:
     folder = checkpoint(name)

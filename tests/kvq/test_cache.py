@@ -132,6 +132,7 @@ def exact_budget(shape: CacheShape, plan: KvPlan, context: int, pages: int, spar
     return budget
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("widths", [(8, 8), (2, 2), (4, 2), (8, 2)])
 @pytest.mark.parametrize("spare", [0, 7, 255, 300])
 @pytest.mark.parametrize("head_dim", [16, 64])

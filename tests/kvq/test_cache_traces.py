@@ -475,6 +475,7 @@ class Traces(RuleBasedStateMachine):
             assert cache.used_bytes <= cache.peak_bytes <= self.budget
 
 
+@pytest.mark.slow
 def test_any_trace_of_calls_keeps_the_same_contents() -> None:
     run_state_machine_as_test(
         Traces,

@@ -366,6 +366,7 @@ def least(delta: DeltaShape = SHARED) -> Arena:
     return arena
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delta", [SHARED, ALONE])
 @pytest.mark.parametrize("tokens", range(150, 150 + FOLD_TOKENS))
 def test_without_places_little_is_computed_again(delta: DeltaShape, tokens: int) -> None:

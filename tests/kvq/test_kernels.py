@@ -203,6 +203,7 @@ def attend_by_reference(
 GROUPS = (1, 2, 4, 7)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("head_dim", "group"),
     # Every size of heads meets one group quickly, and all of them in what is slow.

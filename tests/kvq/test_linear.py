@@ -186,6 +186,7 @@ def test_the_upper_nibbles_are_the_middle_of_what_they_may_be(bits: int, grid: G
 # Native products
 
 
+@pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize(
     ("bits", "block", "grid"), [*((bits, *form) for bits in WIDTHS for form in FORMS), E2M1]

@@ -264,6 +264,7 @@ def test_options_that_make_no_sense_are_refused_with_what_does(text: str, says: 
 # ---- through the cache -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settled(8)
 @given(

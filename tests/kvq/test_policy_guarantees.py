@@ -67,6 +67,7 @@ def opened(policy: str, share: float, seed: int) -> Run:
     )
 
 
+@pytest.mark.sampled
 @every_policy
 @FEW
 @given(
@@ -95,6 +96,7 @@ def test_rejected_drafts_leave_what_plain_decoding_leaves(
         run.cache.close()
 
 
+@pytest.mark.sampled
 @every_policy
 @FEW
 @given(share=st.floats(0.0, 0.4), first=st.integers(150, 700), then=st.integers(1, 400))

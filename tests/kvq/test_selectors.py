@@ -91,6 +91,7 @@ def test_heads_that_share_keys_share_the_choice_each_by_its_own_scale() -> None:
 # ---- native as in numpy ----------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [1, 5, 8])
 @pytest.mark.parametrize("read", READS)
 def test_native_reads_what_numpy_reads(read: str, rows: int) -> None:

@@ -316,6 +316,7 @@ def assert_close_to_rounded(found: np.ndarray, rounded: np.ndarray) -> None:
 # With float activations: what is left is the float16 of keys and values
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     # The steps are passes of one token as well.
     "chunk",
@@ -346,6 +347,7 @@ def test_chunks_and_greedy_steps_equal_transformers(family: Family, chunk: str) 
     )
 
 
+@pytest.mark.sampled
 def test_mixed_embeddings_equal_the_reference_and_transformers(family: Family) -> None:
     """Plain tokens, then tokens that are each a weighted sum of two, on one cache."""
     config, plain, mixed = family.bundle.config, 60, 40
@@ -430,6 +432,7 @@ def test_the_context_limit_picks_the_long_table(family: Family, context_tokens: 
 # The graph as it ships
 
 
+@pytest.mark.sampled
 def test_the_shipped_graph_is_near_its_own_weights(
     family: Family, record_property: Callable[[str, object], None]
 ) -> None:
@@ -442,6 +445,7 @@ def test_the_shipped_graph_is_near_its_own_weights(
     assert nats < family.case.bounds.shipped
 
 
+@pytest.mark.sampled
 def test_four_bit_weights_stay_near_the_checkpoint(
     family: Family,
     shelf: Shelf,

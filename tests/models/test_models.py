@@ -52,6 +52,7 @@ def reference_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [SHORT, LONG])
 def test_forward_equals_transformers(checkpoint: Path, tokens: int) -> None:
     ids = random_ids(tokens)

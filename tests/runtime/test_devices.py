@@ -56,6 +56,7 @@ def logits_of(path: Path, kv: str, **engine: str) -> np.ndarray:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", DISTANCE)
 def test_logits_are_those_of_the_processor(kv: str, bundle: Path) -> None:
     got = logits_of(bundle, kv, device="emulated")

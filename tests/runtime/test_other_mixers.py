@@ -90,6 +90,7 @@ def answers(engine: Engine) -> list[list[int]]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [*OTHERS, "gpt-oss"], indirect=True)
 def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
     """Bit for bit: products do not mix rows, and nothing else does; sinks and windows neither.
@@ -168,6 +169,7 @@ def goes_on(session: Session[Any], right: Sequence[int], draw: np.random.Generat
         assert generated(session, 1) == [right[0]]
 
 
+@pytest.mark.sampled
 @PARTS
 def test_random_traces_answer_as_plain_decoding_does(
     engine: Engine, answers: list[list[int]], case: str, tmp_path: Path, part: int
@@ -191,6 +193,7 @@ def chats(engine: Engine) -> list[Told]:
     return found
 
 
+@pytest.mark.sampled
 @PARTS
 def test_random_traces_of_chats_answer_as_plain_decoding_does(
     engine: Engine, chats: list[Told], case: str, tmp_path: Path, part: int
@@ -223,6 +226,7 @@ def test_a_prefix_is_computed_again_once(
         assert generated(session, STEPS) == answers[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("drafter", ["auto", "lookup", "suffix", "recycle", "quantspec"])
 def test_drafters_change_nothing(engine: Engine, answers: list[list[int]], drafter: str) -> None:
     for kv in ("fp", "8:8"):
@@ -359,6 +363,7 @@ def test_a_graph_of_other_layers_is_refused(bundle: Path) -> None:
             check_graph(path, other, linear="kvq", format_of=lambda name: one)
 
 
+@pytest.mark.sampled
 def test_what_they_cannot_do_is_refused_by_name(
     engine: Engine, source: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def last_logits(engine: Engine, predict: str, *, refined: bool = False) -> np.nd
     return found[None]
 
 
+@pytest.mark.sampled
 def test_prediction_is_the_references_and_is_made_exact(bundle: Path) -> None:
     """What a window leaves out is predicted too: a later layer needs nothing that was not seen."""
     found = dict[str, np.ndarray]()

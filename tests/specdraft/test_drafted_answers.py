@@ -72,6 +72,7 @@ class Half(Drafter):
         pass
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("room", [2, 3, 5, 8])
 @pytest.mark.parametrize("name", FREE_DRAFTERS)
 def test_greedy_answers_are_those_of_plain_decoding(embedded: Engine, name: str, room: int) -> None:
@@ -102,6 +103,7 @@ def test_auto_is_the_drafter_where_answers_stay_the_same(shelf: Shelf) -> None:
         assert session.drafter is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["lookup:min_ngram=1", "suffix:min_ngram=1", "rewrite:min_ngram=1", "recycle"]
 )

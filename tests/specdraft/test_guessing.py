@@ -84,6 +84,7 @@ def made(kind: str, path: Path, **options: float) -> Drafter:
     return drafter_named(f"{name}:{given}")
 
 
+@pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize("most", [1, 2, 4, 7])
 @pytest.mark.parametrize("kind", KINDS)

@@ -135,6 +135,7 @@ def picture(case: Case) -> str:
     return drawn[-1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_the_screen_looks_as_it_did(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     freeze(monkeypatch)

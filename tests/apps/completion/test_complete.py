@@ -171,6 +171,7 @@ def one_suggestion(engine: Engine, **settings: bool) -> CompletionEngine:
     )
 
 
+@pytest.mark.slow
 def test_a_word_is_gone_on_with_where_its_typing_stopped(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def tokenizers(shelf: Shelf) -> list[Tokenizer]:
     return [own for own in found if own is not None]
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     pieces=st.lists(

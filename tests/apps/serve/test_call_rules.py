@@ -261,6 +261,7 @@ MANY = settings(
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @MANY
@@ -277,6 +278,7 @@ def test_what_fits_is_read_back_as_arguments_that_fit(
     jsonschema.validate(arguments, schema)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @MANY

@@ -501,6 +501,7 @@ def test_text_is_text_with_tools_too() -> None:
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", [*SAYS, *NOTED])
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]

@@ -265,6 +265,7 @@ def thinking_first(tokenizer: Tokenizer, said: str) -> Callable[[Sequence[int]],
     return rule
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("budget", [-1, 4])
 @pytest.mark.parametrize(
