@@ -379,6 +379,7 @@ class Case:
         return CutGraph(self.bundle).logits(self.ids, self.mix, self.rows, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", FORMATS, ids=["8 bit", "4 bit"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_standard_graph_computes_the_reference(

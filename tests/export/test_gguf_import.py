@@ -381,6 +381,7 @@ PLAIN = {
 TYPES = {kind.name for kind in gguf.quants._type_traits} | PLAIN.keys()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "bits", "linear", "form"),
     [

@@ -417,6 +417,7 @@ def test_inspect_tells_what_such_a_folder_holds(
     assert "awq int4" in json.loads(capsys.readouterr().out)["dtypes"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("group", [32, pytest.param(128, marks=pytest.mark.slow), -1])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("method", METHODS)

@@ -300,6 +300,7 @@ def test_places_thin_out_with_their_distance() -> None:
         assert missing <= 0.8 * (places[-1] - asked + CONV_STEP_TOKENS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traces(seed: int) -> None:
     shape = ConvShape(num_layers=2, width=12, taps=2 + seed % 3)

@@ -276,6 +276,7 @@ def test_a_chunk_is_kept_whole_or_as_a_draft(both: Both) -> None:
     both.check()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", range(150, 150 + FOLD_TOKENS))
 def test_as_many_tokens_as_are_folded_can_be_gone_back(tokens: int) -> None:
     """Behind a chunk and behind steps, wherever the end stands."""
@@ -426,6 +427,7 @@ def test_places_that_are_none_are_refused(both: Both) -> None:
                 cache.mark(tokens)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(16))
 def test_random_traces(seed: int) -> None:
     asked = spec(ALONE if seed % 2 else SHARED, draft_tokens=DRAFT if seed % 4 else 20)

@@ -292,6 +292,7 @@ def test_eight_rows_equal_eight_steps(kernels: str, widths: tuple[int, int]) -> 
     pair.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("widths", [(8, 8), (4, 4), (4, 2), (2, 8), FLOAT_PAIR])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 256])
 def test_prefill_in_chunks_is_the_references(widths: tuple[int, int], chunk: int) -> None:
@@ -371,6 +372,7 @@ CASES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled
 @EXACT_HEADS
 @CASES
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
@@ -414,6 +416,7 @@ def test_pages_of_mixed_widths_are_merged_exactly(
     pair.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("widths", [(8, 8), (4, 2), (2, 2)])
 def test_loud_and_faint_keys_keep_the_softmax_stable(kernels: str, widths: tuple[int, int]) -> None:

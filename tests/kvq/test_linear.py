@@ -255,6 +255,7 @@ def test_norm_activation_bias_and_residual(kernels: str, activation: str) -> Non
             assert np.median(np.abs(found - wanted)) <= 2e-6 * np.abs(wanted).max()
 
 
+@pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("bits", "grid"), [(8, Grid.SYMMETRIC), (6, Grid.ZERO_POINT)])

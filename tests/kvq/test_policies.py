@@ -121,6 +121,7 @@ def situations(draw: st.DrawFn) -> Evidence:
     return random_evidence(rng, widths, windows=windows)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", VARIANTS)
 @settled(20)
 @given(situations(), st.integers(0, 150_000), st.integers(0, 3))
@@ -137,6 +138,7 @@ def test_enough_is_freed_and_the_same_each_time(
     assert actions or (short <= 0 and columns <= 0) or not before.any()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", VARIANTS)
 @settled(20)
 @given(situations(), st.integers(0, 150_000))
@@ -157,6 +159,7 @@ def test_no_step_too_many(policy: str, facts: Evidence, short: int) -> None:
         assert freed - short < pages * page_bytes(DIM, 8, 8)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", VARIANTS)
 @settled(12)
 @given(situations(), st.lists(st.integers(0, 150_000), min_size=2, max_size=5))

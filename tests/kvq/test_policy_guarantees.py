@@ -113,6 +113,7 @@ def test_a_saved_cache_goes_on_as_the_one_that_stayed(
         run.cache.close()
 
 
+@pytest.mark.sampled
 @every_policy
 def test_a_trace_repeats_and_pressure_was_real(policy: str) -> None:
     runs = [opened(policy, 0.15, 3) for _ in range(2)]

@@ -276,6 +276,7 @@ def test_expected_attention_gives_up_pages_without_values_first() -> None:
 # ---- through the cache -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("native", [True, False], ids=["native", "numpy"])
 @pytest.mark.parametrize(
     ("policy", "kept"),

@@ -62,6 +62,7 @@ def test_forward_equals_transformers(checkpoint: Path, tokens: int) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sampled
 def test_chunks_and_steps_equal_one_pass(checkpoint: Path) -> None:
     _, config, _ = read_checkpoint(checkpoint)
     weight, ids = tiny.checkpoint_weights(checkpoint), random_ids(70)

@@ -135,6 +135,7 @@ def texts() -> list[str]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_slices_have_the_tokens_of_the_whole(name: str) -> None:
     vocabulary = JsonVocabulary(LIBRARIES[name]().to_str())

@@ -119,6 +119,7 @@ def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
         assert generated(tree, STEPS) == generated(steps, STEPS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["reference", "float"])
 def test_other_backends_answer_alike(
     bundle: Path, engine: Engine, answers: list[list[int]], name: str

@@ -76,6 +76,7 @@ def test_what_is_asked_for_is_read_with_its_limits() -> None:
             prediction_named(wrong, Model())  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled
 @BOTH
 @pytest.mark.parametrize("exact", ["50%:tail=400", "prefix:layers=4", "off", "50%:least=365"])
 def test_nothing_predicted_equals_plain_prefill_bit_for_bit(

@@ -149,6 +149,7 @@ def test_every_round_leaves_what_plain_decoding_would(tiny: Engine, make: str) -
         assert stats.rounds.drafted_tokens > stats.rounds.accepted_tokens > 20
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FREE_DRAFTERS)
 def test_sampled_answers_are_those_of_plain_decoding(embedded: Engine, name: str) -> None:
     settings = {"sampling": Sampling(temperature=0.7, repeat_penalty=1.1, min_p=0.1)}
