@@ -66,6 +66,7 @@ CANNOT_RUN = {
     "kvq bench --device cuda": "needs a GPU",
     "kvq run -m qwen3 --device cuda": "needs a GPU",
     "kvq bench --shape qwen2.5-0.5b": "takes half an hour and needs llama.cpp",
+    "kvq bench --shape qwen3.5-0.8b": "takes minutes and needs llama.cpp",
     **dict.fromkeys(
         ("kvq serve qwen3 --ray", f"kvq run {BATCH} --ray"),
         "needs Ray; tests/apps/fleet runs them",
