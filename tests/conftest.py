@@ -51,9 +51,12 @@ SAMPLED = 4
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers() -> int | None:
     """For `-n auto`: tests wait for servers and terminals, and another can run meanwhile."""
-    return (os.cpu_count() or 1) + 1
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # xdist's own answer is what was asked for
+    allowed = getattr(os, "sched_getaffinity", None)
+    return (len(allowed(0)) if allowed else os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(tryfirst=True)

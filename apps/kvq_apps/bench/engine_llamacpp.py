@@ -138,8 +138,7 @@ class LlamaCppSequence(InProcess):
             self.forward(np.arange(1, self._depth) % MICRO_BATCH % self._backend.model.vocab_size)
             return
         kinds = (CACHE_TYPES[plan.k_bits].name, CACHE_TYPES[plan.v_bits].name)
-        window = max(group.window_tokens for group in self._backend.layout.groups)
-        state = layout.random_state(self._depth, kinds, window)
+        state = layout.random_state(self._depth, kinds, self._backend.layout.window_tokens)
         self._cache.load_state(STATE_PREFIX.pack(self._depth) + state.tobytes())
 
 

@@ -38,7 +38,10 @@ class RowKind:
         if offset + _ROWS_HEAD_BYTES > len(state):
             raise BackendError(_UNKNOWN)
         type_id = int(np.frombuffer(state, np.int32, 1, offset)[0])
-        return cls(type_id=type_id, row_bytes=int(np.frombuffer(state, np.int64, 1, offset + 4)[0]))
+        row_bytes = int(np.frombuffer(state, np.int64, 1, offset + 4)[0])
+        if row_bytes <= 0:
+            raise BackendError(_UNKNOWN)
+        return cls(type_id=type_id, row_bytes=row_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +64,7 @@ class KeysAndValues:
         """The part that begins there; None where none does."""
         for cell_words in _CELL_WORDS:
             head = _head_bytes(cell_words)
-            words = np.frombuffer(state[offset : offset + head], np.int32).tolist()
+            words = _words(state[offset : offset + head])
             cell = [0, 1, *[0] * (cell_words - 2)]
             if words[:-1] == [1, 1, *cell, 0] and 0 < words[-1] <= len(state):
                 layers, keys = words[-1], RowKind.read(state, offset + head)
@@ -85,6 +88,11 @@ class KeysAndValues:
         return parts
 
 
+def _words(state: bytes) -> list[int]:
+    """Its whole words; what was cut has fewer than asked for."""
+    return np.frombuffer(state[: len(state) // 4 * 4], np.int32).tolist()
+
+
 def _head_bytes(cell_words: int) -> int:
     """Before the first layer's rows, in the state of one token."""
     return 4 * (2 + cell_words + 2)
@@ -106,8 +114,8 @@ class StateLayout:
             parts.append(part)
             at += part.num_bytes
         states = state[at:]
-        cell = np.frombuffer(states[:12], np.int32).tolist()
-        if not parts or len(parts) > 2 or at > len(state) or (states and cell != [1, 0, 0]):
+        one_cell = _words(states[:12]) == [1, 0, 0]
+        if not parts or len(parts) > 2 or at > len(state) or (states and not one_cell):
             raise BackendError(_UNKNOWN)
         return cls(prefix=state[:_PREFIX_BYTES], parts=tuple(parts), states=states)
 

@@ -75,7 +75,7 @@ class LlamaCppCache:
         self._functions = model.library.functions
         self._layout = layout
         self._config = config
-        self._window_tokens = max(group.window_tokens for group in layout.groups)
+        self._window_tokens = layout.window_tokens
         self.context_tokens = config.context_tokens
         self.budget_bytes = config.budget_bytes
         self.tokens = 0

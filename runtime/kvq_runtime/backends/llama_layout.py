@@ -130,7 +130,12 @@ class CacheLayout:
     @property
     def forgets(self) -> bool:
         """Whether trimming may not lead back to what was there: states, or windows."""
-        return self.state_bytes > 0 or any(group.window_tokens for group in self.groups)
+        return self.state_bytes > 0 or self.window_tokens > 0
+
+    @property
+    def window_tokens(self) -> int:
+        """What layers that forget look back over, of unlike ones the most; 0: there are none."""
+        return max(group.window_tokens for group in self.groups)
 
     def num_bytes(self, plan: KvPlan, context_tokens: int, chunk_tokens: int) -> int:
         """Bytes of K, V and states that llama.cpp allocates for a context."""

@@ -29,7 +29,7 @@ from kvq_apps.bench.engines import (
     check_peers,
     open_engine,
 )
-from kvq_apps.bench.llama_state import StateLayout
+from kvq_apps.bench.llama_state import KeysAndValues, RowKind, StateLayout
 from kvq_apps.bench.measure import Case, SpeedJob, _decode, measure
 from kvq_apps.bench.plot import log_ticks
 from kvq_apps.bench.report import comparisons, passes
@@ -342,7 +342,7 @@ def test_llama_cpp_takes_a_random_state_for_one_it_wrote(make: Make, case: str) 
         one = opened.sequence(setting, 0, 8)
         one.forward(np.zeros(1, np.int64))
         layout = StateLayout.read(one._cache.state()[STATE_PREFIX.size :])
-        window = max(group.window_tokens for group in opened._backend.layout.groups)
+        window = opened._backend.layout.window_tokens
         kinds = (setting.kv, setting.kv)
         expected = layout.random_state(300, kinds, window)
         assert len(loaded) == STATE_PREFIX.size + len(expected)
@@ -395,6 +395,29 @@ def test_filling_stores_what_attending_would(make: Make) -> None:
 def test_an_unknown_state_layout_is_refused() -> None:
     with pytest.raises(BackendError, match="layout that is not known"):
         StateLayout.read(bytes(200))
+
+
+@pytest.mark.parametrize("cell_words", [3, 6])
+def test_a_state_that_was_cut_is_refused_or_has_fewer_parts(cell_words: int) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    row = RowKind(type_id=1, row_bytes=64)
+    part = KeysAndValues(cell_words=cell_words, layers=2, keys=row, values=row)
+    states = np.array([1, 0, 0, 7, 8, 9], np.int32).tobytes()
+    layout = StateLayout(prefix=bytes(8), parts=(part, part), states=states)
+    state = layout.random_state(1, ("f16", "f16"), 1).tobytes()
+    assert StateLayout.read(state) == layout
+    read = list[int]()
+    for length in range(len(state)):
+        try:
+            found = StateLayout.read(state[:length])
+        except BackendError:
+            continue
+        assert found.parts == layout.parts[: len(found.parts)]
+        assert states.startswith(found.states)
+        read.append(length)
+    # Whole parts, and then states of which nothing but the cell is known.
+    first, second = 8 + part.num_bytes, 8 + 2 * part.num_bytes
+    assert read == [first, second, *range(second + 12, len(state))]
 
 
 # What is reported
@@ -639,6 +662,7 @@ def test_rows_leave_nothing_behind(make: Make) -> None:
 
 
 def test_attention_alone_is_that_of_the_graph(make: Make) -> None:
+    config = make("qwen2").config
     opened = open_engine("kvq", make("qwen2"), threads=1, settings=[Setting(kv="8:8")])
     tails = []
     for attention in (opened._attention, None):
@@ -647,8 +671,7 @@ def test_attention_alone_is_that_of_the_graph(make: Make) -> None:
         sequence.attend(20)
         cache = sequence._cache
         assert cache.tokens == 20
-        layers = range(cache.shape.num_layers)
-        tails.append([cache.tail(layer, 1) for layer in layers])
+        tails.append([cache.tail(layer, 1) for layer in range(config.num_layers)])
         sequence.close()
     for graph, direct in zip(*tails, strict=True):
         for ours, theirs in zip(graph, direct, strict=True):
