@@ -153,7 +153,8 @@ FLAGS: dict[str, Flag] = {
         choices=Owned("kvq_export.config:GgufType")),
     "wbits": Flag("bits of linear weights: 4, 5, 6 or 8 for all, or a mean such as 4.6 of all "
         "matrices, where those that lose most get more",
-        "a mean of {kvq_export.config:MEAN_BITS}; of a GGUF file what holds its blocks",
+        "by what the model would lose, a mean of {kvq_export.config:MEAN_BITS} at most; of a GGUF "
+        "file what holds its blocks",
         metavar="X"),
     "size": Flag("bytes that the weights may take, such as 400MB: widths as of a mean --wbits",
         metavar="SIZE"),

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kvq.errors import CheckpointError, UsageError
 from kvq.reference_linear import WIDTHS
 from kvq_export.checkpoint import Checkpoint
-from kvq_export.config import MEAN_BITS, WeightFormat
+from kvq_export.config import WeightFormat
 from kvq_export.hub import Located, locate
 from kvq_export.hub_files import unseen
 from kvq_export.packed import unpacked
@@ -129,7 +129,7 @@ class FolderSource:
     ) -> WeightFormat:
         """The project's default where all are floats, else what the file has."""
         if self._quantization is None:
-            return WeightFormat(mean_bits=MEAN_BITS)
+            return WeightFormat.of_checkpoint()
         return format_of_file(checkpoint, sources)
 
     @property

@@ -13,7 +13,7 @@ from kvq.reference_linear import WIDTHS, BlockFormat, Grid, dequantize
 from kvq_apps.cli import main
 from kvq_apps.output import weight_rows
 from kvq_export import damage, quality
-from kvq_export.config import MEAN_BITS, ExportOptions, WeightFormat
+from kvq_export.config import LOSS_NATS, MEAN_BITS, ExportOptions, WeightFormat
 from kvq_export.damage import FEEDBACK, allocated, damages
 from kvq_export.export import export_model
 from kvq_export.layout import plan_layout
@@ -92,6 +92,36 @@ def test_bits_are_spent_where_they_take_most_damage_away(tmp_path: Path) -> None
         assert total(tuple(bits.tolist())) <= best * 1.0001
 
 
+def test_bits_go_below_the_mean_as_long_as_little_is_lost(tmp_path: Path) -> None:
+    original = original_of(make_llama_checkpoint(tmp_path / "source"))
+    names = ["embed", "layers.0.qkv", "layers.1.gate_up", "head"]
+    counts = np.array([np.prod(original.sources[name].shape) for name in names])
+    share = np.array([1, FEEDBACK, FEEDBACK, 1])
+
+    def spent(of_all: float, weights: WeightFormat) -> tuple[float, float]:
+        """The mean width, and what is lost by it, where damages at 4 bits add up to `of_all`."""
+        lost = of_all * np.array([0.4, 0.3, 0.2, 0.1])
+        chosen = allocated(
+            original, dict(zip(names, (lost / share).tolist(), strict=True)), weights
+        )
+        bits = np.array([chosen[name].bits for name in names])
+        mean = (bits * counts).sum() / counts.sum()
+        return float(mean), float((lost * (15 / (2.0**bits - 1)) ** 2).sum())
+
+    default, capped = WeightFormat.of_checkpoint(), WeightFormat(mean_bits=MEAN_BITS)
+    assert spent(0.9 * LOSS_NATS, default)[0] == 4.0
+    assert spent(100 * LOSS_NATS, default) == spent(100 * LOSS_NATS, capped)
+    means = []
+    for of_all in (1.1 * LOSS_NATS, 2 * LOSS_NATS, 4 * LOSS_NATS):
+        mean, loses = spent(of_all, default)
+        assert loses <= LOSS_NATS
+        assert mean < spent(of_all, capped)[0]
+        # One matrix more at one width less would lose too much.
+        assert spent(of_all, replace(default, loss_nats=4 * LOSS_NATS))[1] > LOSS_NATS
+        means.append(mean)
+    assert 4.0 < means[0] <= means[1] <= means[2] < MEAN_BITS
+
+
 @pytest.mark.slow
 def test_the_file_is_as_large_as_asked_and_no_larger(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
@@ -121,7 +151,7 @@ def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: P
     formats = bundle.manifest.weights.formats
     counts = {name: np.prod(original_of(source).sources[name].shape) for name in formats}
     mean = sum(formats[name].bits * counts[name] for name in formats) / sum(counts.values())
-    assert MEAN_BITS - 0.5 < mean <= MEAN_BITS
+    assert mean <= MEAN_BITS
     assert len({form.bits for form in formats.values()}) > 1
     told = dict(weight_rows(bundle.manifest.to_json()))
     assert re.fullmatch(

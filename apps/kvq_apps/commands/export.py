@@ -115,7 +115,7 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
 def _weight_format(asked: dict[str, Any]) -> "WeightFormat":
     """What the flags of the weights ask for. Raises `UsageError` for two that contradict."""
     from kvq.config import parse_bytes
-    from kvq_export.config import MEAN_BITS, WeightFormat
+    from kvq_export.config import WeightFormat
 
     bits, size = asked.pop("wbits", None), asked.pop("size", None)
     if size is not None:
@@ -125,7 +125,7 @@ def _weight_format(asked: dict[str, Any]) -> "WeightFormat":
             )
         asked["size_bytes"] = parse_bytes("--size", size)
     elif bits is None and not {"embedding_bits", "linear"} & asked.keys():
-        asked["mean_bits"] = MEAN_BITS
+        return WeightFormat.of_checkpoint(**asked)
     elif bits is not None:
         whole = bits == int(bits)
         asked["bits" if whole else "mean_bits"] = int(bits) if whole else bits
