@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 23
+#define KVQ_ABI 24
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -41,7 +41,8 @@ typedef struct {
     int32_t context_tokens;     /* most tokens a session will ever hold */
     int32_t splits;             /* parts a KV head's pages are divided into for threads */
     int32_t probes;             /* 1: keep probe queries, so that evidence can be asked for; 1 + n: also those of n
-                                   layers that read the last one's keys, in the order in which each pass looks */
+                                   layers that read the last one's keys, in the order in which each pass looks; and
+                                   KVQ_SAMPLES: of the whole text, not of the newest tokens alone */
     int32_t draft_tokens;       /* rows of the tail kept free for tokens that may be forgotten */
     int32_t value_groups;       /* of a page's values: 64, or head_dim if more and any form has KVQ_CHANNEL_VALUES */
     int32_t page_version;       /* of the pages' bytes: what the library writes, or it refuses */
@@ -53,6 +54,8 @@ typedef struct {
     int32_t delta_states;       /* places whose states are kept, 2 or more */
     int32_t delta_fold;         /* tokens after which rows are folded: what the library does, or it refuses */
 } kvq_config;
+
+enum { KVQ_SAMPLES = 1 << 20 };
 
 /* How the pages of one (layer, KV head) are encoded, as bits. */
 enum { KVQ_ROTATED_KEYS = 1, KVQ_CHANNEL_VALUES = 2 };

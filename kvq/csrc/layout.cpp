@@ -52,7 +52,7 @@ bool valid(const kvq_config& c) {
            within(c.context_tokens, 1, 1 << 30) &&
            int64_t{c.layers} * c.kv_heads * c.tail_rows <= int64_t{1} << 50 &&
            within(c.chunk_tokens, c.draft_tokens, 1 << 20) && within(c.splits, 1, 1 << 12) &&
-           within(c.probes, 0, 1 + (1 << 16)) && valid_convolutions(c) && valid_delta_nets(c) && c.page_version == kPageVersion &&
+           within(probe_kinds(c), c.probes ? 1 : 0, 1 + (1 << 16)) && within(c.probes, 0, 2 * KVQ_SAMPLES - 1) && valid_convolutions(c) && valid_delta_nets(c) && c.page_version == kPageVersion &&
            (c.value_groups == kPageTokens || c.value_groups == std::max(kPageTokens, c.head_dim)) &&
            within(c.tail_rows,
                   quantized(c) ? c.sink_tokens + c.tail_tokens + kPageTokens + c.draft_tokens
@@ -64,7 +64,7 @@ bool valid(const kvq_config& c) {
 // begins.
 int64_t place(const kvq_config& c, int64_t columns, int64_t pool, Layout& out) {
     const int64_t streams = int64_t{c.layers} * c.kv_heads, dim = c.head_dim;
-    const int64_t slots = c.probes ? probe_slots(c.draft_tokens) : 0;
+    const int64_t slots = probe_slots(c);
     const int64_t askers = int64_t{c.layers} + readers(c);
     const int64_t split_rows = int64_t{c.heads} * c.splits * c.draft_tokens;
     const int64_t sizes[KVQ_REGIONS] = {
@@ -78,8 +78,8 @@ int64_t place(const kvq_config& c, int64_t columns, int64_t pool, Layout& out) {
         int64_t{c.tail_rows} * 12,
         streams * 2 * c.tail_rows * dim * 2,
         size_of<BranchRow>(c.draft_tokens),
-        size_of<Probe>(slots * c.probes),
-        slots * askers * c.heads * dim * 2,
+        size_of<Probe>(slots * probe_kinds(c)),
+        slots * askers * c.kv_heads * kept_heads(c) * dim * 2,
         slots ? askers * facts_bytes(c.head_dim) : 0,
         c.conv_layers ? size_of<ConvState>(1) + size_of<int32_t>(c.conv_checkpoints) : 0,
         c.conv_layers ? size_of<float>(c.conv_layers * conv_rows(c) * c.conv_width) : 0,

@@ -52,7 +52,8 @@ struct State {
 static_assert(sizeof(State) == 200, "kvq/sizing.py counts these bytes too");
 
 // Layers that read the last one's keys and whose queries are kept too.
-constexpr int readers(const kvq_config& c) { return c.probes > 1 ? c.probes - 1 : 0; }
+constexpr int probe_kinds(const kvq_config& c) { return c.probes & (KVQ_SAMPLES - 1); }
+constexpr int readers(const kvq_config& c) { return std::max(probe_kinds(c) - 1, 0); }
 
 // The token a probe slot holds a query of, -1 for none, and the position it looked from.
 struct Probe {

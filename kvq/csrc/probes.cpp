@@ -64,7 +64,7 @@ void Probes::clear() {
 
 int64_t Probes::row_bytes() const {
     const kvq_config& c = arena_.config();
-    return int64_t{2} * slots() * (c.layers + readers()) * c.heads * c.head_dim;
+    return int64_t{2} * slots() * (c.layers + readers()) * c.kv_heads * kept_heads(c) * c.head_dim;
 }
 
 int64_t Probes::facts_of_all() const {
@@ -75,7 +75,8 @@ int Probes::slot(int64_t token) const {
     const int newest = newest_slots(arena_.config().draft_tokens);
     if (token % kProbeStride == 0) return static_cast<int>(token / kProbeStride % newest);
     const int64_t run = token / kPageTokens;
-    const int sample = token == sampled_token(run) ? sample_slot(run) : -1;
+    const bool sampled = (arena_.config().probes & KVQ_SAMPLES) && token == sampled_token(run);
+    const int sample = sampled ? sample_slot(run) : -1;
     return sample < 0 ? -1 : newest + sample;
 }
 
@@ -112,16 +113,19 @@ void Probes::keep_row(int asker, int slot, const kvq_attention& a, const float* 
     LayerFacts& facts = arena_.facts(asker);
     facts.attention = a;
     std::memcpy(facts.inv_freq, in.inv_freq, sizeof(float) * static_cast<size_t>(a.rotary_pairs));
-    const int dim = a.head_dim;
+    const int dim = a.head_dim, group = a.heads / a.kv_heads, kept = kept_heads(arena_.config());
+    // Of many heads that share keys each probe keeps others, so that all are heard in turn.
+    const int first = record(asker, slot).token / kProbeStride;
     const float* cos = arena_.rope + int64_t{t} * 2 * a.rotary_pairs;
-    for (int head = 0; head < a.heads; head++) {
+    for (int row = 0; row < a.kv_heads * kept; row++) {
+        const int head = row / kept * group + (row % kept * group / kept + first) % group;
         float q[kMaxHeadDim];
         std::memcpy(q, queries + head * dim, sizeof(float) * static_cast<size_t>(dim));
         if (in.q_norm) normalize(q, in.q_norm, dim, a.norm_eps);
         rotate(q, cos, cos + a.rotary_pairs, a.rotary_pairs);
         for (int i = 0; i < dim; i++) q[i] *= a.scale;
         // A query that float16 cannot hold is no probe.
-        if (!kernels().to_half(q, rows(slot, asker) + head * dim, dim))
+        if (!kernels().to_half(q, rows(slot, asker) + row * dim, dim))
             record(asker, slot).token = -1;
     }
 }
@@ -174,7 +178,7 @@ Probes::Chosen Probes::samples(int asker, int tokens) const {
     int64_t newest[kSamples];
     std::fill(newest, newest + kSamples, int64_t{-1});
     const int64_t horizon = int64_t{tokens} + 2 * arena_.config().draft_tokens;
-    for (int64_t run = 0; sampled_token(run) < horizon; run++)
+    for (int64_t run = 0; (arena_.config().probes & KVQ_SAMPLES) && sampled_token(run) < horizon; run++)
         if (const int at = sample_slot(run); at >= 0) newest[at] = sampled_token(run);
     Chosen chosen;
     for (int64_t token : newest) {
@@ -317,22 +321,21 @@ struct Observation {
 
 // Of so many probes' rows as many as a block takes.
 int Probes::block_rows(const Chosen& chosen) const {
-    const kvq_config& c = arena_.config();
-    return std::min(kBlockRows, chosen.count * (c.heads / c.kv_heads));
+    return std::min(kBlockRows, chosen.count * kept_heads(arena_.config()));
 }
 
 // Loads a KV head's probe rows into a block, the way attention loads queries: all of them, or as
 // many evenly spaced ones as a block takes, so that probes and heads take turns.
 void Probes::load(Observation& to, int asker, int kv_head, const Chosen& chosen) const {
     const kvq_attention& a = to.layer.attention;
-    const int group = a.heads / a.kv_heads, dim = a.head_dim, total = chosen.count * group;
+    const int kept = kept_heads(arena_.config()), dim = a.head_dim, total = chosen.count * kept;
     const float inverse = 1.0f / to.unit();
     to.block.start(block_rows(chosen), dim, a.softcap);
     for (int r = 0; r < to.block.rows; r++) {
         const int row = r * total / to.block.rows;
-        const int slot = chosen.slots[row / group];
+        const int slot = chosen.slots[row / kept];
         float* q = to.block.q + r * dim;
-        kernels().from_half(rows(slot, asker) + (kv_head * group + row % group) * dim, q, dim);
+        kernels().from_half(rows(slot, asker) + (kv_head * kept + row % kept) * dim, q, dim);
         for (int i = 0; i < dim; i++) q[i] *= inverse;
         to.sight.add(record(asker, slot).position, -1);
     }

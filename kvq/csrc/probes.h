@@ -8,8 +8,8 @@ namespace kvq {
 
 struct Inputs;
 
-// Probes are the newest of every kProbeStride tokens, and a sample of the whole text: of runs of
-// kPageTokens, evenly spaced, one token each, chosen by a hash. Evidence is asked for as of a token
+// Probes are the newest of every kProbeStride tokens and, for policies that ask for it, a sample of the
+// whole text: of runs of kPageTokens, evenly spaced, one token each, chosen by a hash. Evidence is asked for as of a token
 // up to a draft ago, and a rejected draft may follow: the newest have room for what both may
 // overwrite, and a sample that both might have is not used, so that evidence is that of sequential
 // decoding.
@@ -20,7 +20,13 @@ constexpr int kSamples = 8;  // at most, and half as many at least once there ar
 constexpr int newest_slots(int draft_tokens) {
     return kNewest + 2 * ((draft_tokens + kProbeStride - 1) / kProbeStride);
 }
-constexpr int probe_slots(int draft_tokens) { return newest_slots(draft_tokens) + kSamples; }
+constexpr int probe_slots(const kvq_config& c) {
+    return c.probes ? newest_slots(c.draft_tokens) + (c.probes & KVQ_SAMPLES ? kSamples : 0) : 0;
+}
+// Query heads of a KV head that a probe keeps: as many as a block takes of the newest together.
+constexpr int kept_heads(const kvq_config& c) {
+    return std::min(c.heads / c.kv_heads, kBlockRows / kNewest);
+}
 
 // Where the sample of a run of tokens is kept among kSamples slots, -1: the run has none.
 int sample_slot(int64_t run);
@@ -30,9 +36,9 @@ public:
     explicit Probes(const Arena& arena) : arena_(arena) {}
     void clear();
     bool kept() const { return arena_.config().probes; }
-    int slots() const { return kept() ? probe_slots(arena_.config().draft_tokens) : 0; }
+    int slots() const { return probe_slots(arena_.config()); }
     // What slots hold, of all layers together and then of every reader.
-    int records() const { return slots() * arena_.config().probes; }
+    int records() const { return slots() * probe_kinds(arena_.config()); }
     int64_t row_bytes() const;     // of all slots
     int64_t facts_of_all() const;  // bytes
     // Whether row t of the pass under way is a probe.
@@ -72,10 +78,10 @@ private:
     static int32_t token_of(const Tail& tail, int t) {
         return tail.branch().at + tail.depth(tail.first_row() + t);
     }
-    uint16_t* rows(int slot, int asker) const {  // float16 [heads, head_dim]
+    uint16_t* rows(int slot, int asker) const {  // float16 [kv_heads, kept_heads, head_dim]
         const kvq_config& c = arena_.config();
-        return arena_.probe_rows +
-               (int64_t{slot} * (c.layers + readers()) + asker) * c.heads * c.head_dim;
+        return arena_.probe_rows + (int64_t{slot} * (c.layers + readers()) + asker) * c.kv_heads *
+                                       kept_heads(c) * c.head_dim;
     }
     // Slots in order of their tokens; one lost to a rollback is left out until it is written again.
     struct Chosen {

@@ -25,7 +25,9 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 23
+ABI = 24
+# Of `kvq_config.probes`: KVQ_SAMPLES.
+SAMPLES = 1 << 20
 
 
 class Config(Structure):
@@ -266,7 +268,7 @@ def as_config(arena: Geometry) -> Config:
         arena.pass_tokens,
         arena.context_tokens,
         arena.splits,
-        arena.probes + arena.heard_readers,
+        arena.probes + arena.heard_readers + SAMPLES * arena.samples,
         arena.draft_tokens,
         arena.value_groups,
         PAGE_VERSION,

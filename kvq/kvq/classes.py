@@ -193,9 +193,9 @@ class ClassedArena:
         return any(part.probes for part in self.parts)
 
     @property
-    def heard_readers(self) -> int:
-        """Readers of all classes whose queries are kept."""
-        return sum(part.heard_readers for part in self.parts)
+    def evidence(self) -> str:
+        """What each class keeps for policies to decide by; see `kvq.sizing.Geometry`."""
+        return "; ".join(part.evidence for part in self.parts)
 
     @property
     def keeps_places(self) -> bool:

@@ -11,7 +11,7 @@ ALIGNMENT = 64
 PROBE_STRIDE = 8
 NEWEST_PROBES = 4
 SAMPLED_PROBES = 8
-# Rows of a KV head that are looked at of each kind, probes times query heads, at most.
+# Rows of a KV head that are looked at of each kind, probes times their query heads, at most.
 PROBE_ROWS = 16
 # Scales that what was encoded spans, and those from its middle to its ends.
 CODE_SPAN = 240
@@ -26,9 +26,14 @@ def newest_slots(draft_tokens: int) -> int:
     return NEWEST_PROBES + 2 * -(-draft_tokens // PROBE_STRIDE)
 
 
-def probe_slots(draft_tokens: int) -> int:
-    """Slots for all probes."""
-    return newest_slots(draft_tokens) + SAMPLED_PROBES
+def probe_slots(draft_tokens: int, *, samples: bool) -> int:
+    """Slots for all probes; `samples`: those of the whole text among them."""
+    return newest_slots(draft_tokens) + SAMPLED_PROBES * samples
+
+
+def kept_heads(shape: CacheShape) -> int:
+    """Query heads of each KV head that a probe keeps: as many as are looked at of the newest."""
+    return min(shape.num_heads // shape.num_kv_heads, PROBE_ROWS // NEWEST_PROBES)
 
 
 def granule_bytes(head_dim: int) -> int:

@@ -722,6 +722,7 @@ class ReferenceCache:
             arena.pass_tokens,
             arena.draft_tokens,
             arena.probes + arena.heard_readers,
+            arena.samples,
             arena.num_bytes,
             arena.conv,
             arena.delta,

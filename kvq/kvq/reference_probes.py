@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
-from kvq.formats import NEWEST_PROBES, PROBE_ROWS, PROBE_STRIDE, newest_slots
+from kvq.formats import NEWEST_PROBES, PROBE_ROWS, PROBE_STRIDE, kept_heads, newest_slots
 from kvq.reference import (
     MEAN_SHARE,
     PEAK_STEP,
@@ -28,9 +28,10 @@ from kvq.sizing import Geometry
 
 @dataclass(slots=True)
 class Probe:
-    """One token's queries, rotated and scaled: float16 [L, H, D] of all layers that own keys.
+    """One token's queries, rotated and scaled: float16 [L, Hk, n, D] of all layers that own keys.
 
-    Of a reader they are [1, H, D]. Token -1: none is held.
+    Of the heads that share a KV head they are n, each probe's others, so that all are heard in
+    turn. Of a reader they are [1, Hk, n, D]. Token -1: none is held.
     """
 
     token: int
@@ -51,6 +52,7 @@ class Probes:
         self._kept: list[dict[int, Probe]] = [{} for _ in range(1 + geometry.readers)]
         self._looks = 0
         self.layers: dict[int, tuple[AttentionParams, Float]] = {}
+        self._kept_heads = kept_heads(geometry.shape)
 
     def begin(self) -> None:
         """A pass begins: its first look at the last layer will be the first reader's."""
@@ -79,8 +81,8 @@ class Probes:
                 # What readers asked at another token says nothing of this one.
                 for kept in self._kept[1:]:
                     kept.pop(slot, None)
-                shape = (self._geometry.shape.num_layers, *q.shape[1:])
-                self._kept[0][slot] = Probe(token, position, np.zeros(shape, np.float16))
+                layers = self._geometry.shape.num_layers
+                self._kept[0][slot] = Probe(token, position, self._no_rows(layers))
             self._keep_row(params.layer, self._kept[0][slot], params, q[t])
         self.layers[params.layer] = (params, inv_freq)
 
@@ -107,18 +109,25 @@ class Probes:
             slot = self._slot(token)
             if slot is None or not newest[t]:
                 continue
-            probe = Probe(token, position, np.zeros((1, *q.shape[1:]), np.float16))
+            probe = Probe(token, position, self._no_rows(1))
             self._kept[reader - layers + 1][slot] = probe
             self._keep_row(reader, probe, params, q[t])
         self.layers[reader] = (params, inv_freq)
 
     def _keep_row(self, asker: int, probe: Probe, params: AttentionParams, q: Float) -> None:
+        group = params.num_heads // params.num_kv_heads
+        own = np.arange(self._kept_heads) * group // self._kept_heads + probe.token // PROBE_STRIDE
+        of_heads = q.reshape(params.num_kv_heads, group, -1)[:, own % group]
         with np.errstate(over="ignore"):
-            rows = (q * np.float32(params.scale)).astype(np.float16)
+            rows = (of_heads * np.float32(params.scale)).astype(np.float16)
         probe.rows[self._row(asker)] = rows
         # A query that float16 cannot hold is no probe.
         if not np.isfinite(rows).all():
             probe.token = -1
+
+    def _no_rows(self, layers: int) -> Half:
+        shape = self._geometry.shape
+        return np.zeros((layers, shape.num_kv_heads, self._kept_heads, shape.head_dim), np.float16)
 
     def _row(self, asker: int) -> int:
         """Where an asker's queries lie in those of its probes."""
@@ -150,7 +159,7 @@ class Probes:
         """Those among the first `tokens` tokens whose slot no draft can have overwritten."""
         horizon = tokens + 2 * self._geometry.draft_tokens
         newest: dict[int, int] = {}
-        for run in range(horizon // PAGE_TOKENS + 1):
+        for run in range((horizon // PAGE_TOKENS + 1) * self._geometry.samples):
             slot = sample_slot(run)
             if slot is not None and sampled_token(run) < horizon:
                 newest[slot] = sampled_token(run)
@@ -160,12 +169,9 @@ class Probes:
         self, asker: int, head: int, probes: Sequence[Probe]
     ) -> tuple[Float, NDArray[np.int64]]:
         """Rows [R, D] of a KV head and their positions: many are thinned out evenly."""
-        shape = self._geometry.shape
-        group = shape.num_heads // shape.num_kv_heads
-        own = slice(head * group, (head + 1) * group)
-        rows = np.array([p.rows[self._row(asker), own] for p in probes], np.float32)
-        rows = rows.reshape(-1, shape.head_dim)
-        where = np.repeat(np.array([p.position for p in probes], np.int64), group)
+        rows = np.array([p.rows[self._row(asker), head] for p in probes], np.float32)
+        rows = rows.reshape(-1, self._geometry.shape.head_dim)
+        where = np.repeat(np.array([p.position for p in probes], np.int64), self._kept_heads)
         count = min(len(rows), PROBE_ROWS)
         taken = np.arange(count) * len(rows) // max(count, 1)
         return rows[taken], where[taken]
@@ -211,7 +217,8 @@ class Probes:
         if token % PROBE_STRIDE == 0:
             return token // PROBE_STRIDE % newest
         run = token // PAGE_TOKENS
-        sample = sample_slot(run) if token == sampled_token(run) else None
+        sampled = self._geometry.samples and token == sampled_token(run)
+        sample = sample_slot(run) if sampled else None
         return None if sample is None else newest + sample
 
     def _of(self, asker: int, tokens: Sequence[int]) -> list[Probe]:

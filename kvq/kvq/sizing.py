@@ -31,6 +31,7 @@ from kvq.formats import (
     aligned,
     format_bytes,
     granule_bytes,
+    kept_heads,
     page_bytes,
     probe_slots,
     seen_tokens,
@@ -50,6 +51,9 @@ STATE_BYTES = 200
 VIEW_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8
+# Rows of the page table for each whose pages could all be held at 2 bits, where a policy decides by
+# what attention looks at: heads then give up different pages of one column.
+UNEVEN = 1.3
 BRANCH_ROW_BYTES = 24
 CONV_STATE_BYTES = 40
 DELTA_STATE_BYTES = 40
@@ -129,7 +133,8 @@ class Geometry:
 
     `chunk_tokens`: tokens of a prompt that go through the model at once. `draft_tokens`: rows of
     the tail kept free for a branch. `splits`: parts a KV head's pages are divided into for
-    threads. `probes`: query rows are kept, for policies that ask what attention looks at.
+    threads. `probes`: query rows are kept, for policies that ask what attention looks at,
+    `samples`: not of the newest tokens alone but of the whole text as well.
     `value_groups`: what a page has room for scales of, see `kvq.formats.value_groups`. `windows`:
     the sliding window of every layer whose pages go when it has passed them, 0 for one that sees
     all; empty: no page goes. `conv`: the convolutions beside the layers that attend, `delta`: the
@@ -144,6 +149,7 @@ class Geometry:
     draft_tokens: int
     splits: int
     probes: bool
+    samples: bool = False
     value_groups: int = PAGE_TOKENS
     windows: tuple[int, ...] = ()
     conv: ConvShape | None = None
@@ -155,6 +161,14 @@ class Geometry:
     def heard_readers(self) -> int:
         """Readers whose queries are kept."""
         return self.readers if self.probes else 0
+
+    @property
+    def evidence(self) -> str:
+        """In words, what is kept for policies to decide by."""
+        if not self.probes:
+            return "nothing"
+        heads, spread = kept_heads(self.shape), "new and old" if self.samples else "new"
+        return f"{heads} query heads of {spread} tokens, {self.heard_readers} readers"
 
     @property
     def keeps_places(self) -> bool:
@@ -232,7 +246,7 @@ class Geometry:
     def regions_for(self, columns: int, pool_bytes: int) -> Regions:
         """Everything but pages: state, tables, tail, probes, scratch."""
         shape, dim = self.shape, self.shape.head_dim
-        slots = probe_slots(self.draft_tokens) if self.probes else 0
+        slots = probe_slots(self.draft_tokens, samples=self.samples) if self.probes else 0
         askers = shape.num_layers + self.readers
         split_rows = self.splits * self.draft_tokens * shape.num_heads
         return Regions(
@@ -247,7 +261,7 @@ class Geometry:
             tail=self.streams * self.tail_rows * dim * 4,
             branch=self.draft_tokens * BRANCH_ROW_BYTES,
             probes=slots * (1 + self.readers) * PROBE_BYTES,
-            probe_rows=slots * askers * shape.num_heads * dim * 2,
+            probe_rows=slots * askers * shape.num_kv_heads * kept_heads(shape) * dim * 2,
             layers=askers * _layer_bytes(dim) if slots else 0,
             conv_state=CONV_STATE_BYTES + 4 * CONV_CHECKPOINTS if self.conv else 0,
             conv_rows=conv_bytes(self.conv, self.draft_tokens),
@@ -277,6 +291,8 @@ class Geometry:
             # No more rows than leave the pages a draft can close at full width.
             first = self.pages_bytes(self._columns_closed_by(self.draft_tokens))
             smallest = self.columns_within(free, 2, 2, self._row_bytes)
+            if self.probes:
+                smallest = min(int(UNEVEN * smallest), self.wanted_columns)
             columns = min(smallest, (free - first) // self._row_bytes)
         return columns, self.regions_for(columns, room)
 
@@ -502,6 +518,7 @@ class CacheSpec:
             draft_tokens=self.draft_tokens,
             splits=1 if self.threads == 1 else -(-2 * self.threads // self.shape.num_kv_heads),
             probes=probes and self.plan.quantized,
+            samples=probes and self.plan.quantized and self._asks_samples,
             value_groups=value_groups(self.shape.head_dim, self.forms),
             # A second tier has room for all, and gives up no page.
             windows=() if self.edits or self.offload_bytes else self.windows,
@@ -603,6 +620,10 @@ class CacheSpec:
     @property
     def _asks_attention(self) -> bool:
         return "attention" in policy_named(self.policy).needs
+
+    @property
+    def _asks_samples(self) -> bool:
+        return bool(self.observed) or "samples" in policy_named(self.policy).needs
 
 
 def longest_context(most: int, opens: Callable[[int], bool]) -> int:

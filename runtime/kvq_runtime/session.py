@@ -388,8 +388,9 @@ class Session(Answering[C]):
     def _identity(self) -> dict[str, Any]:
         """What a saved session must agree on with the one that loads it."""
         arena = self.config.arena
-        heard = 0 if arena is None else arena.heard_readers
-        later = {"evidence": f"with {heard} readers"} if heard else {}
+        later: dict[str, Any] = {}
+        if arena is not None and arena.probes:
+            later["evidence"] = arena.evidence
         if arena is not None and arena.keeps_places:
             later["places"] = "the last that were used"
         return later | {

@@ -24,10 +24,11 @@ from kvq.files import replace_file
 from kvq_runtime.staleness import Ages
 
 FORMAT = "kvq-session"
-VERSION = 9
+VERSION = 10
 # Version 8 kept no queries of layers that read others' keys, and places of convolutions and delta
-# nets otherwise; where there are such, what a session must agree on says so.
-READ_VERSIONS = (8, VERSION)
+# nets otherwise, both kept more of the queries that policies decide by; where there are such, what
+# a session must agree on says so.
+READ_VERSIONS = (8, 9, VERSION)
 MAGIC = b"kvq-sess"
 PREFIX = struct.Struct("<8sI")
 _DIGEST_BYTES = 32

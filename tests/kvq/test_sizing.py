@@ -201,27 +201,39 @@ def test_cache_opens_at_the_minimum_and_not_a_byte_below(
 
 
 def test_the_minimum_counts_the_probes_of_policies_that_ask_for_attention() -> None:
-    """14 query rows of 64 float16 for each of 2 x 4 heads, and what each layer saw last."""
+    """6 query rows of 64 float16 for each of 2 x 4 heads, or 14, and what each layer saw last."""
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
     bare = minimum_budget(shape, KvPlan(), 1000)
-    probes = 14 * 8 + 16 + 14 * 8 * 64 * 2 + 2 * 552 + 48
+    layers = 2 * 552 + 48
+    probes = {
+        frozenset[str](): 0,
+        frozenset({"attention"}): 6 * 8 + 16 + 6 * 8 * 64 * 2 + layers,
+        frozenset({"attention", "samples"}): 14 * 8 + 16 + 14 * 8 * 64 * 2 + layers,
+    }
     for policy in POLICIES:
-        asks = "attention" in policy_named(policy).needs
         least = minimum_budget(shape, KvPlan(), 1000, policy=policy)
-        assert least == bare + (probes if asks else 0), policy
+        assert least == bare + probes[policy_named(policy).needs], policy
+    # Of sixteen heads that share keys each row holds four.
+    wide = CacheShape(num_layers=2, num_heads=32, num_kv_heads=2, head_dim=64)
+    more = minimum_budget(wide, KvPlan(), 1000, policy="budget") - minimum_budget(
+        wide, KvPlan(), 1000
+    )
+    assert more == 6 * 8 + 16 + 6 * 2 * 2 * 4 * 64 * 2 + layers
 
 
 def test_a_short_context_held_whole_is_cheaper_than_probes() -> None:
+    """Of twenty layers that read the last one's keys there are many."""
     shape = CacheShape(num_layers=2, num_heads=16, num_kv_heads=1, head_dim=64)
-    whole = budget_for_tokens(shape, KvPlan(), 250, chunk_tokens=64)
-    assert minimum_budget(shape, KvPlan(), 250, chunk_tokens=64, policy="budget") == whole
-    cache = open_cache(shape, KvPlan(), whole, 250, chunk_tokens=64, policy="budget")
+    asked = {"chunk_tokens": 64, "readers": 20}
+    whole = budget_for_tokens(shape, KvPlan(), 250, **asked)
+    assert minimum_budget(shape, KvPlan(), 250, policy="h2o", **asked) == whole
+    cache = open_cache(shape, KvPlan(), whole, 250, policy="h2o", **asked)
     assert not cache.arena.probes
     _fill(cache, 250)
     assert (cache.columns()[1] == (4, 4)).all()
     cache.close()
-    longer = minimum_budget(shape, KvPlan(), 1000, chunk_tokens=64, policy="budget")
-    assert longer < budget_for_tokens(shape, KvPlan(), 1000, chunk_tokens=64)
+    longer = minimum_budget(shape, KvPlan(), 4000, policy="h2o", **asked)
+    assert longer < budget_for_tokens(shape, KvPlan(), 4000, **asked)
 
 
 @FEW

@@ -464,14 +464,14 @@ def test_altered_sessions_are_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "words"),
     [
-        (10, "version 10, newer than the 9 this kvq reads; upgrade kvq-runtime, or read its text"),
-        (7, "version 7, older than the 9 this kvq reads; read its text again and save"),
+        (11, "version 11, newer than the 10 this kvq reads; upgrade kvq-runtime, or read its text"),
+        (7, "version 7, older than the 10 this kvq reads; read its text again and save"),
     ],
 )
 def test_sessions_of_another_version_are_refused(saved: Path, version: int, words: str) -> None:
     content = saved.read_bytes()
     length = struct.unpack_from("<I", content, 8)[0]
-    header = content[12 : 12 + length].replace(b'"version": 9', b'"version": %d' % version)
+    header = content[12 : 12 + length].replace(b'"version": 10', b'"version": %d' % version)
     prefix = content[:8] + struct.pack("<I", len(header))
     body = prefix + header + content[12 + length : -32]
     saved.write_bytes(body + sha256(body).digest())

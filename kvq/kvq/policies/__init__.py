@@ -41,8 +41,9 @@ Floats = NDArray[np.float32]
 class Attention:
     """What probe queries saw of every page; float32 [L, Hk, C] each, 0 where a page is evicted.
 
-    Probes are committed query rows, all query heads of a KV head: the newest, and a seeded sample
-    of the whole text. Means are over the rows that could see the page (causal, inside the window).
+    Probes are committed query rows, of a KV head four of its query heads or all, each row's others:
+    the newest, and a seeded sample of the whole text where the policy needs it, else all means are
+    of the newest. Means are over the rows that could see the page (causal, inside the window).
 
     `mass`: mean attention weight the page received. `recent_mass`: the same from the newest rows
     alone. `total_mass`: from the sampled rows, those before the page counting as 0: what a query
@@ -137,7 +138,8 @@ class Relief:
 class Policy(Protocol):
     """Frees space when asked. `needs` names evidence that costs bytes to keep.
 
-    The only such need is "attention": the cache keeps probe queries.
+    These are "attention": the cache keeps probe queries, of the newest tokens; and "samples" beside
+    it: of the whole text as well.
     """
 
     needs: ClassVar[frozenset[str]]

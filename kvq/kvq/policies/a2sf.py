@@ -8,6 +8,7 @@ it keeps: `recent=0` goes by the score alone.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from kvq.policies.h2o import H2O
 @dataclass(frozen=True, kw_only=True)
 class A2SF(H2O):
     """Evicts what was attended to least of late, the newest pages last."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         assert evidence.attention is not None

@@ -56,7 +56,7 @@ class Budget:
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 
-    prior: float = 0.1
+    prior: float = 0.02
 
     def __post_init__(self) -> None:
         if not 0 <= self.prior <= 1:

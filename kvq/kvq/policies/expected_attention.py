@@ -21,7 +21,7 @@ from kvq.policies.scorer import Scorer
 class ExpectedAttention(Scorer):
     """Evicts the pages that are expected to move the output least."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    needs: ClassVar[frozenset[str]] = frozenset({"attention", "samples"})
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         return evidence.of_layers(lambda layer: self._layer(evidence, layer))

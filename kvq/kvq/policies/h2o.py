@@ -23,7 +23,7 @@ from kvq.policies.scorer import Scorer
 class H2O(Scorer):
     """Evicts what was attended to least, the newest pages last."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    needs: ClassVar[frozenset[str]] = frozenset({"attention", "samples"})
 
     recent: float = 0.5
 

@@ -37,7 +37,7 @@ Targets = NDArray[np.float64]  # [L, Hk, C, widths]: ln of the smallest t at whi
 class Qaq:
     """Lowers every page's keys and values to what one common target of error asks for."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    needs: ClassVar[frozenset[str]] = frozenset({"attention", "samples"})
 
     def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         layers, heads, columns = held_pages(evidence)[:, :3].T

@@ -26,7 +26,7 @@ from kvq.policies.spend import held_pages
 class ZipCache:
     """Two widths, and saliency to say which page has which."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    needs: ClassVar[frozenset[str]] = frozenset({"attention", "samples"})
 
     salient: float = 0.6
     high: int = 4
