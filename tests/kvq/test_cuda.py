@@ -19,10 +19,9 @@ import pytest
 
 from emulated import DEVICES, SOURCE, ready
 from kvq import devices, reference, reference_linear
-from kvq.config import AttentionParams
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
 from kvq.reference_linear import Blocks, Grid, PanelFormat, View
-from matrices import KINDS, matrix
+from matrices import matrix
 from pairs import some_feedback
 from shelf import Shelf
 
@@ -106,9 +105,6 @@ Linear = structure(
     "Linear",
     "i rows columns bits block grid; p panels x norm bias residual out; i tokens activation view;"
     "f norm_eps; p inputs tops levels steps; i exact_rows; p panel_tops deviations marks",
-)
-Embed = structure(
-    "Embed", "i rows columns bits block grid; p panels ids weights out; i tokens mixed"
 )
 Rows = structure(
     "Rows", "p rows source; l stride source_stride; i streams head_dim first count; p from_"
@@ -396,68 +392,6 @@ def test_attention_is_that_of_the_reference(name: str, library: Library) -> None
     assert np.sqrt(np.square(got - want).mean()) < HALF / 8 * largest
 
 
-OBSERVED = {
-    "every width": Case(64, [(8, 8), (4, 2), (0, 0), (2, 6), (6, 4)], splits=3),
-    "rotated, channels, moved": Case(80, [(4, 2), (8, 6)], ROTATED | CHANNELS, deltas=(0, 9)),
-    "256 channels, softcap": Case(256, [(4, 4), (2, 8)], softcap=20.0, splits=1),
-}
-
-
-@pytest.mark.parametrize("name", OBSERVED)
-def test_evidence_is_that_of_the_reference(name: str, library: Library) -> None:
-    case, rows = OBSERVED[name], 7
-    rng = np.random.default_rng(rows)
-    pages, dim, heads, columns = held(case, rng), case.head_dim, 2, len(case.widths)
-    probes = (rng.standard_normal((heads, rows, dim)) / dim**0.5 * 2).astype(np.float16)
-    facts = np.zeros((heads, columns, 6), np.float32)
-    turns = {"deltas": np.array(case.deltas, np.int32), "turns": len(case.deltas)}
-    attention = filled(
-        Attention, heads=heads, kv_heads=heads, head_dim=dim, rotary_pairs=dim // 2, scale=1.0,
-        softcap=case.softcap, rope_factor=1.0, splits=case.splits,
-    )  # fmt: skip
-    # The first row stands in the first page's midst.
-    positions = np.array([40, *range(10_000, 10_006)])
-    sequence = filled(
-        Sequence, tokens=rows, **pages.parts, **turns, positions=positions,
-        queries=np.zeros((1 + len(case.deltas)) * heads * rows * dim, np.float32),
-        partials=np.zeros(heads * rows * case.splits * (dim + 2), np.float32),
-        out=np.zeros((rows, heads, dim), np.float32),
-    )  # fmt: skip
-    run(library, "kvq_cuda_evidence", attention, sequence, probes, facts)
-    q = probes.astype(np.float32)
-    params = AttentionParams(
-        layer=0, num_heads=heads, num_kv_heads=heads, head_dim=dim, softcap=case.softcap, scale=1.0
-    )
-    parts = pages.parts
-    for head in range(heads):
-        seen = pages.seen & (pages.positions <= positions[:, None])
-        weights = reference.attention_weights(params, q[head] @ pages.keys[head].T, seen)
-        outputs = weights @ pages.values[head]
-        for view, (column, *_) in enumerate(parts["views"]):
-            if case.widths[column] == (0, 0):
-                assert not facts[head, view].any()
-                continue
-            own = slice(64 * column, 64 * column + 64)
-            delta = case.deltas[parts["turn_of_view"][view]]
-            back = np.full(rows, -delta)
-            met = reference.rotate(q[head][:, None], back, parts["inv_freq"])[:, 0]
-            met = reference.hadamard(met) if case.form & ROTATED else met
-            start = int(parts["entries"][head, column]["constants"]) * parts["constant_bytes"]
-            stored = parts["pool"][start : start + parts["constant_bytes"]].tobytes()
-            end, groups = grid_bytes(dim), dim if case.form & CHANNELS else 64
-            keys = reference.Grid.load(stored[:end])
-            values = reference.Grid.load(stored[end : end + grid_bytes(groups)])
-            steps = values.scale[None] if case.form & CHANNELS else values.scale[:, None]
-            errors = reference.page_errors(
-                weights[:, own], met, outputs, pages.values[head][own], keys.scale, steps
-            )
-            mass = weights[:, own].sum(axis=1)
-            looks = seen[:, own].any(axis=1)
-            summed = np.where((mass >= reference.OBSERVED_MASS)[:, None], errors, 0).sum(axis=0)
-            want = [mass.sum(), weights[:, own].max(), *summed, looks.sum()]
-            np.testing.assert_allclose(facts[head, view], want, rtol=0.02, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["both, 80 channels", "a tree of tokens", "a chunk, 96 channels"])
 def test_attention_does_not_depend_on_the_order_of_threads(name: str, library: Library) -> None:
     if not library.is_emulated:
@@ -693,24 +627,6 @@ def test_a_head_in_two_passes_is_exact_in_its_best(
     assert 0 < more.sum() < more.size / 2
     rows = np.repeat(chosen | more, 16, axis=1)[:, : form.rows]
     np.testing.assert_array_equal(found, np.where(rows, whole, scores))
-
-
-@pytest.mark.parametrize(("bits", "grid"), KINDS)
-def test_embeddings_are_rows_of_the_matrix(bits: int, grid: Grid, library: Library) -> None:
-    rng = np.random.default_rng(bits)
-    form = PanelFormat(rows=35, columns=200, bits=bits, block=64, grid=grid)
-    _, panels = matrix(form)
-    ids = np.array([[0, 34], [17, 17], [5, -1], [35, 16]])
-    weights = rng.standard_normal((4, 2)).astype(np.float32)
-    out = np.zeros((4, 200), np.float32)
-    call = filled(
-        Embed, **shape_of(form), panels=panels, ids=ids, weights=weights, out=out, tokens=4, mixed=2
-    )
-    run(library, "kvq_cuda_embed_run", call)
-    stored = np.append(reference_linear.restore(form, panels)[:35], np.zeros((1, 200)), axis=0)
-    stored = stored.astype(np.float32)[np.where((ids < 0) | (ids > 34), 35, ids)]
-    parts = weights[..., None] * stored
-    np.testing.assert_array_equal(out, parts[:, 0] + parts[:, 1])
 
 
 @pytest.mark.parametrize("count", [1, 7, 256])

@@ -4,7 +4,6 @@
 #include "../kvq.h"
 #include "attend.h"
 #include "best.h"
-#include "evidence.h"
 #include "linear_tiles.h"
 #include "memory.h"
 #include "pack.h"
@@ -23,15 +22,6 @@ int attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* st
     else launch(attend<Dim>, grid, kThreads<Dim>, sizeof(AttendRoom<Dim>), stream, a, s);
     if (!tiled || a.splits > 1)
         launch(merge, Dim3{rows, a.kv_heads}, kMostChannels, 0, stream, a, s);
-    return outcome();
-}
-
-template <int Dim>
-int observe_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, float* facts,
-                void* stream) {
-    if (const int status = attend_all<Dim>(a, s, stream)) return status;
-    launch(observe<Dim>, Dim3{s.view_count, a.kv_heads}, kEvidenceThreads,
-           sizeof(EvidenceRoom<Dim>), stream, a, s, facts);
     return outcome();
 }
 
@@ -141,19 +131,6 @@ KVQ_EXPORT int kvq_cuda_attend(const kvq_cuda_attention* attention,
     });
 }
 
-KVQ_EXPORT int kvq_cuda_evidence(const kvq_cuda_attention* attention,
-                                 const kvq_cuda_sequence* sequence, const uint16_t* probes,
-                                 float* facts, void* stream) {
-    const kvq_cuda_attention& a = *attention;
-    const kvq_cuda_sequence& s = *sequence;
-    if (s.tokens < 1 || s.tokens > kProbeRows || a.heads != a.kv_heads || s.view_count < 1)
-        return KVQ_BAD_ARGUMENT;
-    launch(turn_probes, Dim3{s.tokens, a.kv_heads}, kMostChannels, 0, stream, a, s, probes);
-    return with_channels(a.head_dim, [&](auto channels) {
-        return observe_all<decltype(channels)::kDim>(a, s, facts, stream);
-    });
-}
-
 KVQ_EXPORT int kvq_cuda_close(const kvq_cuda_closing* closing, void* stream) {
     const kvq_cuda_closing& c = *closing;
     if (!is_head(c.head_dim) || c.count < 1 || c.kv_heads < 1) return KVQ_BAD_ARGUMENT;
@@ -185,12 +162,6 @@ KVQ_EXPORT int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream) {
         return KVQ_BAD_ARGUMENT;
     if (in_two_passes(c)) multiply_head(c, stream);
     else multiply(c, c.view == KVQ_HI ? 0 : layout_of(c).low_bits(), stream);
-    return outcome();
-}
-
-KVQ_EXPORT int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream) {
-    if (!kvq::is_matrix(matrix_of(*call)) || call->tokens < 1) return KVQ_BAD_ARGUMENT;
-    launch(embed, Dim3{call->tokens}, 256, 0, stream, *call);
     return outcome();
 }
 

@@ -105,16 +105,6 @@ int kvq_cuda_store(const kvq_cuda_attention* attention, const kvq_cuda_sequence*
 int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                     void* stream);
 
-/* What up to 16 probe rows see of every view: float32 facts [kv_heads, view_count, 6]. Of the rows
-   that see any of it: the sum of their attention weights, the largest weight, sums of the squared
-   changes of their output were the page's keys rounded to 8 bits, were its values, and were it
-   gone; last, how many rows they are. A row that gives a page less than 1/4096 counts in mass and
-   rows only. `probes`: float16 [kv_heads, tokens, head_dim], turned to their positions, whose
-   products with keys are natural logits. Every row is a token: heads = kv_heads. qkv, norms and
-   tail_stride's free rows are not read. Tested, not called. */
-int kvq_cuda_evidence(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
-                      const uint16_t* probes, float* facts, void* stream);
-
 /* A page that closes: where its planes and grids go, all of them at multiples of 4 bytes. Granules
    as in Entry of format.h, keys' then values'; those its widths have none of are not written. */
 typedef struct {
@@ -178,19 +168,6 @@ typedef struct {
     uint8_t* marks;
 } kvq_cuda_linear;
 int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream);
-
-/* out [tokens, columns] = sum over k of weights[t, k] * row ids[t, k] of the matrix, as kvq_embed
-   in kvq.h; an id that is no row adds nothing. Tested, not called: the op computes on the
-   processor. */
-typedef struct {
-    int32_t rows, columns, bits, block, grid;
-    const uint8_t* panels;
-    const int64_t* ids;   /* [tokens, mixed] */
-    const float* weights; /* [tokens, mixed] */
-    float* out;
-    int32_t tokens, mixed;
-} kvq_cuda_embed;
-int kvq_cuda_embed_run(const kvq_cuda_embed* call, void* stream);
 
 /* Of each row of logits [rows, columns] the `count` best, 1 to 256, best first and of equal ones
    the first: places and values [rows, count]. What is not a number counts as the best. */

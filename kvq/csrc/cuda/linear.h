@@ -267,34 +267,4 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
     }
 }
 
-// A block per token, threads over its columns. What is no row of the matrix adds nothing.
-KVQ_KERNEL embed(kvq_cuda_embed e) {
-    const int token = block_index().x;
-    const PanelLayout layout = layout_of(e);
-    const int low_bits = layout.low_bits();
-    for (int i = thread_index(); i < e.columns; i += thread_count()) {
-        float sum = 0;
-        for (int k = 0; k < e.mixed; k++) {
-            const int64_t at = int64_t{token} * e.mixed + k, id = e.ids[at];
-            if (id < 0 || id >= e.rows) continue;
-            const int lane = static_cast<int>(id % kPanelRows);
-            const uint8_t* panel = e.panels + id / kPanelRows * layout.panel_bytes;
-            const int byte = 4 * lane + i % 4;
-            int code = panel[i / 8 * 64 + byte] >> (i & 4) & 15;
-            if (low_bits) {
-                const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
-                const int bits = low[i * low_bits / 32 * 64 + byte] >> (i / 4 * low_bits % 8);
-                code = code << low_bits | (bits & ((1 << low_bits) - 1));
-            }
-            if (e.grid == KVQ_E2M1) code = e2m1_level(code);
-            const Constants constants(layout, panel, i / e.block);
-            const float scale = mul(constants.scale(lane), kScaleUnit);
-            const float minimum = mul(constants.minimum(lane), kScaleUnit);
-            const float steps = sub(static_cast<float>(code), constants.zero(lane));
-            sum = add(sum, mul(e.weights[at], add(mul(scale, steps), minimum)));
-        }
-        e.out[int64_t{token} * e.columns + i] = sum;
-    }
-}
-
 }  // namespace kvq::cuda
