@@ -20,7 +20,7 @@ from kvq.formats import (
     granule_bytes,
 )
 from kvq.policies import POLICIES, policy_named
-from kvq.sizing import Geometry, Regions
+from kvq.sizing import Geometry, Regions, tight_plan
 from pairs import attention, forward, pack_heads, random_heads
 
 MANY = settings(deadline=None, database=None, derandomize=True, max_examples=200)
@@ -219,6 +219,21 @@ def test_the_minimum_counts_the_probes_of_policies_that_ask_for_attention() -> N
         wide, KvPlan(), 1000
     )
     assert more == 6 * 8 + 16 + 6 * 2 * 2 * 4 * 64 * 2 + layers
+
+
+def test_heads_that_give_up_different_pages_share_a_longer_table() -> None:
+    """At 2 bits a page everything fits; where heads differ, three columns have room of each ten."""
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    held = {}
+    for probes in (False, True):
+        asked = geometry(shape, tight_plan(KvPlan()), context_tokens=100_000, probes=probes)
+        columns, _ = asked.divide(10 << 20)
+        held[probes] = columns * asked.column_bytes(2, 2) / asked.room_for_pages(10 << 20)
+    assert 0.99 < held[False] <= 1
+    assert 1.29 < held[True] < 1.32
+    # No longer than the text.
+    short = geometry(shape, tight_plan(KvPlan()), context_tokens=2000, probes=True)
+    assert short.divide(10 << 20)[0] == short.wanted_columns
 
 
 def test_a_short_context_held_whole_is_cheaper_than_probes() -> None:
