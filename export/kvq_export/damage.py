@@ -13,7 +13,7 @@ what may be lost.
 Damages are taken to add up, and each weight is rounded by itself here, while an export rounds the
 layers with error feedback, which leaves about `FEEDBACK` of the damage (embedding and head are
 rounded like here): they say which matrix is worth more than another, and what all do together by a
-factor: two real models lost 1.4 to 1.7 times what this tells, 8-bit activations included.
+factor: two real models lost 1.4 to 2 times what this tells, 8-bit activations included.
 """
 
 import math

@@ -26,8 +26,6 @@ from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
 ABI = 24
-# Of `kvq_config.probes`: KVQ_SAMPLES.
-SAMPLES = 1 << 20
 
 
 class Config(Structure):
@@ -268,7 +266,7 @@ def as_config(arena: Geometry) -> Config:
         arena.pass_tokens,
         arena.context_tokens,
         arena.splits,
-        arena.probes + arena.heard_readers + SAMPLES * arena.samples,
+        arena.probe_kinds,
         arena.draft_tokens,
         arena.value_groups,
         PAGE_VERSION,

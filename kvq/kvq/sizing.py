@@ -51,6 +51,8 @@ STATE_BYTES = 200
 VIEW_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8
+# KVQ_SAMPLES.
+SAMPLES = 1 << 20
 # Rows of the page table for each whose pages could all be held at 2 bits, where a policy decides by
 # what attention looks at: heads then give up different pages of one column.
 UNEVEN = 1.3
@@ -161,6 +163,11 @@ class Geometry:
     def heard_readers(self) -> int:
         """Readers whose queries are kept."""
         return self.readers if self.probes else 0
+
+    @property
+    def probe_kinds(self) -> int:
+        """Whose queries are kept, and of which tokens, as `kvq_config.probes` says it."""
+        return self.probes + self.heard_readers + SAMPLES * self.samples
 
     @property
     def evidence(self) -> str:
