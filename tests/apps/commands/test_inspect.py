@@ -269,8 +269,8 @@ def test_damaged_and_newer_sessions(saved: Path, refused: Refused, tmp_path: Pat
         content[:20]: "is truncated or was altered after it was saved; save the session again",
         flipped: "is truncated or was altered after it was saved; save the session again",
         _with_header(
-            content, version=10
-        ): "is a session of version 10, newer than the 9 this kvq reads",
+            content, version=11
+        ): "is a session of version 11, newer than the 10 this kvq reads",
         _with_header(content, identity={}): "lacks what it must say of its session",
         content[:4]: "is a file, and neither a GGUF file nor a saved session",
         b"": "is a file, and neither a GGUF file nor a saved session",
@@ -278,7 +278,7 @@ def test_damaged_and_newer_sessions(saved: Path, refused: Refused, tmp_path: Pat
         path.write_bytes(damaged)
         line = refused(path)
         assert f"{path} {words}" in line
-    assert "upgrade kvq-runtime" in refused(_written(path, _with_header(content, version=10)))
+    assert "upgrade kvq-runtime" in refused(_written(path, _with_header(content, version=11)))
 
 
 def _written(path: Path, content: bytes) -> Path:

@@ -144,7 +144,7 @@ def test_what_was_given_up_is_told_in_a_line(bundle: str, home: dict[str, str]) 
     assert b"given up" not in kvq(*words, "1MiB", home=home).stderr
     used = kvq(*words, "192KiB", "-u", home=home).stderr
     assert b"given up to fit" not in used
-    held = f"192.0 KiB, which holds {report['budget_tokens']} of 512 tokens at 4:4 before it gives"
+    held = f"192.0 KiB, which holds {report['budget_tokens']} of 512 tokens at 8:8 before it gives"
     assert held.encode() in used
 
 
