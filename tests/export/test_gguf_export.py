@@ -830,7 +830,7 @@ def test_the_command_writes_what_was_asked(
 ) -> None:
     source = str(tiny.make_llama_checkpoint(tmp_path / "source"))
     made = str(tmp_path / "made")
-    assert main(["export", source, "-o", made, "--format", "both", "--json"]) == 0
+    assert main(["export", source, "-o", made, "--format", "both", "--wbits", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["gguf"] == {
         "type": "q4_k_m", "architecture": "llama", "context_length": 512
