@@ -70,7 +70,7 @@ class WeightFormat:
             )
 
     @classmethod
-    def of_checkpoint(cls, **asked: Any) -> "WeightFormat":
+    def recommended(cls, **asked: Any) -> "WeightFormat":
         """What a checkpoint gets where no width is asked for."""
         return cls(mean_bits=MEAN_BITS, loss_nats=LOSS_NATS, **asked)
 

@@ -129,7 +129,7 @@ class FolderSource:
     ) -> WeightFormat:
         """The project's default where all are floats, else what the file has."""
         if self._quantization is None:
-            return WeightFormat.of_checkpoint()
+            return WeightFormat.recommended()
         return format_of_file(checkpoint, sources)
 
     @property

@@ -51,7 +51,7 @@ struct State {
 };
 static_assert(sizeof(State) == 200, "kvq/sizing.py counts these bytes too");
 
-// Layers that read the last one's keys and whose queries are kept too.
+// Whose queries are kept: 1 for the layers', and 1 for each layer that reads the last one's keys.
 constexpr int probe_kinds(const kvq_config& c) { return c.probes & (KVQ_SAMPLES - 1); }
 constexpr int readers(const kvq_config& c) { return std::max(probe_kinds(c) - 1, 0); }
 

@@ -51,14 +51,14 @@ STATE_BYTES = 200
 VIEW_BYTES = 24
 ENTRY_BYTES = 40
 PROBE_BYTES = 8
-# KVQ_SAMPLES.
+BRANCH_ROW_BYTES = 24
+CONV_STATE_BYTES = 40
+DELTA_STATE_BYTES = 40
+# Of `kvq_config.probes`: KVQ_SAMPLES.
 SAMPLES = 1 << 20
 # Rows of the page table for each whose pages could all be held at 2 bits, where a policy decides by
 # what attention looks at: heads then give up different pages of one column.
 UNEVEN = 1.3
-BRANCH_ROW_BYTES = 24
-CONV_STATE_BYTES = 40
-DELTA_STATE_BYTES = 40
 LAYER_BYTES = 552
 # Rotary frequencies of a layer that those bytes have room for; a head may have more.
 LAYER_PAIRS = 128

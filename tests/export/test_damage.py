@@ -108,7 +108,7 @@ def test_bits_go_below_the_mean_as_long_as_little_is_lost(tmp_path: Path) -> Non
         mean = (bits * counts).sum() / counts.sum()
         return float(mean), float((lost * (15 / (2.0**bits - 1)) ** 2).sum())
 
-    default, capped = WeightFormat.of_checkpoint(), WeightFormat(mean_bits=MEAN_BITS)
+    default, capped = WeightFormat.recommended(), WeightFormat(mean_bits=MEAN_BITS)
     assert spent(0.9 * LOSS_NATS, default)[0] == 4.0
     assert spent(100 * LOSS_NATS, default) == spent(100 * LOSS_NATS, capped)
     means = []
@@ -160,6 +160,9 @@ def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: P
     quickly = ("--no-quality", "--no-calibrate", "--force", "--wbits")
     for bits in ("4", "4.6"):
         assert main(["export", str(source), "-o", str(tmp_path / "said"), *quickly, bits]) == 0
+    said = Bundle.open(tmp_path / "said").manifest.weights.formats
+    mean = sum(said[name].bits * counts[name] for name in said) / sum(counts.values())
+    assert 4.1 < mean <= 4.6
     manifest = export_model(source, tmp_path / "plain", PLAIN).manifest
     assert sorted(manifest.weights.by_format) == ["4/64/zero_point", "8/64/symmetric"]
     assert "bits by layer" not in dict(weight_rows(manifest.to_json()))

@@ -132,7 +132,7 @@ def uniform_pages(cache: Cache, values: np.ndarray, tokens: int) -> None:
 
 @pytest.mark.parametrize("use_native", [True, False])
 def test_heads_that_share_keys_are_heard_in_turn(use_native: bool) -> None:
-    """Of nine query heads a probe keeps four: those from a ninth, a token's eighth further, on."""
+    """Of nine query heads a probe keeps four, spread evenly; the next one those one further on."""
     shape = CacheShape(num_layers=1, num_heads=18, num_kv_heads=2, head_dim=16)
     plan = KvPlan(k_bits=8, v_bits=8)
     budget = budget_for_tokens(shape, plan, 1024) + (1 << 19)
@@ -451,7 +451,9 @@ def test_what_readers_see_adds_to_what_the_owner_sees(use_native: bool) -> None:
         once = field.name == "peak_weight" or field.name.startswith(("query", "output"))
         assert a[1].any()
         np.testing.assert_array_equal(a[0], b[0], err_msg=field.name)
-        np.testing.assert_allclose(b[1], a[1] * (1 if once else 3), rtol=2e-5, atol=1e-8)
+        # A mean of both signs may be next to nothing beside what it is a mean of.
+        least = 5e-8 * float(np.abs(a[1]).max()) if field.name == "query_mean" else 1e-9
+        np.testing.assert_allclose(b[1], a[1] * (1 if once else 3), rtol=2e-5, atol=least)
 
 
 @pytest.mark.parametrize("use_native", [True, False])

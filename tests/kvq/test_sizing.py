@@ -222,7 +222,7 @@ def test_the_minimum_counts_the_probes_of_policies_that_ask_for_attention() -> N
 
 
 def test_heads_that_give_up_different_pages_share_a_longer_table() -> None:
-    """At 2 bits a page everything fits; where heads differ, three columns have room of each ten."""
+    """Without probes all rows' pages fit at 2 bits; with them there are three more for each ten."""
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
     held = {}
     for probes in (False, True):

@@ -125,7 +125,7 @@ def _weight_format(asked: dict[str, Any]) -> "WeightFormat":
             )
         asked["size_bytes"] = parse_bytes("--size", size)
     elif bits is None and not {"embedding_bits", "linear"} & asked.keys():
-        return WeightFormat.of_checkpoint(**asked)
+        return WeightFormat.recommended(**asked)
     elif bits is not None:
         whole = bits == int(bits)
         asked["bits" if whole else "mean_bits"] = int(bits) if whole else bits
