@@ -36,7 +36,8 @@ def test_a_question_stops_it_and_it_goes_on_afterwards() -> None:
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         client.predicted = 1 << 30
-        app.controller.enqueue("first")  # `say` would wait for a rest that may be over before it looks
+        # `say` would wait for a rest that may be over before it looks.
+        app.controller.enqueue("first")
         await until(pilot, lambda: client.predicted < 1 << 30)
         await until(pilot, lambda: "predicted" in meter(app))
         app.controller.enqueue("second")
