@@ -83,7 +83,7 @@ FLAGS: dict[str, Flag] = {
         "l2norm, lagkv, snapkv", "the model's", setting="kv.policy",
         metavar="NAME[:OPTION=VALUE,..]", suggests=Owned("kvq.policies:POLICIES")),
     "kv-read": Flag("share of the cache's pages a step reads, such as 25%%: those that fit its "
-        "queries best; exact: all that can matter", "{kvq.config:DEFAULT_READ}",
+        "queries best; all: everything", "{kvq.config:DEFAULT_READ}",
         setting="kv.read", metavar="SHARE|NAME[:OPTION=VALUE,..]",
         suggests=Owned("kvq.selectors:SELECTORS")),
     "kv-predict": Flag("share of the layers whose keys and values are predicted for a prompt, not "

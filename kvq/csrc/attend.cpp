@@ -20,19 +20,6 @@ namespace {
 
 constexpr int kSplitColumns = 8;  // fewer pages than this per part are not worth a merge
 
-// Whether no row would notice the page, after what it has seen.
-bool negligible(const Block& block, const float* q, const PageView& page) {
-    float bounds[kBlockRows];
-    kernels().bounds(block, q, page, 1.0f, bounds);
-    bool all = true;
-    for (int r = 0; r < block.rows; r++) {
-        const float cap = block.softcap_log2;
-        const float most = cap > 0 ? cap * std::tanh(bounds[r]) : bounds[r];
-        all &= most < block.maximum[r] - kNegligible;
-    }
-    return all;
-}
-
 // Neighbouring pages that have moved alike, to be read together. Where a run ends, the table alone
 // says, so that a row gets the same whatever the other rows of its block see.
 struct Run {
@@ -130,7 +117,7 @@ void AttendJob::start_with_sinks(Block& block, int kv_head, int first) const {
     }
 }
 
-void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) const {
+void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head, bool counts) const {
     const int64_t dim = a_.head_dim;
     Rotated rotated(in_.inv_freq, a_.rotary_pairs);
     const auto tiles = [&](const uint16_t* k, const uint16_t* v, const int32_t* where, int total,
@@ -140,7 +127,7 @@ void AttendJob::attend_floats(Block& block, Visibility& sight, int kv_head) cons
             const uint64_t* masks;
             if (staged ? sight.staged(tail_, i, where + i, count, masks)
                        : sight.tail(tail_, i, where + i, count, masks))
-                attend_tile(block, sight, rotated, k + i * dim, v + i * dim,
+                attend_tile(block, sight, rotated, k + i * dim, counts ? v + i * dim : nullptr,
                             staged ? nullptr : arena_.tail_deltas + i, count, masks);
         }
     };
@@ -234,11 +221,7 @@ void AttendJob::attend_pages(Block& block, Visibility& sight, int kv_head, int f
         seen++;
         if (!reads(block, kv_head, first, i)) continue;
         hide(block, kv_head, first, i, masks, run->masks[run->count]);
-        const PageView page = pages_.view(stream, e, hi_view);
-        if (step && reading_.rule.exact &&
-            negligible(block, rotated.queries(block, view.delta), page))
-            continue;
-        run->add(block, page, view.delta, masks);
+        run->add(block, pages_.view(stream, e, hi_view), view.delta, masks);
         read++;
     }
     end_run();
@@ -253,12 +236,15 @@ void AttendJob::run(size_t unit) {
     Block block;
     Visibility sight(a_.window_tokens);
     load_rows(block, sight, kv_head, first, kBlockRows);
-    // The newest keys and the sinks come first: they set a maximum that makes many pages
-    // negligible.
-    if (split == 0) {
+    // The newest keys and the sinks come first: they tell which pages weigh anything. Every part asks
+    // them, one counts them.
+    const float octaves = reading_.rule.octaves;
+    if (split == 0 || octaves > 0) {
         start_with_sinks(block, kv_head, first);
-        attend_floats(block, sight, kv_head);
+        attend_floats(block, sight, kv_head, split == 0);
     }
+    for (int r = 0; octaves > 0 && r < block.rows; r++) block.least[r] = block.maximum[r] - octaves;
+    if (split) std::fill(block.sum, block.sum + block.rows, 0.0f);
     attend_pages(block, sight, kv_head, first, pages_.columns() * split / splits_,
                  pages_.columns() * (split + 1) / splits_);
     for (int r = 0; r < block.rows; r++) {

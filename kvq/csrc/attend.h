@@ -57,7 +57,8 @@ private:
     float* partial(int kv_head, int split, int row) const;
     void load_rows(Block& block, class Visibility& sight, int kv_head, int first, int most) const;
     void start_with_sinks(Block& block, int kv_head, int first) const;
-    void attend_floats(Block& block, Visibility& sight, int kv_head) const;
+    // Their keys alone, unless it `counts`.
+    void attend_floats(Block& block, Visibility& sight, int kv_head, bool counts) const;
     void attend_pages(Block& block, Visibility& sight, int kv_head, int first, int begin,
                       int end) const;
     bool reads(const Block& block, int kv_head, int first, int view) const;

@@ -55,7 +55,7 @@ int Cache::feed_back(const float* feedback) {
 
 int Cache::read_by(const kvq_read& rule) {
     if (!(rule.share > 0 && rule.share <= 1) || !(rule.spread >= 0 && rule.spread <= 1) ||
-        rule.channels < 0 || rule.exact < 0 || rule.exact > 1 || (twin_ && rule.share < 1))
+        rule.channels < 0 || !(rule.octaves >= 0) || (twin_ && rule.share < 1))
         return KVQ_BAD_ARGUMENT;
     reading_.rule = rule;
     return KVQ_OK;

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 24
+#define KVQ_ABI 25
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -89,9 +89,10 @@ typedef struct {
 /* How steps read, passes of at most draft_tokens rows: of a KV head's pages that a token can see the
    best `share` by max over the head's queries of sum q_d (mid_d) + spread |q_d| (half_d), over the
    `channels` loudest channels of a query (0: all), where mid_d and half_d are the middle and half
-   the span of a page's keys. `exact` 1: no choice, but a page is left out whose bound (spread 1, all
-   channels) is below 2^-32 of what a query has seen already. */
-typedef struct { float share, spread; int32_t channels, exact; } kvq_read;
+   the span of a page's keys. `octaves` above 0 is for prompts too: a page weighs nothing for a query
+   whose best key there stands so many octaves (binary orders) below the best of its floating-point
+   keys, and its values need not be read. */
+typedef struct { float share, spread, octaves; int32_t channels; } kvq_read;
 
 typedef struct {
     int32_t layer, heads, kv_heads, head_dim;
@@ -131,7 +132,7 @@ KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, in
 KVQ_EXPORT int kvq_cache_close(int64_t handle);
 KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 
-/* From now on steps read by `rule`; share 1 and exact 0: everything, as at the beginning. */
+/* From now on passes read by `rule`; share 1 and octaves 0: everything, as at the beginning. */
 KVQ_EXPORT int kvq_cache_read(int64_t handle, const kvq_read *rule);
 /* Keys of pages that close from now on are rounded with it (kvq.reference.carried): float32 [layers,
    kv_heads, head_dim, head_dim], 0 on and below the diagonals. It is not copied: it must stay where it

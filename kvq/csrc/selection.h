@@ -11,7 +11,7 @@ namespace kvq {
 
 // How a cache reads, and how much it has read so far; not part of its arena or its snapshots.
 struct Reading {
-    kvq_read rule{1.0f, 1.0f, 0, 0};
+    kvq_read rule{1.0f, 1.0f, 0.0f, 0};
     // Pages that steps could see, a page counted once per KV head and row block, and those they read.
     std::atomic<int64_t> seen{0}, read{0};
     bool selects() const { return rule.share < 1.0f; }
@@ -42,7 +42,7 @@ private:
                static_cast<size_t>(views_);
     }
 
-    kvq_read rule_{1.0f, 1.0f, 0, 0};
+    kvq_read rule_{1.0f, 1.0f, 0.0f, 0};
     int tokens_ = 0, views_ = 0;
     std::vector<float> scores_;
 };

@@ -25,7 +25,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 24
+ABI = 25
 
 
 class Config(Structure):
@@ -121,8 +121,8 @@ class Read(Structure):
     _fields_ = (
         ("share", c_float),
         ("spread", c_float),
+        ("octaves", c_float),
         ("channels", c_int32),
-        ("exact", c_int32),
     )
 
 

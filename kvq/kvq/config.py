@@ -24,7 +24,7 @@ MOST_DRAFT_TOKENS = 128
 # A row of `kvq.policies.POLICIES`; here, because a session is described before numpy loads.
 DEFAULT_POLICY = "budget"
 # A row of `kvq.selectors.SELECTORS`, likewise.
-DEFAULT_READ = "all"
+DEFAULT_READ = "blasst"
 
 
 class PageForm(IntFlag):

@@ -232,7 +232,7 @@ class NativeCache:
         return Tiers(held.device_bytes, held.offloaded_bytes, held.streamed_bytes)
 
     def read_by(self, rule: ReadRule) -> None:
-        numbers = Read(rule.share, rule.spread, rule.channels, rule.exact)
+        numbers = Read(rule.share, rule.spread, rule.octaves, rule.channels)
         self._call("read", ctypes.byref(numbers))
 
     def feed_back(self, feedback: NDArray[np.float32]) -> None:

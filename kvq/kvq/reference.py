@@ -291,6 +291,35 @@ def attention_weights(
 # ---- reading less -----------------------------------------------------------------------------
 
 
+def weighing(
+    params: AttentionParams,
+    logits: Float,
+    seen: NDArray[np.bool_],
+    pages: int,
+    octaves: float,
+    sink_logit: float | None = None,
+) -> NDArray[np.bool_]:
+    """`seen` [T, n] without those of the `pages` first pages that weigh nothing for a query.
+
+    Those whose best logit [T, n] stands more than `octaves` binary orders below the best of the
+    floating-point keys, which come behind the pages, and of a `sink_logit`; 0: none.
+    """
+    paged = pages * PAGE_TOKENS
+    if octaves <= 0 or not pages:
+        return seen
+    if params.softcap > 0:
+        logits = params.softcap * np.tanh(logits / params.softcap)
+    logits = np.where(seen, logits, -1e30)
+    least = np.max(logits[:, paged:], axis=1, initial=-1e30 if sink_logit is None else sink_logit)
+    best = logits[:, :paged].reshape(len(logits), pages, PAGE_TOKENS).max(axis=2)
+    weighs = best >= least[:, None] - octaves * np.log(2)
+    return seen & np.pad(
+        np.repeat(weighs, PAGE_TOKENS, axis=1),
+        ((0, 0), (0, seen.shape[1] - paged)),
+        constant_values=True,
+    )
+
+
 def page_bounds(q: Float, scale: Float, mid: Float, spread: float) -> Float:
     """Scores [R, C] of pages for query rows [R, D], from their keys' constants [C, D].
 

@@ -35,6 +35,7 @@ from kvq.reference import (
     rotate,
     split_heads,
     stored_rows,
+    weighing,
 )
 from kvq.reference_conv import ConvRows
 from kvq.reference_delta import DeltaRows, DeltaWeights
@@ -110,7 +111,7 @@ class ReferenceCache:
         self.peak_bytes = self.used_bytes
 
     def read_by(self, rule: ReadRule) -> None:
-        """How steps read from now on."""
+        """How passes read from now on."""
         self._rule = rule
 
     def feed_back(self, feedback: Float) -> None:
@@ -306,22 +307,26 @@ class ReferenceCache:
         for head in range(params.num_kv_heads):
             keys = self._keys(params, head, inv_freq, self._view, branch=True)
             seen = keys.seen(positions, params.window_tokens, sees)
-            self._read_less(params, head, q, keys, seen)
+            pages = self._read_less(params, head, q, keys, seen)
             for h in range(head * group, (head + 1) * group):
                 sink = None if sink_logits is None else float(sink_logits[h])
                 logits = keys.logits(q[:, h]) * params.scale
-                weights = attention_weights(params, logits, seen, sink)
+                heard = weighing(params, logits, seen, pages, self._rule.octaves, sink)
+                weights = attention_weights(params, logits, heard, sink)
                 out[:, h] = weights @ keys.values
         return out
 
     def _read_less(
         self, params: AttentionParams, head: int, q: Float, keys: _Keys, seen: NDArray[np.bool_]
-    ) -> None:
-        """Of `seen` [T, n] leaves out the views of pages that the rows of a step do not read."""
-        if len(q) > self.arena.draft_tokens:
-            return
+    ) -> int:
+        """Of `seen` [T, n] leaves out the views of pages that the rows of a step do not read.
+
+        Returns how many there are.
+        """
         pages = self.table.of_stream(self.table.stream(params.layer, head))
         held = [page for _, page, views in pages for _ in views]
+        if len(q) > self.arena.draft_tokens:
+            return len(held)
         group = params.num_heads // params.num_kv_heads
         self.pages_seen += self._pages_passed(seen, len(held), group)
         if self._rule.share < 1 and held:
@@ -332,6 +337,7 @@ class ReferenceCache:
                 read = chosen_pages(scores[t], visible[t], self._rule.share)
                 seen[t, : len(held) * PAGE_TOKENS] &= np.repeat(read, PAGE_TOKENS)
         self.pages_read += self._pages_passed(seen, len(held), group)
+        return len(held)
 
     def _pages_passed(self, seen: NDArray[np.bool_], pages: int, group: int) -> int:
         """How often rows of a KV head, `group` for each of `seen` [T, n], pass over a page."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import DEFAULT_READ
 from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
+from kvq.selectors import rule_named
 from kvq_runtime import snapshot
 from kvq_runtime.alternatives import Alternative, Writer
 from kvq_runtime.answering import Aids, Answering
@@ -234,7 +234,7 @@ class Session(Answering[C]):
 
         A session whose steps read less than all takes as many rows at a time as a step may have.
         """
-        steps = self.config.read != DEFAULT_READ
+        steps = rule_named(self.config.read).share < 1
         rows = self.config.draft_tokens if steps else self.sequence.chunk_tokens
         if self.pending_tokens:
             self._catch_up(unseen, never)

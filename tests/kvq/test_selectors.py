@@ -5,16 +5,23 @@ import pytest
 
 from caches import budget_for_tokens
 from kvq.cache import Cache
-from kvq.config import CacheShape, KvPlan
+from kvq.config import DEFAULT_READ, CacheShape, KvPlan
 from kvq.errors import UsageError
-from kvq.reference import chosen_pages, decode, encode, keep_loudest, page_bounds
+from kvq.reference import (
+    chosen_pages,
+    decode,
+    encode,
+    keep_loudest,
+    page_bounds,
+    weighing,
+)
 from kvq.selectors import READ_ALL, SELECTORS, ReadRule, rule_named
 from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads, relative_rms
 
 SHAPE = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
 PROMPT = 22 * 64  # closes twenty pages
 NARROW = KvPlan(k_bits=4, v_bits=2)
-READS = ["25%", "quest:share=0.6", "double-sparsity:share=0.3", "landmarks:share=0.5", "exact"]
+SHARES = ["25%", "quest:share=0.6", "double-sparsity:share=0.3", "landmarks:share=0.5"]
 
 
 def filled(
@@ -93,7 +100,7 @@ def test_heads_that_share_keys_share_the_choice_each_by_its_own_scale() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("rows", [1, 5, 8])
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("read", [*SHARES, "blasst:octaves=3"])
 def test_native_reads_what_numpy_reads(read: str, rows: int) -> None:
     pair = filled(read)
     pair.shift(3, 7)
@@ -103,13 +110,13 @@ def test_native_reads_what_numpy_reads(read: str, rows: int) -> None:
     assert relative_rms(got, want) < 0.05
     for name in ("pages_seen", "pages_read"):
         native, numpy = (getattr(cache.engine, name) for cache in pair)
-        assert native == numpy or read == "exact"
+        assert native == numpy
     assert 0 < pair.native.read_share <= 1
     assert pair.native.holdings().read_share == pair.native.read_share
     pair.close()
 
 
-@pytest.mark.parametrize("read", READS[:-1])
+@pytest.mark.parametrize("read", [*SHARES, "blasst:octaves=3"])
 def test_a_draft_reads_what_its_rows_would_read_one_by_one(read: str) -> None:
     pair = filled(read)
     cache = pair.native
@@ -150,19 +157,52 @@ def test_a_prompt_reads_everything() -> None:
     whole.close()
 
 
-def test_exact_leaves_out_pages_and_no_digit() -> None:
-    """One key in twenty pages is looked for so hard that the others weigh 2^-50 and less."""
-    outputs = []
-    for read in ("all", "exact"):
-        pair = filled(read, plan=KvPlan(k_bits=8, v_bits=8), tokens=PROMPT)
-        q, k, v = random_heads(np.random.default_rng(3), SHAPE, 1)
-        q = np.repeat(q[:, ::3], 3, axis=1)
-        k = 30 * np.sign(q[:, ::3]).astype(np.float32)
-        outputs.append(ask(pair.native, pack_heads(4 * q, k, v)))
-        share = pair.native.read_share
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_a_head_that_finds_a_pages_keys_faint_does_not_see_it(rows: int, softcap: float) -> None:
+    """By head, page and row; where threads share the pages, each part knows what it needs."""
+    shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
+    layer = attention(shape, softcap=softcap)
+    plan = KvPlan(k_bits=8, v_bits=8)
+    outputs: dict[str, list[np.ndarray]] = {}
+    for read in ("all", "blasst:octaves=4", "blasst:octaves=60"):
+        pair = Pair.open(shape, plan, 4 << 20, 2048, read=read, threads=4)
+        q, k, v = random_heads(np.random.default_rng(0), shape, 1500)
+        k *= np.repeat(np.linspace(0.1, 2, 30), 50)[:, None, None].astype(np.float32)
+        pair.fill([layer], [pack_heads(q, k, v)], frequencies(32))
+        q, k, v = random_heads(np.random.default_rng(1), shape, rows)
+        packed, at = pack_heads(2 * q, k, v), np.arange(rows) + pair.native.tokens
+        outputs[read] = [forward(one, [layer], [packed], at, frequencies(32))[0] for one in pair]
+        for one in pair:
+            one.rewind()
+        assert relative_rms(*outputs[read]) < 0.01
         pair.close()
-    assert share < 0.2
-    np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-6, atol=1e-7)
+    everything, some, nothing = outputs.values()
+    assert 0.02 < relative_rms(some[0], everything[0]) < 0.5
+    np.testing.assert_allclose(nothing[0], everything[0], rtol=1e-4, atol=1e-6)
+
+
+def test_what_weighs_by_hand() -> None:
+    """Of two pages and two floating-point keys; one is left out 3 octaves below these."""
+    params = attention(SHAPE)
+    octave = np.log(2)
+    logits = np.full((3, 130), -9 * octave)
+    logits[:, 70] = -2.9 * octave  # of the second page
+    logits[:, 128:] = [0, -5 * octave]
+    logits[1, 3] = 4 * octave  # a page that is far above them counts all the same
+    seen = np.ones((3, 130), bool)
+    seen[2, 128] = False  # so the third row's best is 5 octaves below
+    heard = weighing(params, logits, seen, 2, 3.0)
+    assert [row[[0, 64, 128, 129]].tolist() for row in heard] == [
+        [False, True, True, True],
+        [True, True, True, True],
+        [False, True, False, True],
+    ]
+    assert (heard[:, :64] == heard[:, :1]).all()
+    assert (weighing(params, logits, seen, 2, 9.0)[:, 0]).all()
+    # A sink's logit is one of those that are compared with.
+    assert not weighing(params, logits, seen, 2, 3.0, sink_logit=0.2)[:, 64].any()
+    assert (weighing(params, logits, seen, 2, 0.0) == seen).all()
 
 
 def test_what_is_read_is_no_part_of_a_snapshot() -> None:
@@ -181,7 +221,8 @@ def test_names_and_shares_come_to_rules() -> None:
     assert rule_named("12.5%") == rule_named("quest:share=0.125") == ReadRule(share=0.125)
     assert rule_named("double-sparsity:channels=8") == ReadRule(share=0.25, channels=8)
     assert rule_named("landmarks") == ReadRule(share=0.25, spread=0)
-    assert rule_named("exact") == ReadRule(exact=True)
+    assert rule_named("blasst") == ReadRule(octaves=12)
+    assert rule_named(DEFAULT_READ) == ReadRule(octaves=12)
     assert {rule_named(name).share for name in SELECTORS} == {0.25, 1}
 
 
@@ -195,6 +236,8 @@ def test_names_and_shares_come_to_rules() -> None:
         ("0.25", "such as 25%"),
         ("quest:pages=3", "option 'pages=3'; possible: share="),
         ("double-sparsity:channels=0", "1 or more"),
+        ("blasst:octaves=0", "above 0; all reads every page"),
+        ("exact", "blasst"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:

@@ -64,7 +64,7 @@ def _add_cache(cache: flags.Group) -> None:
     )  # fmt: skip
     flags.add_flags(
         cache, "kv-read", "kv-policy", "kv-budget",
-        kv_read="also time steps that read less, each of several: 25%%,exact",
+        kv_read="also time steps that read otherwise, each of several: 25%%,all",
         kv_policy="also time decode with too small a budget and each of several policies: "
         "uniform,budget,h2o:recent=0.3",
         kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of what the whole context "

@@ -37,6 +37,7 @@ struct Block {
     int rows, head_dim;
     float softcap_log2;  // softcap * log2(e), or 0
     float maximum[kBlockRows + 16];  // read sixteen at a time, from any row
+    float least[kBlockRows];  // of a page whose largest logit is below it a row sees nothing
     float sum[kBlockRows];
     alignas(64) float q[kBlockRows * kMaxHeadDim];  // rotated and scaled
     alignas(64) float acc[kBlockRows * kMaxHeadDim];
@@ -50,6 +51,7 @@ inline void Block::start(int row_count, int dim, float softcap) {
     head_dim = dim;
     softcap_log2 = softcap * kLog2E;
     std::fill(std::begin(maximum), std::end(maximum), kNothingSeen);
+    std::fill(std::begin(least), std::end(least), -3e38f);
     std::fill(std::begin(sum), std::end(sum), 0.0f);
     std::memset(acc, 0, sizeof(float) * static_cast<size_t>(rows * dim));
 }
@@ -89,7 +91,8 @@ struct Kernels {
     // come after, is asked of memory meanwhile.
     void (*pages)(Block& block, const float* q, const PageView* pages,
                   const uint64_t* const* visible, int count, const PageView* next, int next_count);
-    // Attends the block to n <= 64 floating-point keys, float16 [n, D]; q as in `pages`.
+    // Attends the block to n <= 64 floating-point keys, float16 [n, D]; q as in `pages`. Without
+    // values, null, only the rows' maxima and sums tell of it.
     void (*tile)(Block& block, const float* q, const uint16_t* k, const uint16_t* v, int n,
                  const uint64_t* visible);
     // logits [rows, 64]: products of the block's rows with the page's keys; q as in `pages`.

@@ -328,18 +328,21 @@ inline float sum_of_steps(const float* p, int n) {
 // Logits, then weights, of up to eight rows over keys of up to kRunPages pages, [page][row][64].
 struct Weights {
     alignas(64) float p[kRunPages][kRowLanes * kPageTokens];
-    alignas(64) float mass[kRunPages][kRowLanes];  // their sums over a page
+    alignas(64) float most[kRunPages][kRowLanes];  // a page's largest logits
+    alignas(64) float mass[kRunPages][kRowLanes];  // the sums of its weights
 };
 
-// Caps and masks the logits of N rows from `first` on; returns each row's largest. A `Tile` has n
-// keys, and what stands beyond the next sixteen is never read; a page has all.
+// Caps and masks the logits of N rows from `first` on; returns each row's largest, and sets those of
+// every page. A `Tile` has n keys, and what stands beyond the next sixteen is never read; a page has
+// all.
 template <int N, bool Tile>
 inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visible, int pages,
                       int n, Weights& to) {
-    F largest[N];
-    for (F& most : largest) most = set1(-3e38f);
-    for (int page = 0; page < pages; page++)
+    F best = set1(-3e38f);
+    for (int page = 0; page < pages; page++) {
+        F largest[N];
         for (int r = 0; r < N; r++) {
+            largest[r] = set1(-3e38f);
             const uint64_t bits = mask_of(visible[page], first + r, n);
             for (int i = 0; i < (Tile ? n : kPageTokens); i += 16) {
                 float* at = to.p[page] + r * kPageTokens + i;
@@ -351,11 +354,16 @@ inline F cap_and_mask(const Block& block, int first, const uint64_t* const* visi
                 largest[r] = max(largest[r], x);
             }
         }
-    return largest_lanes(largest);
+        const F most = largest_lanes(largest);
+        store_rows(to.most[page], most);
+        best = max(best, most);
+    }
+    return best;
 }
 
 // Turns the logits of N rows from `first` on into weights relative to each row's new maximum; what
-// was summed before is rescaled to it. False: all weights are negligible, and none are set.
+// was summed before is rescaled to it. False: all weights are negligible, and none are set. Of a page
+// that a row sees nothing of, the row has no weights, and their sum is 0.
 // Of a `Tile` the result is the same wherever in it the visible rows stand.
 template <int N, bool Tile>
 inline bool softmax(Block& block, int first, const uint64_t* const* visible, int pages, int n,
@@ -377,14 +385,16 @@ inline bool softmax(Block& block, int first, const uint64_t* const* visible, int
             store(acc + i, load(acc + i) * set1(shrink[r]));
     }
     for (int page = 0; page < pages; page++) {
-        F sums[N] = {};  // n > 0, which compilers cannot know
-        for (int r = 0; r < N; r++)
+        F sums[N] = {};
+        for (int r = 0; r < N; r++) {
+            if (!Tile && to.most[page][r] < block.least[first + r]) continue;
             for (int i = 0; i < (Tile ? n : kPageTokens); i += 16) {
                 float* at = to.p[page] + r * kPageTokens + i;
                 const F weights = exp2_lanes(load(at) - set1(newest[r]));
                 store(at, weights);
                 sums[r] = i ? sums[r] + weights : weights;
             }
+        }
         store_rows(to.mass[page], sum_lanes(sums));
         for (int r = 0; r < N; r++) {
             // Weights above 1 come of numbers that are not finite: no integer holds their steps.
@@ -414,11 +424,11 @@ inline void row_logits(const PageView& page, const PageView& next, int head_dim,
     });
 }
 
-// acc [N][head_dim] += weights p [N][64] . V. A grid of channels stays out of the weights, whose
-// sums are `mass`. Values of the page `next` are asked for, if they have its width.
+// Rows `which` [N] of acc [head_dim] += weights p [N][64] . V. A grid of channels stays out of the
+// weights, whose sums are `mass`. Values of the page `next` are asked for, if they have its width.
 template <int N>
 inline void add_values(const PageView& page, const PageView& next, int head_dim, const float* p,
-                       const float* mass, float* acc) {
+                       const float* mass, const int* which, float* acc) {
     const auto* coming = next.v_bits == page.v_bits ? next.v : page.v;
     for (int i = 0; i < 2 * head_dim; i += 64) __builtin_prefetch(next.v_grid + i);
     const bool channels = page.channel_values;
@@ -428,13 +438,25 @@ inline void add_values(const PageView& page, const PageView& next, int head_dim,
     with_bits(page.v_bits, [&](auto bits) {
         fold<bits(), N>(p, kPageTokens, channels ? kPlain : values, folded);
         multiply<bits(), N>(page.v, coming, head_dim, kPageTokens, folded, [&](int r, int i, F sums) {
-            float* out = acc + r * head_dim + 16 * i;
+            float* out = acc + which[r] * head_dim + 16 * i;
             if (channels)
                 sums = fma(sums, load(values.step + 16 * i),
                            load(values.mid + 16 * i) * set1(mass[r]));
             store(out, load(out) + sums);
         });
     });
+}
+
+// Moves the rows of a page that weigh anything to the front; how many and which they are.
+inline int gather_rows(float* p, float* mass, int rows, int* which) {
+    int count = 0;
+    for (int r = 0; r < rows; r++) {
+        if (!(mass[r] > 0)) continue;
+        if (count < r) std::copy_n(p + r * kPageTokens, kPageTokens, p + count * kPageTokens);
+        mass[count] = mass[r];
+        which[count++] = r;
+    }
+    return count;
 }
 
 void page_scores(const PageView& page, const Block& block, const float* q, float* scores) {
@@ -474,10 +496,14 @@ void attend_pages(Block& block, const float* q, const PageView* pages,
         for (int i = 0; i < count; i++)
             row_logits<rows()>(pages[i], after(i), dim, q + r * dim, to.p[i]);
         if (!softmax<rows(), false>(block, r, visible, count, kPageTokens, to)) return;
-        for (int i = 0; i < count; i++)
-            if (std::any_of(to.mass[i], to.mass[i] + rows(), [](float mass) { return mass > 0; }))
-                add_values<rows()>(pages[i], after(i), dim, to.p[i], to.mass[i],
-                                   block.acc + r * dim);
+        for (int i = 0; i < count; i++) {
+            int which[rows()];
+            const int weighing = gather_rows(to.p[i], to.mass[i], rows(), which);
+            rows_of<rows()>(weighing, [&](auto some, int from) {
+                add_values<some()>(pages[i], after(i), dim, to.p[i] + from * kPageTokens,
+                                   to.mass[i] + from, which + from, block.acc + r * dim);
+            });
+        }
     });
 }
 
@@ -656,7 +682,7 @@ void attend_tile(Block& block, const float* q, const uint16_t* k, const uint16_t
         Weights to;
         tile_logits<rows()>(q + first * dim, dim, keys, n, to.p[0]);
         // A row of a tree must get what it would get in the place where it is kept.
-        if (!softmax<rows(), true>(block, first, &visible, 1, n, to)) return;
+        if (!softmax<rows(), true>(block, first, &visible, 1, n, to) || !v) return;
         tile_values<rows()>(to.p[0], n, v, dim, block.acc + first * dim);
     });
 }

@@ -1,9 +1,10 @@
-"""Selectors decide which pages a step reads, where that is not all of them; one file, one row each.
+"""Selectors decide what a pass reads of the pages; one file, one row each.
 
-The cache keeps every page and a step, a pass of few rows, reads a share of them: of each KV head
-those that may matter most to its queries, judged by the pages' constants alone. Sinks and tail are
-always read, and prompts read everything. A selector is a rule that native code follows for every
-page, so it is numbers and no code that runs between them: `ReadRule` says what they mean.
+The cache keeps every page. Either a step, a pass of few rows, reads a share of them: of each KV
+head those that may matter most to its queries, judged by the pages' constants alone. Or all keys
+are read, and of the values those of pages that weigh something. Sinks and tail are always read. A
+selector is a rule that native code follows for every page, so it is numbers and no code that runs
+between them: `ReadRule` says what they mean.
 
 To add one: a frozen dataclass with a `rule` in a file of its own, one row in `SELECTORS`.
 """
@@ -16,9 +17,9 @@ from kvq.errors import UsageError, argument
 from kvq.named import named
 
 SELECTORS = {
-    "all": "kvq.selectors.exact:All",
+    "all": "kvq.selectors.blasst:All",
+    "blasst": "kvq.selectors.blasst:Blasst",
     "double-sparsity": "kvq.selectors.double_sparsity:DoubleSparsity",
-    "exact": "kvq.selectors.exact:Exact",
     "landmarks": "kvq.selectors.landmarks:Landmarks",
     "quest": "kvq.selectors.quest:Quest",
 }
@@ -28,19 +29,20 @@ USUAL = "quest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadRule:
-    """How a step reads; `kvq.reference.page_bounds` is the score.
+    """How a pass reads; `kvq.reference` has `page_bounds`, the score, and `weighing`.
 
-    Of the pages of a KV head that a token can see the best `share` are read, at least one. A page's
-    score is its middle key's product with the query plus `spread` times the most that any of its
-    keys can add to it, over the `channels` loudest channels of the query (0: all); of several query
-    heads the largest score counts, each against that head's best page. `exact`: all pages are read
-    but those whose bound stands below 2^-32 of what has been read.
+    Of the pages of a KV head that a token can see a step reads the best `share`, at least one. A
+    page's score is its middle key's product with the query plus `spread` times the most that any of
+    its keys can add to it, over the `channels` loudest channels of the query (0: all); of several
+    query heads the largest score counts, each against that head's best page. `octaves` above 0 is
+    for prompts too: pages whose keys all stand so many binary orders below the best floating-point
+    key weigh nothing, and their values need not be read.
     """
 
     share: float = 1.0
     spread: float = 1.0
     channels: int = 0
-    exact: bool = False
+    octaves: float = 0.0
 
 
 READ_ALL = ReadRule()

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import DEFAULT_READ, FLOAT_WIDTH, KvPlan
+from kvq.config import FLOAT_WIDTH, KvPlan
 from kvq.errors import BackendError, UnsupportedModelError, argument
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends import (
@@ -173,7 +173,7 @@ def _config(file: GgufFile, layout: CacheLayout, request: SessionRequest) -> Ses
             f"{argument('policy')} {request.policy} is not possible on the llama.cpp backend, "
             "whose cache evicts nothing: leave the flag out, or run a bundle with an ONNX graph"
         )
-    if request.read not in (None, DEFAULT_READ):
+    if request.read not in (None, "all"):
         raise BackendError(
             f"{argument('kv_read')} {request.read} is not possible on the llama.cpp backend, "
             "which reads its whole cache: leave the flag out, or run a bundle with an ONNX graph"
