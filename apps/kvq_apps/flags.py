@@ -82,8 +82,9 @@ FLAGS: dict[str, Flag] = {
         "streaming, oldest, zipcache, qaq; for comparison a2sf, chunkkv, expected-attention, h2o, "
         "l2norm, lagkv, snapkv", "the model's", setting="kv.policy",
         metavar="NAME[:OPTION=VALUE,..]", suggests=Owned("kvq.policies:POLICIES")),
-    "kv-read": Flag("share of the cache's pages a step reads, such as 25%%: those that fit its "
-        "queries best; all: everything", "{kvq.config:DEFAULT_READ}",
+    "kv-read": Flag("what is read of the cache: blasst, all but values that weigh next to "
+        "nothing; all; or the share of its pages that a step reads, such as 25%%",
+        "{kvq.config:DEFAULT_READ}",
         setting="kv.read", metavar="SHARE|NAME[:OPTION=VALUE,..]",
         suggests=Owned("kvq.selectors:SELECTORS")),
     "kv-predict": Flag("share of the layers whose keys and values are predicted for a prompt, not "

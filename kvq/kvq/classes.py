@@ -56,7 +56,7 @@ class ClassedSpec:
 
     @property
     def read(self) -> str:
-        """What steps read of the pages."""
+        """What is read of the pages."""
         return self.parts[0].read
 
     @property

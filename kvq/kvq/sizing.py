@@ -418,7 +418,7 @@ class CacheSpec:
     `observed`: keep probe queries for evidence; None: if the policy asks for attention and the
     budget cannot hold the whole context. `forms`: how the
     pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
-    what steps read of the pages, as `--kv-read` writes it. `offload_bytes`: of the host's memory,
+    what is read of the pages, as `--kv-read` writes it. `offload_bytes`: of the host's memory,
     for the pages of the context that the budget of a device does not hold; 0: they lose bits.
     `conv`: convolutions beside the layers that attend, whose rows are held here too. `delta`:
     likewise delta nets. `readers`: layers that own nothing and read the last one's pages.

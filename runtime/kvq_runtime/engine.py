@@ -232,10 +232,9 @@ class Engine:
         refine it. `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25% (of what
         the whole context takes in fp16); None: what 8192 tokens (or a shorter context) need.
         `kv_offload`: bytes of the host's memory, 8GiB, for pages of the context that a device's
-        budget does not hold. `kv_read` is what steps
-        read of the cache's pages: 25%, `exact`, or a row of `kvq.selectors` with options;
-        None: all. `draft` makes the drafter, such as `kvq_specdraft.lookup.Lookup`, or
-        `lambda: None` where every token is to take a pass of its own; None: the engine's
+        budget does not hold. `kv_read` is what is read of the cache's pages:
+        25% of them, `all`, or a row of `kvq.selectors` with options; None: `blasst`.
+        `draft` makes the drafter, such as `kvq_specdraft.lookup.Lookup`, or `lambda: None` where every token is to take a pass of its own; None: the engine's
         `drafter`.
         `draft_tokens`: rows that drafts may take. `predict`: predict the keys and values of
         such a share of the layers of a prompt, 50%, instead of computing them, see

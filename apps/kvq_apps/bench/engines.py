@@ -45,7 +45,7 @@ class Setting:
     """How an engine keeps its cache: `kv` is the engine's own name for the widths.
 
     With a `policy` the cache has `budget`, as `--kv-budget` writes it, and the policy decides what
-    gives way; otherwise it holds everything. Steps `read` of its pages what `--kv-read` writes so.
+    gives way; otherwise it holds everything. It reads of its pages what `--kv-read` writes so.
     Ours keeps room for drafts of `draft_tokens`.
     """
 
@@ -57,7 +57,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """`4:2`, or where steps read less `4:2 read 25%`."""
+        """`4:2`, or where it reads otherwise `4:2 read 25%`."""
         return self.kv if self.read == DEFAULT_READ else f"{self.kv} read {self.read}"
 
     @property
