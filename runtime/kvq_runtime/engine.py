@@ -228,21 +228,21 @@ class Engine:
     ) -> Session[Any]:
         """A new, empty sequence. What is None comes from the model and its backend.
 
-        `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits`
-        refine it. `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25% (of what
-        the whole context takes in fp16); None: what 8192 tokens (or a shorter context) need.
-        `kv_offload`: bytes of the host's memory, 8GiB, for pages of the context that a device's
-        budget does not hold. `kv_read` is what is read of the cache's pages:
-        25% of them, `all`, or a row of `kvq.selectors` with options; None: `blasst`.
-        `draft` makes the drafter, such as `kvq_specdraft.lookup.Lookup`, or `lambda: None` where every token is to take a pass of its own; None: the engine's
-        `drafter`.
-        `draft_tokens`: rows that drafts may take. `predict`: predict the keys and values of
-        such a share of the layers of a prompt, 50%, instead of computing them, see
-        `kvq_runtime.prediction`; lossy, and None or `off`: none. `sink_tokens`: so few of the
-        first tokens stay as they are in front of an edit. `edits`: the text will be edited in the
-        middle, so layers with a window keep what it has passed; without it an edit may compute all
-        that follows again. Raises `UsageError`, `BackendError` for what the backend cannot do, and
-        `BudgetError` for a budget too small, naming the smallest that works.
+        `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits` refine it.
+        `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25% (of what the whole context
+        takes in fp16); None: what 8192 tokens (or a shorter context) need. `kv_offload`: bytes of
+        the host's memory, 8GiB, for pages of the context that a device's budget does not hold.
+        `kv_read` is what is read of the cache's pages: 25% of them, `all`, or a row of
+        `kvq.selectors` with options; None: `blasst`. `draft` makes the drafter, such as
+        `kvq_specdraft.lookup.Lookup`, or `lambda: None` where every token is to take a pass of its
+        own; None: the engine's `drafter`. `draft_tokens`: rows that drafts may take. `predict`:
+        predict the keys and values of such a share of the layers of a prompt, 50%, instead of
+        computing them, see `kvq_runtime.prediction`; lossy, and None or `off`: none.
+        `sink_tokens`: so few of the first tokens stay as they are in front of an edit. `edits`:
+        the text will be edited in the middle, so layers with a window keep what it has passed;
+        without it an edit may compute all that follows again. Raises `UsageError`, `BackendError`
+        for what the backend cannot do, and `BudgetError` for a budget too small, naming the
+        smallest that works.
         """
         self._check_open()
         both = (None, None) if kv is None else parse_kv(kv)
