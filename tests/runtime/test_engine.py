@@ -110,7 +110,7 @@ def _looks_at_itself(tensors: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("name", ["onnx", "float"])
 def test_what_weighs_nothing_is_missed_by_no_logit(shelf: Shelf, name: str) -> None:
-    """A token is looked for so hard that pages without it stand 30 octaves below; two do not."""
+    """A token is looked for so hard that other pages stand 30 octaves below; nearer ones count."""
     if missing(name):
         pytest.skip(f"{name}: {missing(name)}")
     checkpoint = shelf.once(

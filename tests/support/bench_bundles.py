@@ -8,10 +8,7 @@ import pytest
 from kvq import devices
 from kvq.errors import BackendError
 from kvq_apps.bench import shapes
-from kvq_apps.bench.engines import (
-    PEERS,
-    check_peers,
-)
+from kvq_apps.bench.engines import PEERS, check_peers
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.random_bundle import random_bundle
 from kvq_models.registry import family_for

@@ -17,7 +17,7 @@ from kvq.errors import UsageError, argument
 from kvq.named import named
 
 SELECTORS = {
-    "all": "kvq.selectors.blasst:All",
+    "all": "kvq.selectors.everything:All",
     "blasst": "kvq.selectors.blasst:Blasst",
     "double-sparsity": "kvq.selectors.double_sparsity:DoubleSparsity",
     "landmarks": "kvq.selectors.landmarks:Landmarks",

@@ -10,16 +10,7 @@ alone. The paper finds a threshold for each model and length; here one serves al
 from dataclasses import dataclass
 
 from kvq.errors import UsageError
-from kvq.selectors import READ_ALL, ReadRule
-
-
-@dataclass(frozen=True, kw_only=True)
-class All:
-    """Reads every page."""
-
-    @property
-    def rule(self) -> ReadRule:
-        return READ_ALL
+from kvq.selectors import ReadRule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,7 @@ from kvq.cache import Cache
 from kvq.errors import BackendError, UsageError
 from kvq_apps.bench import bandwidth, engine_kvq
 from kvq_apps.bench.engine_llamacpp import LlamaCppEngine
-from kvq_apps.bench.engines import (
-    InProcess,
-    Setting,
-    check_peers,
-    open_engine,
-)
+from kvq_apps.bench.engines import InProcess, Setting, check_peers, open_engine
 from kvq_apps.bench.measure import Case, SpeedJob, _decode, measure
 from kvq_apps.bench.plot import log_ticks
 from kvq_apps.bench.report import comparisons, passes

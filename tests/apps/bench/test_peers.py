@@ -12,12 +12,7 @@ from kvq.config import KvPlan
 from kvq.errors import BackendError
 from kvq_apps.bench import engine_kvq, gguf_file
 from kvq_apps.bench.engine_llamacpp import LlamaCppEngine
-from kvq_apps.bench.engines import (
-    ENGINES,
-    PROGRAMS,
-    Setting,
-    open_engine,
-)
+from kvq_apps.bench.engines import ENGINES, PROGRAMS, Setting, open_engine
 from kvq_apps.bench.llama_state import KeysAndValues, RowKind, StateLayout
 from kvq_export.gguf_model import gguf_model
 from kvq_runtime.backends.llama_cache import STATE_PREFIX
