@@ -75,9 +75,10 @@ FLAGS: dict[str, Flag] = {
         "what must give way begins at 8:8 unless --kv says otherwise",
         "what {kvq.sizing:DEFAULT_TOKENS} tokens need", setting="kv.budget",
         metavar="SIZE"),
-    "kv-offload": Flag("with --device cuda: bytes of the host's memory, such as 8GiB, for pages "
-        "of the context that the budget does not hold; each pass copies them to the GPU, and "
-        "none loses bits", "none", setting="kv.offload", metavar="SIZE"),
+    "kv-offload": Flag("bytes of a second tier, such as 8GiB, for pages of the context that the "
+        "budget does not hold, so that none loses bits: on a CPU a file, of which a step reads "
+        "what --kv-read names; with --device cuda the host's memory, which each pass copies to "
+        "the GPU", "none", setting="kv.offload", metavar="SIZE"),
     "kv-policy": Flag("what gives way when the budget is full: budget, kv-adaquant, uniform, "
         "streaming, oldest, zipcache, qaq; for comparison a2sf, chunkkv, expected-attention, h2o, "
         "l2norm, lagkv, snapkv", "the model's", setting="kv.policy",

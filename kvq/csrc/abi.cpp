@@ -10,6 +10,7 @@
 
 #include "cache.h"
 #include "kernels/kernels.h"
+#include "platform.h"
 
 namespace kvq {
 namespace {
@@ -102,8 +103,8 @@ int kvq_device_best(int32_t device, const float* logits, int32_t rows, int32_t c
     return there->best(logits, rows, columns, count, places, values);
 }
 int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int32_t columns,
-                   const uint8_t* forms, int32_t device, int32_t resident_columns,
-                   int64_t* handle) {
+                   const uint8_t* forms, int32_t device, int32_t resident_columns, int32_t file,
+                   int64_t file_bytes, int64_t* handle) {
     kvq::Layout layout{};
     if (const int status = kvq::lay_out(*config, budget_bytes, columns, layout)) return status;
     if (!kvq::forms_fit(*config, forms)) return KVQ_BAD_ARGUMENT;
@@ -113,11 +114,14 @@ int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int32_t colum
     if (resident_columns < 0 || (resident_columns && !there) ||
         (resident_columns && resident_columns >= layout.sizes.max_columns))
         return KVQ_BAD_ARGUMENT;
+    if (file_bytes < 0 || file_bytes > layout.sizes.pool_bytes || (file_bytes && there))
+        return KVQ_BAD_ARGUMENT;
+    if (file_bytes && !kvq::platform::forgets()) return KVQ_NOT_MAPPED;
     // Kernels of a device copy 16 bytes at a time, and granules end where the pool does. No page has
     // another multiple, so none is lost.
     if (there) layout.sizes.pool_bytes -= layout.sizes.pool_bytes % kvq::kDeviceAlign;
     std::shared_ptr<Cache> cache =
-        Cache::open(*config, layout, budget_bytes, forms, there, resident_columns);
+        Cache::open(*config, layout, budget_bytes, forms, there, resident_columns, file, file_bytes);
     if (!cache) return KVQ_NO_MEMORY;
     std::lock_guard<std::mutex> lock(kvq::registry().mutex);
     *handle = kvq::registry().next++;
@@ -293,7 +297,7 @@ const char* kvq_status_text(int status) {
         case KVQ_CLOSED:
             return "no open cache has this handle: it was closed";
         case KVQ_NOT_MAPPED:
-            return "the weights of experts are no views of a file here, so none can leave memory";
+            return "what is to leave memory is no view of a file here, or this system has no such views";
         default:
             return "a status this version does not know";
     }

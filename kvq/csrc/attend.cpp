@@ -177,6 +177,9 @@ void AttendJob::choose(size_t unit) {
                                      bounds[static_cast<size_t>(i * kBlockRows + r)] - best[r]);
     }
     selection_.choose(kv_head, token);
+    for (int i = 0; arena_.file_bytes && i < views; i++)
+        if (selection_.reads(kv_head, token, i))
+            pages_.expect(pages_.entry(stream, pages_.view_at(i).column));
 }
 
 // Whether the token of any row has chosen the view.

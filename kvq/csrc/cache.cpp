@@ -11,12 +11,14 @@
 namespace kvq {
 
 std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layout, int64_t budget,
-                                   const uint8_t* forms, Device* device, int resident) {
+                                   const uint8_t* forms, Device* device, int resident, int file,
+                                   int64_t file_bytes) {
     // A long context is read page by page from all over the arena; with 4 KiB system pages that
     // costs an address translation per granule.
-    uint8_t* memory = platform::allocate(budget, !device);
+    uint8_t* memory = file_bytes ? platform::allocate_over(file, budget, file_bytes)
+                                 : platform::allocate(budget, !device);
     if (!memory) return nullptr;
-    std::shared_ptr<Cache> cache(new Cache(memory, layout));
+    std::shared_ptr<Cache> cache(new Cache(memory, layout, file_bytes));
     cache->state() = {};
     cache->state().config = config;
     cache->state().budget = budget;
@@ -38,14 +40,16 @@ std::shared_ptr<Cache> Cache::open(const kvq_config& config, const Layout& layou
     return cache;
 }
 
-Cache::Cache(uint8_t* memory, const Layout& layout)
+Cache::Cache(uint8_t* memory, const Layout& layout, int64_t file_bytes)
     : memory_(memory), arena_{}, pages_(arena_), tail_(arena_), conv_(arena_), delta_(arena_),
       probes_(arena_) {
     arena_.place(memory, layout);
+    arena_.file_bytes = file_bytes;
 }
 
 Cache::~Cache() {
-    platform::release(memory_);
+    if (arena_.file_bytes) platform::release_view(memory_, arena_.end() - memory_);
+    else platform::release(memory_);
 }
 
 int Cache::feed_back(const float* feedback) {
@@ -58,6 +62,8 @@ int Cache::read_by(const kvq_read& rule) {
         rule.channels < 0 || !(rule.octaves >= 0) || (twin_ && rule.share < 1))
         return KVQ_BAD_ARGUMENT;
     reading_.rule = rule;
+    if (arena_.file_bytes)
+        platform::expect_jumps(arena_.end() - arena_.file_bytes, arena_.end(), reading_.selects());
     return KVQ_OK;
 }
 
@@ -467,6 +473,7 @@ void Cache::stats(kvq_stats& out) const {
     out.pages_seen = reading_.seen;
     out.pages_read = reading_.read;
     out.device_bytes = twin_ ? twin_->bytes() : 0;
+    out.offloaded_bytes = std::min(arena_.file_bytes, pages_.pool().granule_bytes());
     if (!twin_ || !twin_->tiers()) return;
     out.offloaded_bytes = twin_->tiers()->offloaded_bytes();
     out.streamed_bytes = twin_->tiers()->streamed_bytes();

@@ -21,10 +21,10 @@ public:
     std::mutex turn;  // held for the length of every call
 
     // `device`: where pages and rows lie and passes run, null: here. `resident`: see Twin::open.
-    // Null: no memory.
+    // `file_bytes`: of the arena's end that lie in this file. Null: no memory.
     static std::shared_ptr<Cache> open(const kvq_config& config, const Layout& layout,
                                        int64_t budget, const uint8_t* forms, Device* device,
-                                       int resident);
+                                       int resident, int file, int64_t file_bytes);
     ~Cache();
     Cache(const Cache&) = delete;
     Cache& operator=(const Cache&) = delete;
@@ -96,7 +96,7 @@ public:
     int load(const uint8_t* bytes, int64_t count);
 
 private:
-    explicit Cache(uint8_t* memory, const Layout& layout);
+    Cache(uint8_t* memory, const Layout& layout, int64_t file_bytes);
     const kvq_config& config() const { return arena_.config(); }
     State& state() const { return *arena_.state; }
     bool fits_shape(const kvq_attention& a) const;

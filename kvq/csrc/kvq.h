@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 25
+#define KVQ_ABI 26
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -28,7 +28,7 @@ enum kvq_status {
     KVQ_TOO_SMALL = 6,  /* the budget cannot hold the fixed part and one page */
     KVQ_CLOSED = 7,     /* no open cache has this handle */
     KVQ_DEVICE_FAILED = 8, /* a device failed; what it held is lost */
-    KVQ_NOT_MAPPED = 9    /* weights are no view of a file, or this system forgets no such view */
+    KVQ_NOT_MAPPED = 9    /* what was asked to be a view of a file is none, or the system has no such views */
 };
 
 typedef struct {
@@ -125,10 +125,12 @@ KVQ_EXPORT int kvq_device_best(int32_t device, const float *logits, int32_t rows
 
 /* `columns`: as kvq_layout_of. `forms`: uint8 [layers, kv_heads], or NULL for all 0. `device`: where pages and rows lie and passes
    run, 0: here. `resident_columns`: the newest so many columns lie on the device, the others in the
-   host's memory, from where passes bring them; 0: all of them. Pages in two tiers lose no bits. */
+   host's memory, from where passes bring them; 0: all of them. Pages in two tiers lose no bits.
+   `file_bytes`: the last so many bytes of the arena are the first of the file whose descriptor is
+   `file`, which may be closed then; pages fill them first. 0: none are. Not of a device's cache. */
 KVQ_EXPORT int kvq_cache_open(const kvq_config *config, int64_t budget_bytes, int32_t columns,
                               const uint8_t *forms, int32_t device, int32_t resident_columns,
-                              int64_t *handle);
+                              int32_t file, int64_t file_bytes, int64_t *handle);
 KVQ_EXPORT int kvq_cache_close(int64_t handle);
 KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 

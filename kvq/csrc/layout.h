@@ -201,11 +201,13 @@ struct Arena {
     float* partials;
     uint8_t* pool;
     kvq_layout sizes;
+    int64_t file_bytes = 0;  // of the pool's end that are a view of a file
     class Twin* twin;  // null: pages and rows lie here, and nowhere else
     const float* feedback = nullptr;  // of every stream's keys [head_dim, head_dim], the caller's; null: none
 
     void place(uint8_t* bytes, const Layout& layout);
     const kvq_config& config() const { return state->config; }
+    uint8_t* end() const { return pool + sizes.pool_bytes; }
     // Of pages, whose slots never overlap.
     void move(void* to, const void* from, int64_t bytes) const;
     int most_views() const { return 2 * sizes.max_columns + kSpareViews; }

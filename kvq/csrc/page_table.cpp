@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "platform.h"
 #include "rotary.h"
 #include "twin.h"
 
@@ -31,6 +32,24 @@ void PageTable::missing(int pages, int64_t& bytes, int32_t& columns) const {
                                     planes * arena_.sizes.granule_bytes);
     bytes = std::max<int64_t>(0, pool_.used_bytes() + needed - arena_.sizes.pool_bytes);
     columns = std::max(0, this->columns() + pages - arena_.sizes.max_columns);
+}
+
+void PageTable::expect(const Entry& e) const {
+    const uint8_t* file = arena_.end() - arena_.file_bytes;
+    const auto read_ahead = [&](uint32_t first, uint32_t last) {  // the last granule lies lowest
+        const uint8_t *begin = pool_.granule(last),
+                      *end = pool_.granule(first) + arena_.sizes.granule_bytes;
+        if (end > file)
+            platform::read_ahead(reinterpret_cast<uintptr_t>(std::max(begin, file)),
+                                 reinterpret_cast<uintptr_t>(end));
+    };
+    uint32_t first = kNone, last = 0, count = 0;
+    for (const uint32_t g : e.granule)
+        if (g != kNone) first = std::min(first, g), last = std::max(last, g), count++;
+    // They are neighbours, unless an edit or a rollback left places here and there.
+    if (count && last - first + 1 == count) return read_ahead(first, last);
+    for (const uint32_t g : e.granule)
+        if (g != kNone) read_ahead(g, g);
 }
 
 const Entry& PageTable::enter(int stream, int column) {

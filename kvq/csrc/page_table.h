@@ -64,6 +64,9 @@ public:
             if (g != kNone) part(pool_.granule(g), arena_.sizes.granule_bytes);
     }
 
+    // The page is about to be read: what of it lies in the file may be on its way.
+    void expect(const Entry& e) const;
+
 private:
     int dim() const { return arena_.config().head_dim; }
     Entry& entry_at(int stream, int c) const {

@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -257,7 +258,35 @@ void forget(uintptr_t begin, uintptr_t end) {
 }
 
 void read_ahead(uintptr_t begin, uintptr_t end) {
+    begin -= begin % page_bytes();
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_WILLNEED);
+}
+
+uint8_t* allocate_over(int file, int64_t bytes, int64_t file_bytes) {
+    const auto page = static_cast<int64_t>(page_bytes());
+    const int64_t first = (bytes - file_bytes + page - 1) / page * page;
+    const auto size = static_cast<size_t>(bytes), rest = static_cast<size_t>(bytes - first);
+    struct stat found {};  // behind a file's end there is nothing: touching it would end the process
+    if (fstat(file, &found) || found.st_size < bytes - first) return nullptr;
+    const int access = PROT_READ | PROT_WRITE;
+    void* all = mmap(nullptr, size, access, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED) return nullptr;
+    auto* memory = static_cast<uint8_t*>(all);
+    madvise(memory, static_cast<size_t>(first), MADV_HUGEPAGE);
+    if (mmap(memory + first, rest, access, MAP_SHARED | MAP_FIXED, file, 0) != MAP_FAILED)
+        return memory;
+    munmap(memory, size);
+    return nullptr;
+}
+
+void release_view(uint8_t* memory, int64_t bytes) {
+    munmap(memory, static_cast<size_t>(bytes));
+}
+
+void expect_jumps(uint8_t* begin, uint8_t* end, bool jumps) {
+    const uintptr_t first = reinterpret_cast<uintptr_t>(begin) / page_bytes() * page_bytes();
+    madvise(reinterpret_cast<void*>(first), reinterpret_cast<uintptr_t>(end) - first,
+            jumps ? MADV_RANDOM : MADV_NORMAL);
 }
 #else
 // Elsewhere nothing says that a page has left memory: what bounds it is refused.
@@ -272,6 +301,11 @@ bool views_file(uintptr_t, uintptr_t) {
 }
 void forget(uintptr_t, uintptr_t) {}
 void read_ahead(uintptr_t, uintptr_t) {}
+uint8_t* allocate_over(int, int64_t, int64_t) {
+    return nullptr;
+}
+void release_view(uint8_t*, int64_t) {}
+void expect_jumps(uint8_t*, uint8_t*, bool) {}
 #endif
 
 }  // namespace kvq::platform

@@ -27,6 +27,13 @@ bool survives(bool (*trial)());
 // is none.
 uint8_t* allocate(int64_t bytes, bool huge);
 void release(uint8_t* memory);
+// Likewise, but the last `file_bytes`, up to part of a system page, are the first of a file, that
+// who writes to the memory writes to: the system keeps of them in memory what it has room for. Null:
+// it has no such views, or no room for one. Not freed by `release`.
+uint8_t* allocate_over(int file, int64_t bytes, int64_t file_bytes);
+void release_view(uint8_t* memory, int64_t bytes);
+// Whether bytes of such a view are read here and there, so that nothing is gained by reading on.
+void expect_jumps(uint8_t* begin, uint8_t* end, bool jumps);
 
 // Views of files, which leave memory and come back as the file has them: nobody writes to them.
 bool forgets();  // whether the system does what follows

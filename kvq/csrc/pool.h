@@ -31,6 +31,7 @@ public:
 
     bool fits(int64_t constants, int64_t granules) const;
     int64_t used_bytes() const;
+    int64_t granule_bytes() const { return state_->granules.used * granule_bytes_; }
     // Calls run(address, bytes) on every stretch of slots in use.
     template <class Run>
     void visit_used(Run&& run) const {

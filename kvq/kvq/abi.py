@@ -25,7 +25,7 @@ from kvq.formats import PAGE_VERSION
 from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
-ABI = 25
+ABI = 26
 
 
 class Config(Structure):
@@ -186,7 +186,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_device_best": (c_int32, (c_int32, c_void_p, c_int32, c_int32, c_int32, _INT32S, _FLOATS)),
     "kvq_cache_open": (
         c_int32,
-        (POINTER(Config), c_int64, c_int32, _BYTES, c_int32, c_int32, POINTER(c_int64)),
+        (POINTER(Config), c_int64, c_int32, _BYTES, *[c_int32] * 3, c_int64, POINTER(c_int64)),
     ),
     "kvq_cache_close": (c_int32, (c_int64,)),
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),

@@ -101,8 +101,13 @@ class Cache:
         spec = arena.spec
         if arena.resident_columns and engine in ON_HOST:
             raise UsageError(
-                f"{argument('kv_offload')} is for a device: a processor's memory is one tier, so "
-                f"raise {argument('kv_budget')} instead"
+                f"this arena's {argument('kv_offload')} is the host's memory behind a device; a "
+                "processor's is a file: resolve the spec with offload_file=True"
+            )
+        if arena.file_bytes and engine != "native":
+            raise UsageError(
+                f"this arena's {argument('kv_offload')} is a file behind a processor's memory: "
+                f"engine={engine!r} has none"
             )
         self.arena = arena
         self.shape = arena.shape

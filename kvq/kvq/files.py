@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,21 @@ def replace_file(path: Path, *, private: bool = True) -> Generator[BinaryIO]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def room_on_disk(num_bytes: int, folder: Path) -> Generator[int]:
+    """The descriptor of a file without a name in `folder`; its bytes are its own and read as 0.
+
+    0 bytes: -1, and no file. Raises `OSError` where there is no room.
+    """
+    if not num_bytes:
+        yield -1
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as stream:
+        os.posix_fallocate(stream.fileno(), 0, num_bytes)
+        yield stream.fileno()
 
 
 def left_behind(folder: Path, pattern: str) -> list[Path]:

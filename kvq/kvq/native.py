@@ -6,7 +6,8 @@ Knows no policy and no model. `kvq/csrc/kvq.h` is the definition of every call m
 import ctypes
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from ctypes import c_int32, c_int64, c_uint8, c_uint64
 from functools import cache
 from pathlib import Path
@@ -17,11 +18,12 @@ from numpy.typing import NDArray
 
 from kvq.abi import ABI, POINTERS, SIGNATURES, Layout, Read, Stats, as_attention, as_config
 from kvq.config import PAGE_TOKENS, AttentionParams
-from kvq.errors import BackendError, CacheError, SnapshotError
-from kvq.formats import constant_bytes, grid_bytes
+from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, argument
+from kvq.files import room_on_disk
+from kvq.formats import constant_bytes, format_bytes, grid_bytes
 from kvq.reference_delta import DeltaWeights
 from kvq.selectors import ReadRule
-from kvq.settings import environment
+from kvq.settings import cache_folder, environment
 from kvq.sizing import Arena, Geometry, Regions, Tiers
 
 LIBRARY = "libkvq_native" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -166,17 +168,20 @@ class NativeCache:
         self._library = library()
         self._stats = Stats()
         handle, forms = c_int64(), np.array(arena.spec.forms, np.uint8)
-        _check(
-            self._library.kvq_cache_open(
-                ctypes.byref(as_config(arena)),
-                arena.num_bytes,
-                arena.max_columns,
-                pointer(forms) if len(forms) else None,
-                self._device_number(),
-                arena.resident_columns,
-                ctypes.byref(handle),
+        with _second_tier(arena.file_bytes) as file:
+            _check(
+                self._library.kvq_cache_open(
+                    ctypes.byref(as_config(arena)),
+                    arena.num_bytes,
+                    arena.max_columns,
+                    pointer(forms) if len(forms) else None,
+                    self._device_number(),
+                    arena.resident_columns,
+                    file,
+                    arena.file_bytes,
+                    ctypes.byref(handle),
+                )
             )
-        )
         self.handle = handle.value
         _check(self._library.kvq_cache_stats(self.handle, ctypes.byref(self._stats)))
 
@@ -458,6 +463,28 @@ def pointer(x: NDArray[Any]) -> Any:
 def _check(status: int) -> None:
     if status:
         raise CacheError(f"the cache refused: {library().kvq_status_text(status).decode()}")
+
+
+@contextmanager
+def _second_tier(num_bytes: int) -> Generator[int]:
+    """A file of so many bytes for pages, for as long as it takes to open a cache over it."""
+    folder = cache_folder()
+    if num_bytes and sys.platform != "linux":
+        raise BackendError(
+            f"{argument('kv_offload')} on a processor keeps pages in a file, which this system "
+            f"does not take out of memory again: use Linux, or leave it out and raise "
+            f"{argument('kv_budget')}"
+        )
+    try:
+        with room_on_disk(num_bytes, folder) as file:
+            yield file
+    except OSError as error:
+        raise BudgetError(
+            f"{argument('kv_offload')} needs {format_bytes(num_bytes)} in {folder}: "
+            f"{error.strerror or error}; make room there, name another folder by "
+            f"XDG_CACHE_HOME, or give a smaller "
+            f"{argument('context_tokens')} or a larger {argument('kv_budget')}"
+        ) from error
 
 
 def _int32(number: int) -> int:

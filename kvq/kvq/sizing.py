@@ -29,6 +29,7 @@ from kvq.errors import BudgetError, UsageError, argument
 from kvq.formats import (
     ALIGNMENT,
     aligned,
+    constant_bytes,
     format_bytes,
     granule_bytes,
     kept_heads,
@@ -340,6 +341,7 @@ class Arena(Geometry):
     `max_columns`: pages per stream the table has room for. `regions`: what lies before the pages.
     `resident_columns`: of an arena in two tiers the newest so many lie on the device, in
     `device_bytes` with all that is no page, and the others on the host; 0: there is one tier.
+    `file_bytes`: the last so many of a processor's arena, where the oldest pages lie, are a file's.
     """
 
     spec: "CacheSpec"
@@ -347,6 +349,7 @@ class Arena(Geometry):
     max_columns: int
     regions: Regions
     resident_columns: int = 0
+    file_bytes: int = 0
 
     @property
     def spare_views(self) -> int:
@@ -378,9 +381,9 @@ class Arena(Geometry):
 
     @property
     def offload_bytes(self) -> int:
-        """Bytes of the host's memory that pages may move to."""
+        """Bytes of the second tier: of the host's memory, or of a file."""
         spilled = self.max_columns - self.resident_columns if self.resident_columns else 0
-        return self.pages_bytes(spilled)
+        return self.file_bytes or self.pages_bytes(spilled)
 
     def bytes_with_resident(self, columns: int) -> int:
         """Bytes on a device that holds so many of the columns, and twice what a layer lacks."""
@@ -406,6 +409,22 @@ class Arena(Geometry):
         more = (device_bytes - self.bytes_with_resident(least)) // step if step > 0 else 0
         return replace(self, resident_columns=min(least + more, self.max_columns - 1))
 
+    def over_file(self, memory_bytes: int) -> "Arena":
+        """With so many bytes in memory and the others, all of them planes of pages, in a file.
+
+        What is asked of every page, the constants, stays in memory. Raises `BudgetError`.
+        """
+        dim, plan = self.shape.head_dim, self.plan
+        page = self._page_bytes(plan.k_bits, plan.v_bits) - constant_bytes(dim, self.value_groups)
+        least = self.num_bytes - self.max_columns * self.streams * page
+        if memory_bytes < least:
+            raise BudgetError(
+                f"{format_bytes(memory_bytes)} of KV budget cannot hold, beside what "
+                f"{argument('kv_offload')} moves to a file, the page table, the pages' constants "
+                f"and the newest tokens; {sized(least)} can"
+            )
+        return replace(self, file_bytes=self.num_bytes - memory_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
@@ -420,6 +439,7 @@ class CacheSpec:
     pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
     what is read of the pages, as `--kv-read` writes it. `offload_bytes`: of the host's memory,
     for the pages of the context that the budget of a device does not hold; 0: they lose bits.
+    `offload_file`: they are a file's, behind a processor's memory.
     `conv`: convolutions beside the layers that attend, whose rows are held here too. `delta`:
     likewise delta nets. `readers`: layers that own nothing and read the last one's pages.
     """
@@ -438,6 +458,7 @@ class CacheSpec:
     forms: tuple[PageForm, ...] = ()
     read: str = DEFAULT_READ
     offload_bytes: int = 0
+    offload_file: bool = False
     conv: ConvShape | None = None
     delta: DeltaShape | None = None
     readers: int = 0
@@ -484,14 +505,16 @@ class CacheSpec:
         )
 
     def _in_tiers(self) -> Arena:
-        """The whole context, on a device and behind it. Raises `BudgetError`."""
+        """The whole context, in a first tier and behind it. Raises `BudgetError`."""
         if not self.plan.quantized:
             raise UsageError(
                 f"{argument('kv_offload')} moves quantised pages; {argument('kv', 'fp')} has "
                 "none: leave one out"
             )
         whole = replace(self, budget=Budget(num_bytes=self.whole_bytes), offload_bytes=0)
-        arena = replace(whole.resolved(), spec=self).in_tiers(self.budget_bytes)
+        arena = replace(whole.resolved(), spec=self)
+        divide = arena.over_file if self.offload_file else arena.in_tiers
+        arena = divide(self.budget_bytes)
         if arena.probes:
             raise UsageError(
                 f"{argument('kv_offload')} gives up no page, so nothing can be observed for it"

@@ -122,11 +122,28 @@ def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
     assert stats.kv_bytes == whole.kv_bytes
     assert stats.held.offloaded_bytes == stats.held.streamed_bytes == arena.column_bytes(4, 2)
     assert whole.held.offloaded_bytes == 0
-    with (
-        Engine.open(path) as engine,
-        pytest.raises(BackendError, match='kv_offload needs device="cuda"'),
-    ):
-        engine.session(kv_offload="1GiB")
+
+
+def test_what_a_processors_memory_does_not_hold_lies_in_a_file(shelf: Shelf) -> None:
+    path = shelf.bundle(EIGHT, num_hidden_layers=4)
+    asked: dict[str, Any] = {"kv": "4:2", "context_tokens": 500, "chunk_tokens": 64}
+
+    def told(**memory: Any) -> tuple[list[int], SessionStats]:
+        with engine.session(**asked, **memory) as session:
+            session.prefill(TEXT.tolist() * 3)
+            steps = session.generate(max_tokens=20, sampling=GREEDY)
+            return [step.token for step in steps], session.stats()
+
+    with Engine.open(path) as engine:
+        alone, whole = told(kv_budget="500tok")
+        with pytest.raises(BudgetError, match="moves to a file"):
+            engine.session(**asked, kv_budget=100_000, kv_offload="1GiB")
+        budget = whole.kv_budget - 30_000
+        filed, stats = told(kv_budget=budget, kv_offload="1GiB")
+    assert filed == alone
+    assert stats.kv_bytes == whole.kv_bytes
+    assert stats.kv_budget == whole.kv_budget
+    assert (stats.held.offloaded_bytes, stats.held.streamed_bytes) == (30_000, 0)
 
 
 def test_two_sessions_share_passes_of_a_device(bundle: Path) -> None:

@@ -9,6 +9,7 @@ asks for, so whatever the library reads or writes beyond is its own fault.
 import ctypes
 import random
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -104,11 +105,15 @@ class Fuzz:
         given = native.pointer(forms) if self.chance.random() < 0.9 else None
         device = 1 if self.chance.random() < 0.1 else 0  # of which there are none
         resident = self.number(4) if self.chance.random() < 0.1 else 0
-        if not self.call.kvq_cache_open(
-            ctypes.byref(config), budget, columns, given, device, resident, ctypes.byref(handle)
-        ):
-            assert device == resident == 0
-            self.caches.append(Opened(handle.value, config))
+        asked = ctypes.byref(config), budget, columns, given, device, resident
+        # A file as long as it is said to be, or shorter, or none.
+        file_bytes = self.number(1 << 20) if self.chance.random() < 0.2 else 0
+        with tempfile.TemporaryFile() as stream:
+            stream.truncate(max(0, min(file_bytes, self.chance.choice((4096, 1 << 20)))))
+            file = stream.fileno() if self.chance.random() < 0.9 else -1
+            if not self.call.kvq_cache_open(*asked, file, file_bytes, ctypes.byref(handle)):
+                assert device == resident == 0
+                self.caches.append(Opened(handle.value, config))
 
     def close(self, cache: Opened) -> None:
         if self.chance.random() < 0.3:

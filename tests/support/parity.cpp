@@ -157,7 +157,7 @@ private:
         const kvq_config config = record_->value<kvq_config>(0);
         return kvq_cache_open(&config, record_->array<int64_t>(1)[0],
                               static_cast<int32_t>(record_->array<int64_t>(1)[1]),
-                              record_->optional<uint8_t>(2), 0, 0, &cache_);
+                              record_->optional<uint8_t>(2), 0, 0, -1, 0, &cache_);
     }
 
     // attention, qkv, positions, inv_freq, limits -> out; sink_logits or nothing

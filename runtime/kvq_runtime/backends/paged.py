@@ -106,7 +106,7 @@ class PagedBackend(ABC):
     def estimate(files: Bundle, request: SessionRequest, *, threads: int) -> Estimate:
         """See `backends.estimate`."""
         classes = files.config.cache_classes
-        held = _config(files, request.whole(files.config.context_length), threads)
+        held = _config(files, request.whole(files.config.context_length), threads, True)
         return Estimate(
             plan=held.plan,
             context_tokens=held.context_tokens,
@@ -139,14 +139,9 @@ class PagedBackend(ABC):
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
         """See `Backend.session_config`."""
-        if request.offload_bytes and self.device == gpu.PROCESSOR:
-            raise BackendError(
-                f"{argument('kv_offload')} needs {argument('device', 'cuda')}: a processor's "
-                f"memory is one tier, so leave the flag out and raise {argument('kv_budget')}"
-            )
         if request.draft_head:
             _ = self.draft_head  # refused before any memory is taken
-        return _config(self.bundle, request, self.threads)
+        return _config(self.bundle, request, self.threads, self.device == gpu.PROCESSOR)
 
     def open_cache(self, config: SessionConfig) -> PagedCache:
         """See `Backend.open_cache`."""
@@ -164,7 +159,9 @@ class PagedBackend(ABC):
         )
 
 
-def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionConfig:
+def _config(
+    bundle: Bundle, request: SessionRequest, threads: int, on_processor: bool
+) -> SessionConfig:
     model, manifest = bundle.config, bundle.manifest
     given = request.context_tokens
     classes = class_fields(model, bundle.forms)
@@ -181,6 +178,7 @@ def _config(bundle: Bundle, request: SessionRequest, threads: int) -> SessionCon
         read=DEFAULT_READ if request.read is None else request.read,
         edits=request.edits,
         offload_bytes=request.offload_bytes,
+        offload_file=on_processor,
     )
     arena = _widest(spec.shortened() if given is None else spec, request).resolved()
     whole = _held(arena, spec, request.seed)
