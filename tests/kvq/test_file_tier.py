@@ -1,4 +1,4 @@
-"""Pages in a file behind a processor's memory: what they give, what leaves memory, what comes back."""
+"""Pages in a file behind a processor's memory: what they give, what leaves it and comes back."""
 
 import ctypes
 import resource

@@ -197,7 +197,7 @@ def test_tiers_take_what_they_are_given_and_no_less() -> None:
 def test_what_tiers_cannot_do_is_refused_by_name(device: str) -> None:
     arena = in_tiers(4, whole(4).bytes_with_resident(2))
     for engine in ("native", "numpy"):
-        with pytest.raises(UsageError, match="has none|offload_file=True"):
+        with pytest.raises(UsageError, match="offload_file=True"):
             Cache(arena, engine=engine)
     with pytest.raises(UsageError, match=r"fp.* has none"):
         in_tiers(4, 1 << 20, plan=KvPlan(k_bits=16, v_bits=16))
