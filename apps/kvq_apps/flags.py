@@ -124,7 +124,7 @@ FLAGS: dict[str, Flag] = {
     "stream": Flag('with --json: a line {"text"} for each piece, then the object', switch=True),
     "no-stream": Flag("print the answer when it is whole", switch=True),
     "draft": Flag("guess tokens ahead and check them in one pass: auto, rewrite, lookup, suffix, "
-        "recycle, lookahead, quantspec, skip, early, mtp, none; the answer stays the same",
+        "recycle, quantspec, skip, early, mtp, none; the answer stays the same",
         "auto, where it does to the bit",
         setting="model.draft", metavar="NAME[:OPTION=VALUE,..]",
         suggests=Owned("kvq_specdraft:DRAFTERS", "none")),

@@ -12,7 +12,6 @@ from kvq_runtime.drafter import Drafter
 # What they guess from costs no pass.
 FREE_DRAFTERS = {
     "auto": "kvq_specdraft.auto:Auto",
-    "lookahead": "kvq_specdraft.lookahead:Lookahead",
     "lookup": "kvq_specdraft.lookup:Lookup",
     "recycle": "kvq_specdraft.recycle:Recycle",
     "rewrite": "kvq_specdraft.rewrite:Rewrite",

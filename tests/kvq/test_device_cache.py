@@ -172,7 +172,8 @@ def test_what_is_kept_is_the_same_to_the_byte(
 
 def test_moved_pages_and_rows_meet_turned_queries(opened: Callable[..., Both]) -> None:
     both = opened(3, (8, 8), rotated=True)
-    both.append(230)
+    both.append(128)
+    both.append(102)
     for _ in range(2):
         both.edit()
     both.every(lambda cache: cache.engine.shift_sinks(5))
@@ -182,8 +183,8 @@ def test_moved_pages_and_rows_meet_turned_queries(opened: Callable[..., Both]) -
 
 def test_evidence_of_a_device_is_that_of_the_processor(opened: Callable[..., Both]) -> None:
     both = opened(1, (4, 4))
-    both.append(256)
-    both.append(60)
+    for count in (128, 128, 60):
+        both.append(count)
     (facts, queries), (same_facts, same_queries) = (
         cache.engine.evidence(cache.tokens) for cache in both.caches
     )

@@ -334,6 +334,22 @@ def test_budget_in_any_unit_becomes_bytes() -> None:
         )
 
 
+def test_what_a_chunk_takes_of_a_short_budget_is_left_to_pages() -> None:
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+
+    def chunk_tokens(num_bytes: int, context_tokens: int) -> int:
+        asked = spec(shape, KvPlan(), context_tokens, budget=Budget(num_bytes=num_bytes))
+        return asked.resolved().chunk_tokens
+
+    # Keys and values of two heads in float16, the positions and the rotary table of 256 tokens.
+    rows = 256 * (2 * 2 * 64 * 2 + 4 + 64 * 4)
+    assert chunk_tokens(32 * rows - 1, 60_000) == 128
+    assert chunk_tokens(32 * rows, 60_000) == 256
+    assert chunk_tokens(600_000, 4096) == 128
+    # Which holds all of the context, and has no better use for them.
+    assert chunk_tokens(2 << 20, 4096) == 256
+
+
 def test_a_tight_budget_shortens_the_chunk() -> None:
     """A chunk's pages must fit the pool at full width, so a small pool means small chunks."""
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)

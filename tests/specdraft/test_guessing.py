@@ -134,7 +134,7 @@ def test_under_pressure_a_cache_becomes_what_plain_decoding_makes_it(
     engine: Engine, eight: Path, kind: str, policy: str
 ) -> None:
     with session(engine, None, policy=policy) as ample:
-        budget = Budget(num_bytes=ample.config.budget_bytes * 2 // 3)
+        budget = Budget(num_bytes=ample.config.budget_bytes // 2)
     request = {"policy": policy, "kv_budget": budget}
     with (
         session(engine, None, **request) as plain,
@@ -337,7 +337,7 @@ def test_a_draft_model_whose_context_is_full_guesses_no_more(engine: Engine, eig
     [
         ("quantspec:gamma=3", "option 'gamma=3'; possible: most=..., least=..., head=..."),
         ("auto+lookup", "draft auto+ 'lookup' is unknown; possible: early, model"),
-        ("model+skip", "draft 'model' is unknown; possible: auto, lookahead"),
+        ("model+skip", "draft 'model' is unknown; possible: auto, lookup"),
         ("quantspec:most=0", "draft quantspec: most=0 is not possible: 1 or more"),
         ("early:least=1.5", "draft early: least=1.5 is not possible"),
         ("skip:layers=3-", "layers=3- is not possible: layers and spans of them joined by +"),

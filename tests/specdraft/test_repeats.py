@@ -133,7 +133,7 @@ def test_the_majority_wins_over_the_newest() -> None:
         assert drafter.propose(3).ids[0] == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(FREE_DRAFTERS) - {"lookahead"}))
+@pytest.mark.parametrize("name", sorted(FREE_DRAFTERS))
 def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
     drafter = drafter_named(name)
     assert drafter.propose(5) == NO_DRAFT
@@ -144,7 +144,7 @@ def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("guess", "draft 'guess' is unknown; possible: auto, early, lookahead"),
+        ("guess", "draft 'guess' is unknown; possible: auto, early, lookup"),
         ("lookup:ngram=3", "option 'ngram=3'; possible: max_ngram=..., min_ngram=..."),
         ("lookup:max_ngram=x", "max_ngram takes a whole number, not 'x'"),
         ("suffix:most=0", "draft suffix: most=0 is not possible: 1 or more"),

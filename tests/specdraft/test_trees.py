@@ -1,6 +1,4 @@
-"""Drafts that branch: the tree grown, what Token Recycling and Lookahead learn, the store."""
-
-from itertools import pairwise
+"""Drafts that branch: the tree grown, what Token Recycling learns, the store."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -8,7 +6,6 @@ from hypothesis import strategies as st
 
 from kvq_runtime.drafter import NO_DRAFT, Draft, Round
 from kvq_specdraft.finished import Finished
-from kvq_specdraft.lookahead import Lookahead
 from kvq_specdraft.recycle import Recycle
 from kvq_specdraft.suffix import Suffix
 from kvq_specdraft.trees import grown
@@ -78,28 +75,6 @@ def test_recycle_proposes_what_the_model_thought_of_even_after_wrong_guesses() -
     draft = drafter.propose(3)
     assert draft.ids == (3, 4, 8)
     assert draft.parents == (-1, -1, 0)
-
-
-def test_lookahead_finds_the_answer_of_a_model_that_looks_at_the_last_token_only() -> None:
-    """Its guesses are wrong at first, and those of the pool right in the end: fewer passes."""
-    successor = np.random.default_rng(1).permutation(60)
-    drafter, text, passes, written = Lookahead(), [7], 0, 0
-    drafter.follow(0, text)
-    while written <= 300:
-        passes += 1
-        draft = drafter.propose(6)
-        ids = [text[-1], *draft.ids]
-        logits = np.eye(60, dtype=np.float32)[successor[ids]]
-        tokens, place = [int(successor[text[-1]])], -1
-        while (found := draft.after(place, tokens[-1])) is not None:
-            place = found
-            tokens.append(int(successor[tokens[-1]]))
-        drafter.observe(outcome(draft, tokens, logits))
-        drafter.follow(len(text), tokens)
-        text += tokens
-        written += len(tokens)
-    assert all(successor[one] == other for one, other in pairwise(text))
-    assert passes < 0.6 * written
 
 
 def test_a_store_keeps_finished_answers_and_no_more_than_asked() -> None:

@@ -54,7 +54,7 @@ def refused(
         (["--kv-budget", "0"], "--kv-budget '0' is not possible"),
         (["--kv-budget=-1MiB"], "--kv-budget '-1MiB' is not possible"),
         (["--kv-policy", "best"], "--kv-policy 'best' is unknown; possible: "),
-        (["--draft", "guess"], "--draft 'guess' is unknown; possible: auto, early, lookahead"),
+        (["--draft", "guess"], "--draft 'guess' is unknown; possible: auto, early, lookup"),
         (["--draft", "suffix:most=0"], "--draft suffix: most=0 is not possible: 1 or more"),
         (["--ctx-size", "1"], "--ctx-size 1 is not possible: give 2 or more"),
         (["--ctx-size", "-8"], "--ctx-size -8 is not possible: give 2 or more"),

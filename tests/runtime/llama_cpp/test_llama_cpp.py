@@ -204,7 +204,7 @@ def test_drafts_of_chains_change_no_answer(engine: Engine, name: str) -> None:
     assert stats.rounds.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["auto", "recycle", "lookahead"])
+@pytest.mark.parametrize("name", ["auto", "recycle"])
 def test_drafters_that_it_cannot_serve_are_refused_by_name(engine: Engine, name: str) -> None:
     asked = f"draft {name} is not possible on the llama.cpp backend.*choose rewrite, lookup"
     with pytest.raises(BackendError, match=asked):
