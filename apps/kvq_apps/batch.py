@@ -87,7 +87,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AskedFor:
+class BatchRequest:
     """A batch as the flags ask for it: the model, how it is served, what every line wants."""
 
     model: str | None
@@ -102,7 +102,7 @@ class AskedFor:
 
         return load(self.model, self.engine_options, self.session_options, self.config)
 
-    def with_threads(self, threads: int) -> "AskedFor":
+    def with_threads(self, threads: int) -> "BatchRequest":
         """The same with so many threads."""
         return replace(self, engine_options={**self.engine_options, "threads": threads})
 
@@ -266,7 +266,7 @@ async def answer(hosted: Hosted, wanted: Wanted, text: str) -> Row | None:
 
 
 async def answer_all(
-    asked: AskedFor, prompts: Iterator[Prompt], keep: Callable[[Prompt, Row], None]
+    asked: BatchRequest, prompts: Iterator[Prompt], keep: Callable[[Prompt, Row], None]
 ) -> None:
     """Answers `prompts` in this process and gives each to `keep` when it is there."""
     hosted = Hosted(asked.load, asked.config)
@@ -325,7 +325,7 @@ def run(arguments: Namespace) -> int:
 
 def _answer(
     arguments: Namespace,
-    asked: AskedFor,
+    asked: BatchRequest,
     prompts: Iterator[Prompt],
     keep: Callable[[Prompt, Row], None],
 ) -> None:
@@ -344,7 +344,7 @@ def _answer(
         answering.answer_all(asked, prompts, arguments, keep)
 
 
-def _asked_for(arguments: Namespace) -> AskedFor:
+def _asked_for(arguments: Namespace) -> BatchRequest:
     """What the flags ask for. Raises `UsageError` for what a batch cannot do."""
     file, out = arguments.batch_file, arguments.out
     if out is None:
@@ -360,7 +360,7 @@ def _asked_for(arguments: Namespace) -> AskedFor:
     if len(words) > 1 or (words and options.written(arguments, "model")):
         raise UsageError("--batch takes its prompts from the file; leave out the prompt")
     sessions = options.given(arguments, sessions="sessions")
-    return AskedFor(
+    return BatchRequest(
         model=words[0] if words else arguments.model,
         engine_options=options.engine_options(arguments),
         session_options=options.session_options(arguments),

@@ -26,7 +26,7 @@ from kvq_runtime.generation import Vocabulary as Vocabulary
 from kvq_runtime.healing import heal as heal
 from kvq_runtime.metrics import SessionStats as SessionStats
 from kvq_runtime.named_engine import Engine as Engine
-from kvq_runtime.sequence import Sequence as Sequence
+from kvq_runtime.sequence import TokenSequence as TokenSequence
 from kvq_runtime.session import Session as Session
 
 __version__: str

@@ -70,7 +70,7 @@ class Line:
         return masked
 
 
-class Asked:
+class AlternativesRequest:
     """`count` alternatives of up to `options.max_tokens` tokens after the text `history`.
 
     A branch of the session holds `branch_rows`, its context `room` tokens more. `cancel` is asked
@@ -164,7 +164,7 @@ class Asked:
 class Writer(Protocol):
     """A method of writing alternatives. Its dataclass fields are its options."""
 
-    def writing(self, branch: Branch[C], asked: Asked) -> Work[C, list[Line]]:
+    def writing(self, branch: Branch[C], asked: AlternativesRequest) -> Work[C, list[Line]]:
         """The lines, best first, their `logprobs` by the model; the branch holds nothing yet.
 
         Raises `UsageError` for what the method or the branch cannot do, before any pass.
@@ -177,7 +177,7 @@ def step(
 ) -> Work[C, tuple[list[Line], NDArray[np.float32]]]:
     """The lines with their last tokens run, and the logits float32 [len(lines), V] after each.
 
-    `exact_rows`: see `Rows`.
+    `exact_rows`: see `SequencePass`.
     """
     first = branch.rows
     if not any(line.ids for line in lines):

@@ -13,10 +13,10 @@ import numpy as np
 
 from kvq.errors import UsageError
 from kvq_runtime import sequence as sequences
-from kvq_runtime.alternatives import Alternative, Asked, Writer
+from kvq_runtime.alternatives import Alternative, AlternativesRequest, Writer
 from kvq_runtime.auxiliary import Auxiliary
 from kvq_runtime.backends import Backend, C
-from kvq_runtime.beside import Beside
+from kvq_runtime.branch_answers import BranchAnswers
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.drafter import Drafter
 from kvq_runtime.drafting import Drafting
@@ -52,7 +52,7 @@ class Answering(Generic[C]):
     def __init__(
         self, *, backend: Backend[C], config: SessionConfig, vocabulary: Vocabulary = IDS_ONLY
     ) -> None:
-        self.sequence = sequences.Sequence(backend, config)
+        self.sequence = sequences.TokenSequence(backend, config)
         self._aids = Aids(drafting=Drafting(backend, self.sequence, None))
         self._predict: str | None = None
         self._reader: Auxiliary | None = None
@@ -206,8 +206,8 @@ class Answering(Generic[C]):
     @contextmanager
     def beside(
         self, seeds: Sequence[int], options: GenerationOptions, *, distinct: bool = False
-    ) -> Generator[Beside[C]]:
-        """Answers to the text so far, one for each seed; in the end `Beside.kept` is the text's.
+    ) -> Generator[BranchAnswers[C]]:
+        """Answers to the text so far, one for each seed; `BranchAnswers.kept` becomes the text's.
 
         `distinct`: each begins with another token, the likeliest, the second likeliest, and so on.
         """
@@ -219,7 +219,7 @@ class Answering(Generic[C]):
             for number, seed in enumerate(seeds)
         ]
         with self.sequence.branch() as branch:
-            beside = Beside(branch, answers)
+            beside = BranchAnswers(branch, answers)
             yield beside
             self.sequence.append(beside.commit())
 
@@ -246,7 +246,7 @@ class Answering(Generic[C]):
     ) -> Work[C, list[Alternative]]:
         """The work of `drafts`, where nothing is pending."""
         self._check_room()
-        asked = Asked(
+        asked = AlternativesRequest(
             self._vocabulary,
             options,
             count=count,

@@ -24,7 +24,7 @@ from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.passes import Work
-from kvq_runtime.sequence import Sequence
+from kvq_runtime.sequence import TokenSequence
 from kvq_runtime.vocabularies import check_vocabularies
 
 Floats = NDArray[np.float32]
@@ -65,7 +65,7 @@ class Reader:
             context_tokens=context_tokens,
             kv_budget=Budget(tokens=context_tokens),
         )
-        self.sequence = Sequence(backend, backend.session_config(request))
+        self.sequence = TokenSequence(backend, backend.session_config(request))
 
     def reading(self, ids: Ids[int]) -> Work[Any, float]:
         """Becomes `ids`, computing what it does not hold of them; seconds that took."""
@@ -130,7 +130,7 @@ class Auxiliary:
         return self.sequence.config.budget_bytes
 
     @property
-    def sequence(self) -> Sequence[PagedCache]:
+    def sequence(self) -> TokenSequence[PagedCache]:
         """The text as far as the auxiliary model has read it."""
         return self._reader.sequence
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
-from kvq_runtime.backends import WHOLE, C, Mode, Rows
+from kvq_runtime.backends import WHOLE, C, Mode, SequencePass
 from kvq_runtime.passes import Call, Logits, Passed, SharedPassError, Work
 
 Ids = Sequence[int]
@@ -29,7 +29,7 @@ class Branch(Generic[C]):
         cache: C,
         held: Logits | None,
         adopt: Adopt,
-        call: Callable[[Rows[C]], Call[C]],
+        call: Callable[[SequencePass[C]], Call[C]],
         at: int | None = None,
         state_width: int = 0,
     ) -> None:
@@ -71,9 +71,9 @@ class Branch(Generic[C]):
         `parents[i]` is the row that row i of `ids` follows, -1 the last cached token; None: a
         chain. Rows are counted from the branch's beginning; row -1's logits are held and cost no
         pass. `mixed`: ids int64 [T, K] and weights float32 [T, K] of embeddings to run instead
-        of those of `ids`; such rows cannot be committed. `exact_rows`: see `Rows`; logits that are
-        not all exact serve this pass only. Rows of a `mode` that guesses can only be rewound.
-        `joined`: the states that a draft head reads, see `Rows`.
+        of those of `ids`; such rows cannot be committed. `exact_rows`: see `SequencePass`; logits
+        that are not all exact serve this pass only. Rows of a `mode` that guesses can only be
+        rewound. `joined`: the states that a draft head reads, see `SequencePass`.
         """
         first, passed = len(self._ids), None
         wanted = list(range(first, first + len(ids)) if rows is None else rows)
@@ -148,7 +148,7 @@ class Branch(Generic[C]):
         self._whole &= exact_rows == 0 and not mode.head_tokens
         table = np.array(ids, np.int64)[:, None], np.ones((len(ids), 1), np.float32)
         return self._call(
-            Rows(
+            SequencePass(
                 cache=self._cache,
                 ids=(mixed or table)[0],
                 weights=(mixed or table)[1],

@@ -75,8 +75,9 @@ class Round(NamedTuple):
 
     `tokens` followed the text: those at the draft's places `path`, and one more. `logits` float32
     [1 + len(draft.ids), V] are the model's after the text and after each guess, right or wrong,
-    exact as far as the answer's choice needed them (`Rows.exact_rows`). `rows` are those of the
-    whole pass, which took `seconds`: the guesses, and in a shared pass the rows of other sequences.
+    exact as far as the answer's choice needed them (`SequencePass.exact_rows`). `rows` are those of
+    the whole pass, which took `seconds`: the guesses, and in a shared pass the rows of other
+    sequences.
     """
 
     draft: Draft
@@ -110,13 +111,13 @@ class Foresight(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ground:
+class DraftContext:
     """Where a draft begins: at most `room` tokens after `due`, which the cache has not seen.
 
     `branch` is empty; rows that a draft brings into it are forgotten before its guesses are
     checked. `foresight` makes a sampler at the text's end, as many times as it is wanted; what it
-    looks at are the `exact_rows` largest logits (`Rows.exact_rows`). `states` are those of cached
-    tokens that were not taken yet, for a drafter that reads them.
+    looks at are the `exact_rows` largest logits (`SequencePass.exact_rows`). `states` are those of
+    cached tokens that were not taken yet, for a drafter that reads them.
     """
 
     branch: Branch[Any]
@@ -169,7 +170,7 @@ class Drafter(Protocol):
         """At most `room` tokens that may follow the text."""
         return NO_DRAFT
 
-    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
         """What is proposed there; yields the rows of the passes that this takes."""
         yield from ()
         return self.propose(ground.room)

@@ -6,17 +6,19 @@ from typing import Generic
 from kvq.errors import BackendError, UsageError, argument
 from kvq_runtime.backends import Backend, C
 from kvq_runtime.branch import Branch
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
-from kvq_runtime.generation import Generation, Taken
+from kvq_runtime.drafter import NO_DRAFT, Draft, DraftContext, Drafter, Round
+from kvq_runtime.generation import Accepted, Generation
 from kvq_runtime.passes import Passed, Work
-from kvq_runtime.sequence import Sequence as Held
+from kvq_runtime.sequence import TokenSequence
 from kvq_runtime.states import States
 
 
 class Drafting(Generic[C]):
     """One drafter, or none, at the text of a sequence, and how far he has been told of it."""
 
-    def __init__(self, backend: Backend[C], sequence: Held[C], drafter: Drafter | None) -> None:
+    def __init__(
+        self, backend: Backend[C], sequence: TokenSequence[C], drafter: Drafter | None
+    ) -> None:
         """Opens the drafter; raises `BackendError` where the backend cannot take its drafts."""
         self.drafter = drafter
         self._backend = backend
@@ -81,7 +83,7 @@ class Drafting(Generic[C]):
         room = min(generation.room - 1, cache.draft_room - len(due))
         if room < 1:
             return NO_DRAFT
-        ground = Ground(
+        ground = DraftContext(
             branch=branch,
             due=due,
             room=room,
@@ -94,7 +96,7 @@ class Drafting(Generic[C]):
         _check(type(drafter).__name__, draft, room, self._backend.model.vocab_size)
         return draft if draft.is_chain else draft.first(cache.tree_room - len(due))
 
-    def observe(self, draft: Draft, taken: Taken, passed: Passed) -> None:
+    def observe(self, draft: Draft, taken: Accepted, passed: Passed) -> None:
         """Tells the drafter what the pass made of `draft`."""
         if self._pause:
             self._pause -= 1

@@ -177,7 +177,7 @@ def _check_sampling(given: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
+class Accepted:
     """What logits led to: `path`, the draft's places that were right; the token after them.
 
     `prompt_tokens` of the path and that token only spell the prompt's end.
@@ -304,7 +304,7 @@ class Generation:
 
     def take(
         self, logits: NDArray[np.float32], draft: Draft = NO_DRAFT, *, cancel: Cancel = never
-    ) -> Taken:
+    ) -> Accepted:
         """Chooses tokens along `draft` while they agree with it, and one more.
 
         `logits` float32 [1 + len(draft.ids), V]: after the text, and after each drafted token.
@@ -320,7 +320,7 @@ class Generation:
             prompt_tokens += step is None
             steps += [] if step is None else [step]
             if self.finish_reason is not None or guess is None:
-                return Taken(
+                return Accepted(
                     path=tuple(path), token=token, steps=tuple(steps), prompt_tokens=prompt_tokens
                 )
             path.append(guess)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError
-from kvq_runtime.backends import Backend, C, Pass, Rows
+from kvq_runtime.backends import Backend, C, Pass, SequencePass
 
 Logits = NDArray[np.float32]
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Call(Generic[C]):
     """What one sequence asks for: a pass of `rows` through the model of `backend`."""
 
     backend: Backend[C]
-    rows: Rows[C]
+    rows: SequencePass[C]
     rope_long: bool = False
 
     def joins(self, other: "Call[Any]") -> bool:

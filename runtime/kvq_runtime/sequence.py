@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
-from kvq_runtime.backends import WHOLE, Backend, C, Rows
+from kvq_runtime.backends import WHOLE, Backend, C, SequencePass
 from kvq_runtime.branch import Branch
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.encoding import Encoding, SequenceState
@@ -31,7 +31,7 @@ from kvq_runtime.turns import end_of_piece
 Ids = collections.abc.Sequence[int]
 
 
-class Sequence(Generic[C]):
+class TokenSequence(Generic[C]):
     """Token ids and one cache. Opening it takes the cache's bytes, `close` gives them back.
 
     A sequence belongs to one thread at a time; after `close` every use raises `UsageError`.
@@ -291,9 +291,9 @@ class Sequence(Generic[C]):
             run(branch.extend(ids, parents, rows=rows))
             yield branch
 
-    def fork(self) -> "Sequence[C]":
+    def fork(self) -> "TokenSequence[C]":
         """Another sequence of the same tokens over a cache of its own, of the same bytes."""
-        other = Sequence(self._backend, self.config)
+        other = TokenSequence(self._backend, self.config)
         other.restore(self.state())
         return other
 
@@ -320,7 +320,7 @@ class Sequence(Generic[C]):
         """Frees the cache's memory."""
         self.encoding.close()
 
-    def _call(self, rows: Rows[C]) -> Call[C]:
+    def _call(self, rows: SequencePass[C]) -> Call[C]:
         return Call(backend=self._backend, rows=rows, rope_long=self.rope_long)
 
     def _commit(

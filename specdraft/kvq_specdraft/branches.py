@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
-from kvq_runtime.alternatives import Asked, Line, log_normalizers, step
+from kvq_runtime.alternatives import AlternativesRequest, Line, log_normalizers, step
 from kvq_runtime.backends import C
 from kvq_runtime.branch import Branch
 from kvq_runtime.passes import Work
 from kvq_runtime.sampling import largest, sample
 
-Choose = Callable[[list[Line], NDArray[np.float32], Asked], list[Line]]
+Choose = Callable[[list[Line], NDArray[np.float32], AlternativesRequest], list[Line]]
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Branches:
         if not self.patience > 0:
             raise UsageError(f"branches: patience={self.patience} is not possible: give above 0")
 
-    def writing(self, branch: Branch[C], asked: Asked) -> Work[C, list[Line]]:
+    def writing(self, branch: Branch[C], asked: AlternativesRequest) -> Work[C, list[Line]]:
         """The lines: of `first` the greedy one, then the likeliest first."""
         asked.need_rows(asked.count * (asked.longest - 1), "branches")
         choose = KINDS[self.kind]
@@ -52,7 +52,9 @@ class Branches:
         return sorted([*done, *going], key=lambda line: -line.score)[: asked.count]
 
 
-def _first(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
+def _first(
+    lines: list[Line], logits: NDArray[np.float32], asked: AlternativesRequest
+) -> list[Line]:
     """The likeliest next token of each; of a line of none yet, the likeliest k make k lines."""
     if lines[0].ids:
         next_ones = [
@@ -66,7 +68,9 @@ def _first(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list
     return _grown(starts, np.broadcast_to(logits[0], (len(tokens), len(logits[0]))), tokens, asked)
 
 
-def _samples(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
+def _samples(
+    lines: list[Line], logits: NDArray[np.float32], asked: AlternativesRequest
+) -> list[Line]:
     """A token drawn for each."""
     tokens = [
         sample(
@@ -79,7 +83,7 @@ def _samples(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> li
 
 
 def _grown(
-    lines: list[Line], logits: NDArray[np.float32], tokens: list[int], asked: Asked
+    lines: list[Line], logits: NDArray[np.float32], tokens: list[int], asked: AlternativesRequest
 ) -> list[Line]:
     """Each line with its own token more."""
     logprobs = logits[np.arange(len(lines)), tokens] - log_normalizers(logits)
@@ -87,7 +91,7 @@ def _grown(
     return [asked.grow(line, token, logprob) for line, token, logprob in rows]
 
 
-def _beam(lines: list[Line], logits: NDArray[np.float32], asked: Asked) -> list[Line]:
+def _beam(lines: list[Line], logits: NDArray[np.float32], asked: AlternativesRequest) -> list[Line]:
     """Of all that are one token longer the k best that go on, and those better that end."""
     found = list[tuple[float, int, int, float]]()
     rows = zip(lines, logits, log_normalizers(logits).tolist(), strict=True)

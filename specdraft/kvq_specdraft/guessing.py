@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvq.errors import UsageError
 from kvq_runtime.backends import WHOLE, Mode
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, DraftContext, Drafter, Round
 from kvq_runtime.passes import Passed, Work
 from kvq_specdraft.pace import Pace
 
@@ -42,7 +42,7 @@ class Guessing(Drafter):
             )
         self._pace = Pace(most=self.most, least=self.least)
 
-    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`."""
         room, goes_on = self._pace.begin(ground.room), True
         if not room:
@@ -71,7 +71,7 @@ class Guessing(Drafter):
         self._pace.observe(outcome)
 
     @abstractmethod
-    def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
+    def _guess(self, ground: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
         """A pass over `new`, what follows the text or the last guess; the last row counts."""
 
 
@@ -80,7 +80,7 @@ class SelfGuessing(Guessing):
 
     _mode: Mode = WHOLE
 
-    def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
+    def _guess(self, ground: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
         return (yield from ground.branch.extend(list(new), mode=self._mode))
 
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from kvq.errors import UsageError, argument
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig, SessionRequest
-from kvq_runtime.drafter import NO_DRAFT, Draft, Ground
+from kvq_runtime.drafter import NO_DRAFT, Draft, DraftContext
 from kvq_runtime.engine import Engine
 from kvq_runtime.hunks import common_prefix
 from kvq_runtime.passes import Passed, Work
-from kvq_runtime.sequence import Sequence as TokenSequence
+from kvq_runtime.sequence import TokenSequence
 from kvq_runtime.vocabularies import check_vocabularies
 from kvq_specdraft.guessing import Guessing
 
@@ -76,13 +76,13 @@ class Model(Guessing):
         sequence.keep(kept + shared)
         sequence.append(new[shared:])
 
-    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`; nothing where its context is full."""
         if self._opened.room < ground.room:
             return NO_DRAFT
         return (yield from super().drafting(ground))
 
-    def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
+    def _guess(self, ground: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
         """The text and the guesses so far are in the sequence, or become so."""
         sequence, seconds = self._opened, 0.0
         if new is not ground.due:

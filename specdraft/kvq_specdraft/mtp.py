@@ -9,9 +9,9 @@ from kvq.config import Budget
 from kvq.errors import BackendError, argument
 from kvq_runtime.backends import Backend, Mode
 from kvq_runtime.config import SessionConfig, SessionRequest
-from kvq_runtime.drafter import NO_DRAFT, Draft, Ground
+from kvq_runtime.drafter import NO_DRAFT, Draft, DraftContext
 from kvq_runtime.passes import Passed, Work
-from kvq_runtime.sequence import Sequence as TokenSequence
+from kvq_runtime.sequence import TokenSequence
 from kvq_runtime.states import States
 from kvq_specdraft.guessing import Guessing
 from kvq_specdraft.quantspec import can_narrow, frequent_tokens
@@ -84,7 +84,7 @@ class Mtp(Guessing):
             seconds += (yield from self._read(states)).seconds
         return seconds
 
-    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`; nothing where the state before what is due is not known."""
         assert ground.states is not None
         together = min(_TOGETHER, self._opened.chunk_tokens)
@@ -98,7 +98,7 @@ class Mtp(Guessing):
         with ExitStack() as self._forgotten:
             return (yield from super().drafting(ground))
 
-    def _guess(self, ground: Ground, new: Sequence[int]) -> Work[Any, Passed]:
+    def _guess(self, ground: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
         """The first guess reads what the model has told since the last; those rows stay."""
         assert ground.states is not None
         if new is ground.due:

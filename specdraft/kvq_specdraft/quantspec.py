@@ -7,7 +7,7 @@ from typing import Any
 from kvq.errors import BackendError
 from kvq_runtime.backends import Backend, Mode
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import Draft, Ground
+from kvq_runtime.drafter import Draft, DraftContext
 from kvq_runtime.passes import Work
 from kvq_specdraft.guessing import SelfGuessing
 
@@ -49,7 +49,7 @@ class QuantSpec(SelfGuessing):
         """See `Drafter`."""
         self._text[kept:] = new
 
-    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`."""
         if self._may_narrow:
             self._mode = Mode(view="hi", head_tokens=frequent_tokens(self._text))

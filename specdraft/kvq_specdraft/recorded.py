@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvq_runtime.alternatives import Asked, Line
+from kvq_runtime.alternatives import AlternativesRequest, Line
 from kvq_runtime.backends import C
 from kvq_runtime.branch import Branch
 from kvq_runtime.passes import Work
@@ -15,7 +15,7 @@ UNRECORDED = "branches"
 class Recorded:
     """`kvq_runtime.alternatives.Writer` that hands on to another."""
 
-    def writing(self, branch: Branch[C], asked: Asked) -> Work[C, list[Line]]:
+    def writing(self, branch: Branch[C], asked: AlternativesRequest) -> Work[C, list[Line]]:
         """What the recorded method writes."""
         from kvq_specdraft import writer_named
 

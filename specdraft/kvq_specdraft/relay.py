@@ -5,7 +5,7 @@ from typing import Any
 
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, DraftContext, Drafter, Round
 from kvq_runtime.passes import Work
 from kvq_runtime.states import States
 
@@ -52,7 +52,7 @@ class Relay(Drafter):
         """See `Drafter`: what needs no pass."""
         return self.first.propose(room)
 
-    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`."""
         self._asked_first = self._pause == 0
         self._pause = max(0, self._pause - 1)

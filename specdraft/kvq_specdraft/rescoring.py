@@ -5,7 +5,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from math import inf, log
 
-from kvq_runtime.alternatives import Asked, Line, log_normalizers
+from kvq_runtime.alternatives import AlternativesRequest, Line, log_normalizers
 from kvq_runtime.backends import C
 from kvq_runtime.branch import Branch
 from kvq_runtime.passes import Work
@@ -16,7 +16,9 @@ LEAST_LOGPROB = log(0.002)
 ALIKE = 0.95
 
 
-def rescored(branch: Branch[C], lines: list[Line], asked: Asked) -> Work[C, list[Line]]:
+def rescored(
+    branch: Branch[C], lines: list[Line], asked: AlternativesRequest
+) -> Work[C, list[Line]]:
     """The lines with true log-probabilities, likeliest first, cut where these collapse.
 
     A line of an infinite score, plain greedy decoding, stays whole and first, and under a grammar
@@ -45,7 +47,7 @@ def rescored(branch: Branch[C], lines: list[Line], asked: Asked) -> Work[C, list
     return sorted(whole, key=lambda line: -line.score)
 
 
-def distinct(lines: list[Line], asked: Asked) -> list[Line]:
+def distinct(lines: list[Line], asked: AlternativesRequest) -> list[Line]:
     """The lines that say something those before them do not: no beginning of one, not alike.
 
     What a line says is its text; its tokens, for a model without a tokenizer.

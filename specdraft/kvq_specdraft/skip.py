@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvq.errors import UsageError, argument
 from kvq_runtime.backends import Backend, Mode
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.drafter import Draft, Ground
+from kvq_runtime.drafter import Draft, DraftContext
 from kvq_runtime.passes import Work
 from kvq_specdraft.guessing import SelfGuessing
 from kvq_specdraft.layer_sets import Choosing, Kinds
@@ -68,7 +68,7 @@ class Skip(SelfGuessing):
             self._chosen = False
         self._text[kept:] = new
 
-    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`."""
         if not self._chosen:
             kind = self._text[-_KIND_TOKENS:]
@@ -79,7 +79,7 @@ class Skip(SelfGuessing):
             self._mode, self._chosen = Mode(skipped=known), True
         return (yield from super().drafting(ground))
 
-    def _choose(self, ground: Ground) -> Work[Any, tuple[int, ...]]:
+    def _choose(self, ground: DraftContext) -> Work[Any, tuple[int, ...]]:
         """The layers to leave out by what the model makes of the newest tokens."""
         choosing = Choosing(num_layers=self._num_layers, count=self._count)
         while (skipped := choosing.wanted()) is not None:

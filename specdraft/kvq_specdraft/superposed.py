@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import DataError, UsageError
-from kvq_runtime.alternatives import Asked, Line, step
+from kvq_runtime.alternatives import AlternativesRequest, Line, step
 from kvq_runtime.backends import C
 from kvq_runtime.branch import Branch
 from kvq_runtime.passes import Work
@@ -59,7 +59,7 @@ class Superposed:
         if self.ngrams:
             self._store = Ngrams.open(self.ngrams)
 
-    def writing(self, branch: Branch[C], asked: Asked) -> Work[C, list[Line]]:
+    def writing(self, branch: Branch[C], asked: AlternativesRequest) -> Work[C, list[Line]]:
         """The greedy line, then the others by their true log-probability."""
         asked.need_rows((asked.count + self.greedy) * asked.longest, "superposed")
         (start,), logits = yield from step(branch, [asked.start])
@@ -67,7 +67,11 @@ class Superposed:
         return (yield from self._finished(branch, asked, start, logits[0], [mixture]))
 
     def scores(
-        self, line: Line, tokens: NDArray[np.int64], logp: NDArray[np.float64], asked: Asked
+        self,
+        line: Line,
+        tokens: NDArray[np.int64],
+        logp: NDArray[np.float64],
+        asked: AlternativesRequest,
     ) -> NDArray[np.float64]:
         """The logarithms of p_f, float64 [N], of the candidates `tokens` after `line`."""
         own = (1 - self.alpha) * logp
@@ -84,7 +88,7 @@ class Superposed:
     def _finished(
         self,
         branch: Branch[C],
-        asked: Asked,
+        asked: AlternativesRequest,
         start: Line,
         logits: NDArray[np.float32],
         mixtures: "list[Mixture]",
@@ -144,7 +148,7 @@ class Spliced(Superposed):
 
     sampled: int = 4
 
-    def writing(self, branch: Branch[C], asked: Asked) -> Work[C, list[Line]]:
+    def writing(self, branch: Branch[C], asked: AlternativesRequest) -> Work[C, list[Line]]:
         """The greedy line, then the others by their true log-probability."""
         asked.need_rows((asked.count * VARIANTS + self.greedy) * asked.longest, "spliced")
         (start,), first = yield from step(branch, [asked.start])
@@ -173,7 +177,7 @@ class Mixture:
         method: Superposed,
         start: Line,
         logits: NDArray[np.float32],
-        asked: Asked,
+        asked: AlternativesRequest,
         *,
         width: int,
     ) -> None:
@@ -240,11 +244,11 @@ def _either(allowed: list[NDArray[np.float32]]) -> NDArray[np.float32]:
     return allowed[0] if all(own is allowed[0] for own in allowed) else np.maximum.reduce(allowed)
 
 
-def _greedy(line: Line, logits: NDArray[np.float32], asked: Asked) -> Line:
+def _greedy(line: Line, logits: NDArray[np.float32], asked: AlternativesRequest) -> Line:
     return asked.grow(line, int(np.argmax(line.allowed(logits))), 0.0, score=inf)
 
 
-def _sampled(line: Line, logits: NDArray[np.float32], asked: Asked) -> Line:
+def _sampled(line: Line, logits: NDArray[np.float32], asked: AlternativesRequest) -> Line:
     history = (*asked.history, *line.ids)
     sampling, allowed = asked.options.sampling, line.choices
     return asked.grow(line, sample(logits, sampling, history, asked.generator, allowed), 0.0)

@@ -63,7 +63,7 @@ def test_no_library_code_but_tuning_imports_torch_or_transformers() -> None:
 
 def test_kernels_include_no_framework_header() -> None:
     of_processors = r"immintrin\.h|arm_neon\.h"
-    own = r"kernels\.h|kernels\.inl|simd_\w+\.h|\.\./(format|platform|tiles)\.h"
+    own = r"kernels\.h|\w+\.inl|simd_\w+\.h|\.\./(format|platform|tiles)\.h"
     allowed = re.compile(rf'#include (<(c?\w+|{of_processors})>|"({own})")')
     for path in (ROOT / "kvq/csrc/kernels").iterdir():
         includes = [line for line in path.read_text().splitlines() if line.startswith("#include")]

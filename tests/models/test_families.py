@@ -34,7 +34,7 @@ from kvq_models.config import Experts
 from kvq_models.products import products as model_products
 from kvq_models.reference import forward
 from kvq_models.registry import read_checkpoint
-from kvq_runtime.backends import Pass, Rows, missing
+from kvq_runtime.backends import Pass, SequencePass, missing
 from kvq_runtime.backends.paged import PagedCache, class_fields
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
@@ -396,7 +396,7 @@ def open_cache(family: Family, plan: KvPlan, tokens: int, *, native: bool = True
 
 def run(family: Family, cache: PagedCache, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Logits [T, V] of one pass over the next tokens, ids int64 and weights float32 [T, K]."""
-    rows = Rows(
+    rows = SequencePass(
         cache=cache,
         ids=ids,
         weights=weights,

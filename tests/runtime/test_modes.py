@@ -13,7 +13,7 @@ from kvq_runtime.backends import WHOLE, Mode
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
 from kvq_runtime.passes import Call, forward_all, run
-from kvq_runtime.sequence import Sequence
+from kvq_runtime.sequence import TokenSequence
 from logits import far
 from rule_backend import RULE_LOGIT, RuleBackend
 from shelf import EIGHT, PLAIN, Shelf
@@ -106,7 +106,7 @@ def test_what_cannot_share_a_pass_gets_one_of_its_own() -> None:
     for number, (backend, mode) in enumerate(
         [(one, WHOLE), (other, WHOLE), (one, HI), (other, HI), (one, WHOLE), (one, HI)]
     ):
-        sequence = Sequence(backend, backend.session_config(SessionRequest()))
+        sequence = TokenSequence(backend, backend.session_config(SessionRequest()))
         work = sequence.branch()
         branch = work.__enter__()
         asked = branch.extend([number], mode=mode)

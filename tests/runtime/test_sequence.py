@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Ground, Round
+from kvq_runtime.drafter import NO_DRAFT, Draft, DraftContext, Drafter, Round
 from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
 from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
 from kvq_runtime.passes import Work, run
-from kvq_runtime.sequence import Sequence
+from kvq_runtime.sequence import TokenSequence
 from kvq_runtime.session import Session
 from rule_backend import RuleBackend, RuleCache
 from sequences import advance
@@ -42,8 +42,8 @@ def config(**settings: int) -> SessionConfig:
     )  # fmt: skip
 
 
-def open_sequence() -> Sequence[RuleCache]:
-    return Sequence(backend(), config())
+def open_sequence() -> TokenSequence[RuleCache]:
+    return TokenSequence(backend(), config())
 
 
 token = st.integers(0, VOCABULARY - 2)
@@ -410,7 +410,7 @@ class Itself(Guesser):
     def close(self) -> None:
         del self.opened
 
-    def drafting(self, ground: Ground) -> Work[Any, Draft]:
+    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
         foresight, ids, rows = ground.foresight(), list[int](), list[Any]()
         next_ids = list(ground.due)
         while len(ids) < ground.room:

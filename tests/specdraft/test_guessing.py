@@ -23,7 +23,7 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_runtime.backends import Mode
 from kvq_runtime.config import Sampling, SessionRequest
-from kvq_runtime.drafter import Draft, Drafter, Ground, Round
+from kvq_runtime.drafter import Draft, DraftContext, Drafter, Round
 from kvq_runtime.engine import Engine
 from kvq_runtime.generation import GenerationOptions
 from kvq_runtime.passes import Work, forward_all, run
@@ -111,7 +111,7 @@ def test_the_free_drafter_comes_first_and_each_learns_from_its_own() -> None:
     first, second, guess = Mock(), Mock(), Draft(ids=(7,))
     first.propose.side_effect = lambda room: next(drafts)
 
-    def drafting(ground: Ground) -> Work[Any, Draft]:
+    def drafting(ground: DraftContext) -> Work[Any, Draft]:
         yield from ()
         return guess
 

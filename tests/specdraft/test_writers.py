@@ -14,8 +14,8 @@ from kvq.config import KvPlan
 from kvq.errors import UsageError
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.alternatives import Alternative, Asked, log_normalizers
-from kvq_runtime.backends import Rows
+from kvq_runtime.alternatives import Alternative, AlternativesRequest, log_normalizers
+from kvq_runtime.backends import SequencePass
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.constraint import Constraint
 from kvq_runtime.engine import Engine
@@ -67,7 +67,7 @@ def test_lines_that_grow_from_one_another_keep_their_own_text(
         return whole[: min(places, default=len(whole))]
 
     spelt = BYTES.encode("é ab the béb")
-    asked = Asked(
+    asked = AlternativesRequest(
         Vocabulary.of(BYTES, frozenset({0})),
         GenerationOptions(max_tokens=6, stop_strings=stops),
         count=3, branch_rows=99, room=99, history=TEXT, generator=np.random.default_rng(0),
@@ -252,7 +252,7 @@ class LinearBackend(RuleBackend):
             total = 0.7 * total + np.asarray(weights) @ self.matrix[list(ids)]
         return total.astype(np.float32)
 
-    def _logits(self, rows: Rows[RuleCache]) -> np.ndarray:
+    def _logits(self, rows: SequencePass[RuleCache]) -> np.ndarray:
         mixed = rows.ids.shape[1] > 1 or not np.all(rows.weights == 1)
         ids, weights = map(tuple, rows.ids.tolist()), map(tuple, rows.weights.tolist())
         pairs = list(zip(ids, weights, strict=True))

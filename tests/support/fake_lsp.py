@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.drafts import Completion, Draft
+from kvq_apps.completion.drafts import Completion, Suggestion
 from kvq_apps.lsp.server import LanguageServer
 
 KNOWN = (
@@ -36,7 +36,7 @@ class KnownLines:
         own = document.line(line)
         before, after = own[:column], own[column:]
         _append({"before": before, "after": after, "pid": os.getpid()})
-        drafts = tuple(Draft(text=text, logprob=-1.0) for text in _goes_on(before, after))
+        drafts = tuple(Suggestion(text=text, logprob=-1.0) for text in _goes_on(before, after))
         return Completion(
             drafts=drafts, reused_tokens=len(document.text), encoded_tokens=2, ms=11.0,
             why_not=None if drafts else "filtered",

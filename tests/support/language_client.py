@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from environment import environment_in
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.drafts import Completion, Draft
+from kvq_apps.completion.drafts import Completion, Suggestion
 from kvq_apps.lsp.frames import RpcError, read_frames
 from kvq_apps.lsp.server import Completer, LanguageServer
 
@@ -42,7 +42,7 @@ class GatedCompleter:
             raise RuntimeError("the engine broke")
         before = document.line(place[0])[: place[1]]
         texts = (f"<{before}>", f"second {len(self.calls)}")
-        return Completion(drafts=tuple(Draft(text=text, logprob=-1.0) for text in texts))
+        return Completion(drafts=tuple(Suggestion(text=text, logprob=-1.0) for text in texts))
 
     def read(
         self,

@@ -15,7 +15,7 @@ from kvq.cache import Holdings
 from kvq.config import KvPlan
 from kvq.errors import BudgetError
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import Mode, ModelFacts, Pass, Rows
+from kvq_runtime.backends import Mode, ModelFacts, Pass, SequencePass
 from kvq_runtime.config import SessionConfig, SessionRequest
 
 # The logit of the rule's token; all others are 0.
@@ -232,7 +232,7 @@ class RuleBackend:
         self.passes.append([rows.ids[:, 0].tolist() for rows in one_pass.rows])
         return [self._logits(rows) for rows in one_pass.rows]
 
-    def _logits(self, rows: Rows[RuleCache]) -> NDArray[np.float32]:
+    def _logits(self, rows: SequencePass[RuleCache]) -> NDArray[np.float32]:
         cache, ids = rows.cache, rows.ids[:, 0].tolist()
         np.testing.assert_array_equal(rows.weights, np.ones((len(ids), 1)))
         cache.extend(ids)

@@ -3,10 +3,10 @@
 from typing import Any
 
 from kvq_runtime.passes import run
-from kvq_runtime.sequence import Sequence
+from kvq_runtime.sequence import TokenSequence
 
 
-def advance(sequence: Sequence[Any], max_tokens: int | None = None) -> int:
+def advance(sequence: TokenSequence[Any], max_tokens: int | None = None) -> int:
     """Runs one piece of what is due alone; how many tokens are due after it."""
     run(sequence.advancing(max_tokens))
     return len(sequence.due())

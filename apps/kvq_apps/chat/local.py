@@ -19,7 +19,7 @@ from kvq_apps.thinking import AUTO, variables
 from kvq_models.thinking import Thinking, ThinkingWriter, said, split
 
 if TYPE_CHECKING:
-    from kvq_runtime.beside import Beside
+    from kvq_runtime.branch_answers import BranchAnswers
     from kvq_runtime.engine import Engine
     from kvq_runtime.metrics import Rounds
     from kvq_runtime.session import Session
@@ -43,7 +43,7 @@ class LocalClient:
         self._engine_options = engine_options
         self._session_options: dict[str, Any] = {**session_options}
         self._opens = ""
-        self._beside: Beside[Any] | None = None
+        self._beside: BranchAnswers[Any] | None = None
         self._open_drafts = ExitStack()
         self._before: Rounds | None = None
         self._engine: Engine | None = None
@@ -54,8 +54,8 @@ class LocalClient:
 
     def open(self) -> Facts:
         """Loads the model and opens a session."""
-        from kvq_apps.engine import open_engine
         from kvq_apps.model_path import lasting_name
+        from kvq_apps.opening import open_engine
 
         engine = open_engine(self._model, **self._engine_options)
         if engine.tokenizer.chat_template is None:

@@ -37,7 +37,7 @@ def run(arguments: Namespace) -> int:
     file, line, column = _place(where)
     asked.check(arguments)
     from kvq_apps.completion.document import Document
-    from kvq_apps.engine import open_engine
+    from kvq_apps.opening import open_engine
 
     document = Document(text_input.read_text(file))
     if line > document.num_lines:

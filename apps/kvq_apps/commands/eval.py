@@ -15,7 +15,7 @@ from kvq.formats import format_bytes
 from kvq_apps import flags, laboratory, options, output
 
 if TYPE_CHECKING:
-    from kvq_apps.evaluation.asked import Asked
+    from kvq_apps.evaluation.choices import EvaluationChoices
     from kvq_apps.evaluation.measurement import Measurement, OpenSession, Progress
     from kvq_runtime.engine import Engine
     from kvq_runtime.session import Session
@@ -45,13 +45,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         context=f"tokens per window (default: {DEFAULT_CONTEXT}); "
         "passkey, retrieval and facts take a list of lengths",
         seed="seed of look-ups and of the choice of lines "
-        "(default: {kvq_apps.evaluation.asked:Asked.seed})",
+        "(default: {kvq_apps.evaluation.choices:EvaluationChoices.seed})",
     )  # fmt: skip
     flags.add_flags(
         parser.add_argument_group("filling in lines, solving problems"),
         "limit", "predict", "execute", "baseline",
         predict="tokens of a line or a solution at most (default: "
-        "{kvq_apps.evaluation.asked:Asked.line_tokens}, program: "
+        "{kvq_apps.evaluation.choices:EvaluationChoices.line_tokens}, program: "
         "{kvq_apps.evaluation.problems:PROGRAM_TOKENS}, math: "
         "{kvq_apps.evaluation.problems:MATH_TOKENS})",
     )  # fmt: skip
@@ -286,10 +286,10 @@ def one_length(engine: "Engine", arguments: Namespace, default: int = DEFAULT_CO
     return length
 
 
-def asked_by(arguments: Namespace, files: Sequence[str], **defaults: int) -> "Asked":
+def asked_by(arguments: Namespace, files: Sequence[str], **defaults: int) -> "EvaluationChoices":
     """What the flags ask for; `defaults` where they say nothing."""
     from kvq_apps.evaluation import execution
-    from kvq_apps.evaluation.asked import Asked
+    from kvq_apps.evaluation.choices import EvaluationChoices
 
     given: dict[str, Any] = defaults | options.given(
         arguments,
@@ -301,7 +301,7 @@ def asked_by(arguments: Namespace, files: Sequence[str], **defaults: int) -> "As
         seed="seed",
     )
     passes = execution.passes if arguments.execute else None
-    return Asked(**given, files=tuple(files), passes=passes)
+    return EvaluationChoices(**given, files=tuple(files), passes=passes)
 
 
 def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:

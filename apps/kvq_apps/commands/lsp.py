@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
                 api_key=arguments.api_key,
                 **asked.drafts_and_tokens(arguments),
             )
-        from kvq_apps.engine import open_engine
+        from kvq_apps.opening import open_engine
 
         engine = open_engine(options.model_name(arguments), **options.engine_options(arguments))
         files = DEFAULT_FILES if arguments.files is None else arguments.files

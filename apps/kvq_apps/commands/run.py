@@ -79,7 +79,7 @@ def run(arguments: Namespace) -> int:
     sampling, constraint = options.sampling(arguments), _constraint(arguments)
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
 
-    from kvq_apps.engine import open_engine
+    from kvq_apps.opening import open_engine
     from kvq_runtime.energy import Meter
 
     engine_options = options.engine_options(arguments)

@@ -7,7 +7,7 @@ from kvq.errors import UsageError, argument
 from kvq_apps import flags, options
 
 if TYPE_CHECKING:
-    from kvq_apps.completion.engine import CompletionEngine
+    from kvq_apps.completion.completion_engine import CompletionEngine
     from kvq_runtime.named_engine import Engine
 
 
@@ -51,7 +51,7 @@ def completion_engine(
 
     `settings` are further ones of `CompletionEngine`.
     """
-    from kvq_apps.completion.engine import CompletionEngine
+    from kvq_apps.completion.completion_engine import CompletionEngine
 
     (method,) = options.given(arguments, method="drafts-method").get("method", ("auto",))
     session = {"context_tokens": min(context_tokens, engine.model.context_length)}

@@ -13,7 +13,7 @@ _LINES_BELOW = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
+class Suggestion:
     """A suggestion to show, and the model's log-probability of all that it wrote."""
 
     text: str
@@ -24,7 +24,7 @@ class Draft:
 class Completion:
     """Suggestions, the greedy one first, and what they cost: `why_not` says why there are none."""
 
-    drafts: tuple[Draft, ...]
+    drafts: tuple[Suggestion, ...]
     reused_tokens: int = 0
     encoded_tokens: int = 0
     ms: float = 0.0
@@ -41,11 +41,11 @@ def _surroundings(document: Document, place: tuple[int, int]) -> Around:
 
 def to_show(
     document: Document, place: tuple[int, int], written: Iterable[tuple[str, float]]
-) -> list[Draft]:
+) -> list[Suggestion]:
     """What is shown of texts and their log-probabilities, each text once, those that are any."""
     around = _surroundings(document, place)
-    kept: dict[str, Draft] = {}
+    kept: dict[str, Suggestion] = {}
     for text, logprob in written:
         if left := shown(text, around):
-            kept.setdefault(left, Draft(text=left, logprob=logprob))
+            kept.setdefault(left, Suggestion(text=left, logprob=logprob))
     return list(kept.values())

@@ -21,7 +21,7 @@ _LINES = 16
 class _Replica:
     """A pool in a process of Ray Data's, asked from that one's event loop."""
 
-    def __init__(self, asked: batch.AskedFor) -> None:
+    def __init__(self, asked: batch.BatchRequest) -> None:
         self._asked = asked
         self._hosted = Hosted(asked.load, asked.config)
         self._started = False
@@ -39,7 +39,7 @@ class _Replica:
 
 
 def answer_all(
-    asked: batch.AskedFor,
+    asked: batch.BatchRequest,
     prompts: Iterable[batch.Prompt],
     arguments: Namespace,
     keep: Callable[[batch.Prompt, batch.Row], None],

@@ -21,7 +21,7 @@ from ray.serve.exceptions import (
 from ray.serve.request_router import RequestRouter
 from starlette.types import Message
 
-from kvq_apps.fleet.gateway import Asked, gateway, lost
+from kvq_apps.fleet.gateway import ForwardedRequest, gateway, lost
 from kvq_apps.fleet.placing import Replicas, share_of
 from kvq_apps.fleet.prefixes import Placements
 from kvq_apps.serve.config import ServeConfig
@@ -43,7 +43,7 @@ _STARTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AskedFor:
+class FleetRequest:
     """A fleet as the flags of `kvq serve --ray` ask for it."""
 
     model: str | None
@@ -53,12 +53,12 @@ class AskedFor:
     replicas: Replicas
 
 
-def asked_for(arguments: Namespace) -> AskedFor:
+def asked_for(arguments: Namespace) -> FleetRequest:
     """The fleet that flags ask for. Raises `UsageError`."""
     from kvq_apps import options
     from kvq_apps.commands.serve import serve_config
 
-    return AskedFor(
+    return FleetRequest(
         model=options.model_name(arguments),
         config=serve_config(arguments),
         engine_options=options.engine_options(arguments),
@@ -100,13 +100,13 @@ class PrefixRouter(RequestRouter):
 
 def _chains(pending_request: Any) -> Sequence[Any]:
     args = () if pending_request is None else pending_request.args
-    return args[0].chains if args and isinstance(args[0], Asked) else ()
+    return args[0].chains if args and isinstance(args[0], ForwardedRequest) else ()
 
 
 class Replica:
     """One pool with its routes, in a process that Ray started."""
 
-    async def __init__(self, fleet: AskedFor, engine_options: Mapping[str, Any]) -> None:
+    async def __init__(self, fleet: FleetRequest, engine_options: Mapping[str, Any]) -> None:
         """Loads the model. Raises `KvqError`."""
         self._hosted = Hosted(
             lambda: load(fleet.model, engine_options, fleet.session_options, fleet.config),
@@ -115,7 +115,7 @@ class Replica:
         self._hosted.start()
         await self._hosted.ready()
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[list[Message]]:
+    async def answer(self, asked: ForwardedRequest) -> AsyncGenerator[list[Message]]:
         """The ASGI messages that answer a request, as many at once as there are."""
         said: asyncio.Queue[Message | None] = asyncio.Queue()
         body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
@@ -171,7 +171,7 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> Any:
         return gateway(self._forward, self._config)
 
-    async def _forward(self, asked: Asked) -> AsyncGenerator[list[Message]]:
+    async def _forward(self, asked: ForwardedRequest) -> AsyncGenerator[list[Message]]:
         response = self._answer.remote(asked)
         try:
             async for messages in response:
@@ -191,7 +191,7 @@ class Gateway:
             response.cancel()
 
 
-def application(fleet: AskedFor) -> serve.Application:
+def application(fleet: FleetRequest) -> serve.Application:
     """The Ray Serve application of a fleet. Raises `UsageError` where no machine has the CPUs."""
     config, replicas = fleet.config, fleet.replicas
     share = share_of(fleet.engine_options.get("threads"), replicas.most)

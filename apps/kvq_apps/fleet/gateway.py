@@ -32,7 +32,7 @@ _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ForwardedRequest:
     """A request on its way to a replica, and what is known of its text."""
 
     scope: dict[str, Any]
@@ -42,7 +42,7 @@ class Asked:
 
 # Gives the ASGI messages of a replica's answer, as many at once as there are. Raises
 # `RequestError`, with the code `LOST` where the replica is gone.
-Forward = Callable[[Asked], AsyncGenerator[Sequence[Message]]]
+Forward = Callable[[ForwardedRequest], AsyncGenerator[Sequence[Message]]]
 
 
 def lost() -> RequestError:
@@ -74,7 +74,7 @@ class _Gateway:
         try:
             body = await self._body(receive)
             owner = Headers(scope=scope).get("authorization", "") if self._config.api_key else ""
-            asked = Asked(
+            asked = ForwardedRequest(
                 scope={name: scope[name] for name in _SCOPE if name in scope},
                 body=body,
                 chains=await asyncio.to_thread(chains_of, body, owner) if body else (),
@@ -94,7 +94,7 @@ class _Gateway:
             else:
                 await error_response(error)(scope, receive, send)
 
-    async def _pass_on(self, asked: Asked, answer: "_Answer") -> None:
+    async def _pass_on(self, asked: ForwardedRequest, answer: "_Answer") -> None:
         for tried in range(1, _TRIES + 1):
             try:
                 async for messages in self._forward(asked):

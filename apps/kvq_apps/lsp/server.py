@@ -59,7 +59,7 @@ MOST_LINE = 20_000
 
 
 class Completer(Protocol):
-    """Who completes: `completion.engine.CompletionEngine`, or a stand-in."""
+    """Who completes: `completion.completion_engine.CompletionEngine`, or a stand-in."""
 
     def complete(
         self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]

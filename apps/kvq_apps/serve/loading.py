@@ -9,7 +9,7 @@ from typing import Any
 from kvq.settings import cache_folder
 from kvq_apps import known_models
 from kvq_apps.completion.prompts import OwnedPrompts
-from kvq_apps.engine import open_engine
+from kvq_apps.opening import open_engine
 from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
 from kvq_models.infilling import fixed_tokens

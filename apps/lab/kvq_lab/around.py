@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvq_apps.completion.blocks import BlockTokenizer
+from kvq_apps.completion.completion_engine import NEAR_CHARACTERS
 from kvq_apps.completion.document import Document
-from kvq_apps.completion.drafts import Completion, Draft
-from kvq_apps.completion.engine import NEAR_CHARACTERS
+from kvq_apps.completion.drafts import Completion, Suggestion
 from kvq_apps.lsp.frames import framed, read_frames
 from kvq_apps.lsp.server import LanguageServer
 from kvq_lab.typing_sessions import PROGRAM, copies_of
@@ -48,7 +48,7 @@ class _NoEngine:
         )  # fmt: skip
         hunks(self._held, ids)
         self._held = ids
-        return Completion(drafts=(Draft(text="draft", logprob=0.0),))
+        return Completion(drafts=(Suggestion(text="draft", logprob=0.0),))
 
     def read(self, *_: object, **__: object) -> bool:
         return True

@@ -23,8 +23,8 @@ from kvq_apps.commands.eval import (
 
 if TYPE_CHECKING:
     from kvq_apps.commands.eval import Opened
-    from kvq_apps.evaluation.asked import Asked
     from kvq_apps.evaluation.cache_setting import CacheSetting
+    from kvq_apps.evaluation.choices import EvaluationChoices
     from kvq_apps.evaluation.measurement import Measurement, Progress
     from kvq_apps.evaluation.tasks import Material
     from kvq_export.continuations import Passage
@@ -250,7 +250,7 @@ def _sweep_file(
     )
 
 
-def _sweep_tasks(wanted: tuple[str, ...] | None, asked: "Asked") -> tuple[str, ...]:
+def _sweep_tasks(wanted: tuple[str, ...] | None, asked: "EvaluationChoices") -> tuple[str, ...]:
     """What is wanted, or all that the files allow."""
     from kvq_lab.sweep import TASKS
 

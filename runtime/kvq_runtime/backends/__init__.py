@@ -256,7 +256,7 @@ WHOLE = Mode()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows(Generic[C]):
+class SequencePass(Generic[C]):
     """What one sequence brings to a pass: T rows begun in its `cache`.
 
     `ids` int64 [T, K] and `weights` float32 [T, K]: the embedding of row t is
@@ -279,9 +279,9 @@ class Rows(Generic[C]):
     states: NDArray[np.float32] | None = None
 
 
-def plain_rows(cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> Rows[C]:
+def plain_rows(cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> SequencePass[C]:
     """Tokens `ids` [T] right after those in the cache."""
-    return Rows(
+    return SequencePass(
         cache=cache,
         ids=ids[:, None],
         weights=np.ones((len(ids), 1), np.float32),
@@ -298,12 +298,12 @@ class Pass(Generic[C]):
     for every pass of a session.
     """
 
-    rows: tuple[Rows[C], ...]
+    rows: tuple[SequencePass[C], ...]
     rope_long: bool = False
 
     @property
     def exact_rows(self) -> int:
-        """What serves every sequence of the pass; see `Rows`."""
+        """What serves every sequence of the pass; see `SequencePass`."""
         counts = [own.exact_rows for own in self.rows if len(own.wanted)]
         return max(counts) if counts and min(counts) else 0
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Holdings, check_chunk, check_context
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError, argument
-from kvq_runtime.backends import Rows
+from kvq_runtime.backends import SequencePass
 from kvq_runtime.backends.llama_layout import (
     CACHE_TYPES,
     SEQUENCES,
@@ -161,7 +161,7 @@ class LlamaCppCache:
             self._at, self.tokens = (at, self.tokens), at
         self._rows += tokens
 
-    def forward(self, rows: "Rows[LlamaCppCache]") -> NDArray[np.float32]:
+    def forward(self, rows: "SequencePass[LlamaCppCache]") -> NDArray[np.float32]:
         """Logits float32 [R, V] of one sequence's rows; see `Backend.forward`."""
         context = self._live()
         batch = self._batch.fill(rows.ids[:, 0], rows.positions, rows.wanted)

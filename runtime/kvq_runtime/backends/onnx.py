@@ -16,7 +16,7 @@ from kvq import devices, native, native_linear
 from kvq.errors import BackendError, BundleError, CacheError, argument
 from kvq.residency import Residency, Resident
 from kvq_runtime import gpu, huge_pages, tuning
-from kvq_runtime.backends import WHOLE, Mode, Pass, Rows, bounded_experts
+from kvq_runtime.backends import WHOLE, Mode, Pass, SequencePass, bounded_experts
 from kvq_runtime.backends.paged import PagedBackend, PagedCache
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.graph_check import cache_inputs
@@ -161,7 +161,7 @@ class OnnxBackend(PagedBackend):
         return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(wanted)[:-1])
 
     def _run(
-        self, feeds: Mapping[str, Any], rows: Sequence[Rows[PagedCache]], exact_rows: int
+        self, feeds: Mapping[str, Any], rows: Sequence[SequencePass[PagedCache]], exact_rows: int
     ) -> NDArray[np.float32]:
         session = self._session
         if session is None:
@@ -226,7 +226,7 @@ class OnnxBackend(PagedBackend):
             self._residency.close()
 
 
-def _own_rows(own: Rows[PagedCache]) -> dict[str, NDArray[Any]]:
+def _own_rows(own: SequencePass[PagedCache]) -> dict[str, NDArray[Any]]:
     """The graph's inputs about the rows of one sequence alone.
 
     After a step the weights have passed through every cache of the processor: each line of Python
@@ -240,7 +240,7 @@ def _own_rows(own: Rows[PagedCache]) -> dict[str, NDArray[Any]]:
     }
 
 
-def _joint_rows(rows: Sequence[Rows[PagedCache]]) -> dict[str, NDArray[Any]]:
+def _joint_rows(rows: Sequence[SequencePass[PagedCache]]) -> dict[str, NDArray[Any]]:
     """Those of several sequences, one after the other."""
     starts = np.cumsum([0, *(len(own.ids) for own in rows)])
     width = max(own.ids.shape[1] for own in rows)
@@ -253,7 +253,7 @@ def _joint_rows(rows: Sequence[Rows[PagedCache]]) -> dict[str, NDArray[Any]]:
     }
 
 
-def _state_feeds(rows: Sequence[Rows[PagedCache]]) -> dict[str, NDArray[Any]]:
+def _state_feeds(rows: Sequence[SequencePass[PagedCache]]) -> dict[str, NDArray[Any]]:
     """What a graph that tells states is given beside: the rows that are computed to the end.
 
     Those whose states or logits are wanted; and which of these give logits.
@@ -269,7 +269,7 @@ def _state_feeds(rows: Sequence[Rows[PagedCache]]) -> dict[str, NDArray[Any]]:
     return feeds | ({"joined": np.concatenate(joined)} if joined else {})
 
 
-def _tell_states(rows: Sequence[Rows[PagedCache]], states: NDArray[np.float32]) -> None:
+def _tell_states(rows: Sequence[SequencePass[PagedCache]], states: NDArray[np.float32]) -> None:
     """Gives each sequence the states of its rows, those of the graph's `state_rows` [N, hidden]."""
     first = 0
     for own in rows:

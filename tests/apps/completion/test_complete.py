@@ -22,9 +22,9 @@ import pytest
 
 from kvq.errors import UsageError
 from kvq_apps.cli import main
-from kvq_apps.completion import engine as module
+from kvq_apps.completion import completion_engine as module
+from kvq_apps.completion.completion_engine import CompletionEngine
 from kvq_apps.completion.document import Document, Position
-from kvq_apps.completion.engine import CompletionEngine
 from kvq_apps.completion.prompts import MOST_OWNERS, OwnedPrompts
 from kvq_lab.typing_sessions import PROGRAM
 from kvq_runtime.named_engine import Engine

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import Message
 
-from kvq_apps.fleet.gateway import Asked, gateway, lost
+from kvq_apps.fleet.gateway import ForwardedRequest, gateway, lost
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError
 
@@ -25,10 +25,10 @@ class Fleet:
 
     def __init__(self, *tries: Sequence[Message | Exception]) -> None:
         self.tries = list(tries)
-        self.asked: list[Asked] = []
+        self.asked: list[ForwardedRequest] = []
         self.left = 0
 
-    async def forward(self, asked: Asked) -> AsyncGenerator[Sequence[Message]]:
+    async def forward(self, asked: ForwardedRequest) -> AsyncGenerator[Sequence[Message]]:
         self.asked.append(asked)
         try:
             for message in self.tries.pop(0):
@@ -132,7 +132,7 @@ async def test_what_may_not_pass_reaches_no_replica() -> None:
 async def test_a_client_that_leaves_ends_its_answer() -> None:
     fleet = Fleet([HEAD, piece("a", more=True)] * 2)
 
-    async def forever(asked: Asked) -> AsyncGenerator[Sequence[Message]]:
+    async def forever(asked: ForwardedRequest) -> AsyncGenerator[Sequence[Message]]:
         try:
             yield [HEAD]
             await asyncio.Future()

@@ -187,13 +187,13 @@ def test_a_server_begins_before_anything_slow_is_loaded() -> None:
 
 NOISY = """
 import os, subprocess, sys
-from kvq_apps import engine
+from kvq_apps import opening
 def noisy(*words, **options):
     print("python prints", flush=True)
     os.write(1, b"native code prints\\n")
     subprocess.run(["echo", "a child prints"])
     raise OSError("no model here")
-engine.open_engine = noisy
+opening.open_engine = noisy
 from kvq_apps.cli import main
 sys.exit(main(["lsp"]))
 """
@@ -223,10 +223,10 @@ def test_frames_alone_are_written_and_no_text_is_logged(tmp_path: Path) -> None:
 
 ASKED = """
 import sys
-from kvq_apps import engine
+from kvq_apps import opening
 def asked(name, **options):
     raise OSError(f"asked for {name}")
-engine.open_engine = asked
+opening.open_engine = asked
 from kvq_apps.cli import main
 sys.exit(main(["lsp"]))
 """

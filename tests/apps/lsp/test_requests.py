@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 
+from kvq_apps.completion.completion_engine import CompletionEngine
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import Completion
-from kvq_apps.completion.engine import CompletionEngine
 from kvq_lab.typing_sessions import PROGRAM
 from kvq_runtime.named_engine import Engine
 from kvq_specdraft import writer_named

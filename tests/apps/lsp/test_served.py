@@ -13,8 +13,8 @@ import pytest
 
 from environment import environment_in
 from kvq.errors import BackendError, UsageError
+from kvq_apps.completion.completion_engine import CompletionEngine
 from kvq_apps.completion.document import Document, Position
-from kvq_apps.completion.engine import CompletionEngine
 from kvq_apps.completion.served import ServedCompletions
 from kvq_apps.serve.protocol import PROTOCOL, PROTOCOL_HEADER
 from kvq_lab.typing_sessions import PROGRAM

@@ -25,7 +25,7 @@ from kvq_apps.serve.page import page
 from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
 from kvq_runtime.config import Sampling
-from kvq_runtime.drafter import Ground
+from kvq_runtime.drafter import DraftContext
 from kvq_runtime.serving import saving as saved_module
 from kvq_runtime.serving.pool import SessionPool
 from kvq_runtime.serving.saving import as_ids
@@ -728,7 +728,7 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
         def close(self) -> None:
             pass
 
-        def drafting(self, ground: Ground) -> Any:
+        def drafting(self, ground: DraftContext) -> Any:
             return self.propose(ground.room)
             yield
 

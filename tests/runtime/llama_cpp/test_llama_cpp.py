@@ -19,7 +19,7 @@ from kvq_models.config import ModelConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for
 from kvq_runtime import backends
-from kvq_runtime.backends import Pass, Rows, llama_library, plain_rows
+from kvq_runtime.backends import Pass, SequencePass, llama_library, plain_rows
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
 from kvq_runtime.backends.llama_cpp import LlamaCppBackend
 from kvq_runtime.backends.llama_layout import reported_caches
@@ -410,7 +410,7 @@ def test_odd_heads_take_no_quantised_cache(make: Make) -> None:
 
 def test_mixed_embeddings_are_refused(engine: Engine) -> None:
     cache = engine.backend.open_cache(engine.backend.session_config(SessionRequest()))
-    rows = Rows(
+    rows = SequencePass(
         cache=cache,
         ids=np.array([[7, 8]]),
         weights=np.array([[0.5, 0.5]], np.float32),
@@ -440,7 +440,7 @@ def fill(engine: Engine, cache: Any, at: int, ids: list[int]) -> None:
     """Brings `ids` into the gap at token `at`; a pass that is forgotten first leaves it open."""
     for kept in (0, len(ids)):
         cache.begin(len(ids), at=at)
-        rows = Rows(
+        rows = SequencePass(
             cache=cache,
             ids=np.array(ids, np.int64)[:, None],
             weights=np.ones((len(ids), 1), np.float32),

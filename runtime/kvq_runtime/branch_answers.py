@@ -15,7 +15,7 @@ from kvq_runtime.metrics import Stopwatch
 from kvq_runtime.passes import Work
 
 
-class Beside(Generic[C]):
+class BranchAnswers(Generic[C]):
     """Answers over one branch; `going` are the numbers of those that have not ended.
 
     `kept` is the number of the answer that the sequence goes on with, None: with none.

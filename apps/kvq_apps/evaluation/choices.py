@@ -15,7 +15,7 @@ from kvq_runtime.config import check_seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class EvaluationChoices:
     """The choices of an evaluation. Raises `UsageError` naming the flag of an impossible one.
 
     `files` are texts, source files and records; `max_tokens` cuts the text (None: all of it);
