@@ -171,8 +171,8 @@ class Tokenizer:
     @cached_property
     def pieces(self) -> PieceIndex:
         """The tokens that are text, by their bytes; made when first asked for."""
-        ids = range(self.vocab_size)
-        return PieceIndex((token, self.token_bytes(token, special=False)) for token in ids)
+        told, ids = self._vocabulary.piece_bytes, range(self.vocab_size)
+        return PieceIndex((token, told(token)) for token in ids if token not in self._control)
 
     @property
     def chat_template(self) -> str | None:
@@ -291,15 +291,18 @@ class JsonVocabulary:
             self._added: dict[int, bytes] = {
                 token["id"]: token["content"].encode("utf-8") for token in added
             }
+            told = [token.get("special") for token in added]
             for token in added:
                 token["special"] = _is_control(token) or token["id"] in control
-            changed = json.dumps(definition)
+            # Writing a large vocabulary takes as long as a third of reading it.
+            if told != [token["special"] for token in added]:
+                tokenizer_json = json.dumps(definition)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"tokenizer.json cannot be used: {error!r}") from error
         self.special: Mapping[int, str] = {
             token["id"]: token["content"] for token in added if token["special"]
         }
-        self._library = _load(changed)
+        self._library = _load(tokenizer_json)
         self._library.no_truncation()
         self._library.no_padding()
         # Held by whoever encodes, and by whoever is next: a long text keeps nobody out.
