@@ -19,7 +19,7 @@ from kvq.config import Budget, CacheShape, KvPlan
 from kvq.errors import BudgetError, UsageError
 from kvq.selectors import rule_named
 from kvq.sizing import Arena
-from pairs import attention, frequencies, packed_rows
+from pairs import attend_alike
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason=native.why_not()),
@@ -63,23 +63,13 @@ class Two:
     def __init__(self, num_bytes: int, **options: Any) -> None:
         self.rng = np.random.default_rng(0)
         self.caches = [Cache(resolved(**options)), Cache(over_file(num_bytes, **options))]
-        self.layers = [attention(SHAPE, layer) for layer in range(2)]
 
     @property
     def filed(self) -> Cache:
         return self.caches[1]
 
     def run(self, count: int, at: int | None = None) -> None:
-        rows = packed_rows(SHAPE, self.rng, count)
-        positions = (self.filed.tokens if at is None else at) + np.arange(count)
-        outs = []
-        for cache in self.caches:
-            cache.begin(count, at=at)
-            given = zip(self.layers, rows, strict=True)
-            outs.append([cache.attend(a, x, positions, frequencies(16)) for a, x in given])
-            cache.commit(count)
-        for alone, filed in zip(*outs, strict=True):
-            np.testing.assert_array_equal(alone, filed)
+        attend_alike(self.caches, self.rng, count, at)
 
     def fill(self, tokens: int) -> None:
         while tokens:

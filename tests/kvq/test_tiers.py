@@ -17,7 +17,7 @@ from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan, parse_offload
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.sizing import Arena
-from pairs import attention, frequencies, packed_rows
+from pairs import attend_alike
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -54,14 +54,13 @@ class Pair:
     """One cache with all its pages on the device, one with two columns there, told the same."""
 
     def __init__(self, device: str, layers: int) -> None:
-        self.rng, self.shape = np.random.default_rng(layers), shape(layers)
+        self.rng = np.random.default_rng(layers)
         needed = whole(layers).bytes_with_resident(RESIDENT)
         self.arena = in_tiers(layers, needed)
         assert self.arena.resident_columns == RESIDENT
         assert self.arena.device_bytes == needed
         arenas = whole(layers), self.arena
         self.caches = [Cache(arena, engine=device) for arena in arenas]
-        self.layers = [attention(self.shape, layer) for layer in range(layers)]
 
     @property
     def tiered(self) -> Cache:
@@ -72,16 +71,7 @@ class Pair:
             call(cache)
 
     def run(self, count: int, at: int | None = None) -> None:
-        rows = packed_rows(self.shape, self.rng, count)
-        positions = (self.tiered.tokens if at is None else at) + np.arange(count)
-        outs = []
-        for cache in self.caches:
-            cache.begin(count, at=at)
-            given = zip(self.layers, rows, strict=True)
-            outs.append([cache.attend(a, x, positions, frequencies(16)) for a, x in given])
-            cache.commit(count)
-        for alone, tiered in zip(*outs, strict=True):
-            np.testing.assert_array_equal(alone, tiered)
+        attend_alike(self.caches, self.rng, count, at)
 
     def check(self) -> None:
         states = [cache.state() for cache in self.caches]

@@ -133,6 +133,24 @@ def packed_rows(shape: CacheShape, rng: np.random.Generator, tokens: int) -> lis
     return [pack_heads(*random_heads(rng, shape, tokens)) for _ in range(shape.num_layers)]
 
 
+def attend_alike(
+    caches: Sequence[Cache], rng: np.random.Generator, count: int, at: int | None = None
+) -> None:
+    """So many random tokens for all these caches, in which they give the same to the bit."""
+    shape, start = caches[0].shape, caches[0].tokens if at is None else at
+    rows, positions = packed_rows(shape, rng, count), start + np.arange(count)
+    outs: list[list[Float]] = []
+    for cache in caches:
+        cache.begin(count, at=at)
+        layers = enumerate(rows)
+        outs.append(
+            [cache.attend(attention(shape, i), x, positions, frequencies(16)) for i, x in layers]
+        )
+        cache.commit(count)
+    for others in outs[1:]:
+        np.testing.assert_array_equal(outs[0], others)
+
+
 def forward(
     cache: Cache,
     layers: Sequence[AttentionParams],
