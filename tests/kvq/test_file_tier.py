@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvq import native
 from kvq.abi import as_config
 from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan
-from kvq.errors import BudgetError, UsageError
+from kvq.errors import BackendError, BudgetError, UsageError
 from kvq.selectors import rule_named
 from kvq.sizing import Arena
 from pairs import attend_alike
@@ -208,6 +209,14 @@ def test_a_disk_without_room_is_an_error_that_says_what_to_do(
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with pytest.raises(BudgetError, match="Not a directory; make room"):
         Cache(arena)
+
+
+def test_systems_that_keep_what_was_read_refuse_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = over_file(least_bytes())
+    monkeypatch.setattr("kvq.native.sys", Mock(platform="darwin"))
+    with pytest.raises(BackendError, match=r"does not take out of memory .* use Linux"):
+        Cache(arena)
+    Cache(resolved()).close()
 
 
 def test_a_file_that_is_too_short_is_refused(tmp_path: Path) -> None:
