@@ -27,9 +27,9 @@ bool survives(bool (*trial)());
 // is none.
 uint8_t* allocate(int64_t bytes, bool huge);
 void release(uint8_t* memory);
-// Likewise, but the last `file_bytes`, up to part of a system page, are the first of a file, that
-// who writes to the memory writes to: the system keeps of them in memory what it has room for. Null:
-// it has no such views, or no room for one. Not freed by `release`.
+// As `allocate`, but the last `file_bytes`, up to part of a system page, are the first of this file:
+// what is written there is written to it, and the system keeps in memory what it has room for. Null:
+// it has no such views, no room for one, or the file is shorter. Freed by `release_view` alone.
 uint8_t* allocate_over(int file, int64_t bytes, int64_t file_bytes);
 void release_view(uint8_t* memory, int64_t bytes);
 // Whether bytes of such a view are read here and there, so that nothing is gained by reading on.
@@ -42,7 +42,7 @@ uintptr_t page_bytes();
 bool views_file(uintptr_t begin, uintptr_t end);
 // Pages of a view leave this process's memory, to be read from the file when they are next wanted.
 void forget(uintptr_t begin, uintptr_t end);
-// The system may begin to read these pages; where they appear in memory is not changed by it.
+// The system may begin to read these bytes; where they appear in memory is not changed by it.
 void read_ahead(uintptr_t begin, uintptr_t end);
 
 // A shared library, for as long as the process lives; null: `why` says why not.

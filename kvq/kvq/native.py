@@ -481,9 +481,8 @@ def _second_tier(num_bytes: int) -> Generator[int]:
     except OSError as error:
         raise BudgetError(
             f"{argument('kv_offload')} needs {format_bytes(num_bytes)} in {folder}: "
-            f"{error.strerror or error}; make room there, name another folder by "
-            f"XDG_CACHE_HOME, or give a smaller "
-            f"{argument('context_tokens')} or a larger {argument('kv_budget')}"
+            f"{error.strerror or error}; make room there, name another folder by XDG_CACHE_HOME, "
+            f"or give a smaller {argument('context_tokens')} or a larger {argument('kv_budget')}"
         ) from error
 
 

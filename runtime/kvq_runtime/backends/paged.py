@@ -106,7 +106,9 @@ class PagedBackend(ABC):
     def estimate(files: Bundle, request: SessionRequest, *, threads: int) -> Estimate:
         """See `backends.estimate`."""
         classes = files.config.cache_classes
-        held = _config(files, request.whole(files.config.context_length), threads, True)
+        held = _config(
+            files, request.whole(files.config.context_length), threads, on_processor=True
+        )
         return Estimate(
             plan=held.plan,
             context_tokens=held.context_tokens,
@@ -141,7 +143,9 @@ class PagedBackend(ABC):
         """See `Backend.session_config`."""
         if request.draft_head:
             _ = self.draft_head  # refused before any memory is taken
-        return _config(self.bundle, request, self.threads, self.device == gpu.PROCESSOR)
+        return _config(
+            self.bundle, request, self.threads, on_processor=self.device == gpu.PROCESSOR
+        )
 
     def open_cache(self, config: SessionConfig) -> PagedCache:
         """See `Backend.open_cache`."""
@@ -160,7 +164,7 @@ class PagedBackend(ABC):
 
 
 def _config(
-    bundle: Bundle, request: SessionRequest, threads: int, on_processor: bool
+    bundle: Bundle, request: SessionRequest, threads: int, *, on_processor: bool
 ) -> SessionConfig:
     model, manifest = bundle.config, bundle.manifest
     given = request.context_tokens
