@@ -94,7 +94,7 @@ class Both:
         return paths[-1]
 
     def append(self, count: int | None = None) -> None:
-        count = count or self.chance.choice((1, 30, 64, 200))
+        count = count or self.chance.choice((1, 30, 64, 128))
         if self.caches[0].tokens + count <= CONTEXT:
             self.run(count)
             self.every(lambda cache: cache.commit(count))
@@ -161,7 +161,8 @@ def test_what_is_kept_is_the_same_to_the_byte(
     seed: int, widths: tuple[int, int], opened: Callable[..., Both]
 ) -> None:
     both = opened(seed, widths)
-    both.append(230)
+    both.append(128)
+    both.append(102)
     for _ in range(8):
         steps = [both.append, both.draft, both.trim, both.edit, both.swap, both.append]
         both.chance.choice([*steps, both.demote] if widths[0] < 16 else steps)()

@@ -202,12 +202,12 @@ def resident():
 
 shape = CacheShape(num_layers=4, num_heads=4, num_kv_heads=4, head_dim=256)
 layers = [attention(shape, layer, window_tokens=4) for layer in range(4)]
-rows = [pack_heads(*random_heads(np.random.default_rng(0), shape, 256))] * 4
+rows = [pack_heads(*random_heads(np.random.default_rng(0), shape, 128))] * 4
 
 def fill(cache, tokens):
     while cache.tokens < tokens:
-        forward(cache, layers, rows, np.arange(256) + cache.tokens)
-        cache.commit(256)
+        forward(cache, layers, rows, np.arange(128) + cache.tokens)
+        cache.commit(128)
         yield resident()
 
 plan = KvPlan(k_bits=8, v_bits=8)
