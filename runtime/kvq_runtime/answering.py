@@ -173,20 +173,20 @@ class Answering(Generic[C]):
                 exact_rows=generation.exact_rows,
             )
             watch.lap()
-            taken = generation.take(passed.logits, draft, cancel=cancel)
-            branch.commit([*range(first), *(first + place for place in taken.path)])
-        sequence.append([taken.token])
+            accepted = generation.take(passed.logits, draft, cancel=cancel)
+            branch.commit([*range(first), *(first + place for place in accepted.path)])
+        sequence.append([accepted.token])
         if first:
-            self._measure(held, first + len(taken.path), passed.seconds)
+            self._measure(held, first + len(accepted.path), passed.seconds)
         chosen_s = watch.lap()
-        self._meter.chose(taken.prompt_tokens, len(sequence) - held, chosen_s)
-        if taken.prompt_tokens:
-            self._prompt_end = held + taken.prompt_tokens
+        self._meter.chose(accepted.prompt_tokens, len(sequence) - held, chosen_s)
+        if accepted.prompt_tokens:
+            self._prompt_end = held + accepted.prompt_tokens
         if passed.rows and generation.drafts:
-            drafting.observe(draft, taken, passed)
+            drafting.observe(draft, accepted, passed)
             drafted_s += watch.lap()
-            self._meter.drafted(len(draft.ids), len(taken.path), drafted_s)
-        return taken.steps, drafted_s + passed.seconds + chosen_s
+            self._meter.drafted(len(draft.ids), len(accepted.path), drafted_s)
+        return accepted.steps, drafted_s + passed.seconds + chosen_s
 
     def answering(self, options: GenerationOptions) -> Work[C, list[Step]]:
         """All of an answer, as work that shares its passes (`passes.run_all`); its steps."""

@@ -170,10 +170,10 @@ class Drafter(Protocol):
         """At most `room` tokens that may follow the text."""
         return NO_DRAFT
 
-    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
+    def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
         """What is proposed there; yields the rows of the passes that this takes."""
         yield from ()
-        return self.propose(ground.room)
+        return self.propose(draft_context.room)
 
     def observe(self, outcome: Round) -> None:
         """Notes what a pass made of the last draft; `follow` tells the tokens once more."""

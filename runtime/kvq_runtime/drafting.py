@@ -83,7 +83,7 @@ class Drafting(Generic[C]):
         room = min(generation.room - 1, cache.draft_room - len(due))
         if room < 1:
             return NO_DRAFT
-        ground = DraftContext(
+        draft_context = DraftContext(
             branch=branch,
             due=due,
             room=room,
@@ -91,12 +91,12 @@ class Drafting(Generic[C]):
             foresight=generation.foresight,
             states=self._sequence.states,
         )
-        draft = yield from drafter.drafting(ground)
+        draft = yield from drafter.drafting(draft_context)
         branch.forget()
         _check(type(drafter).__name__, draft, room, self._backend.model.vocab_size)
         return draft if draft.is_chain else draft.first(cache.tree_room - len(due))
 
-    def observe(self, draft: Draft, taken: Accepted, passed: Passed) -> None:
+    def observe(self, draft: Draft, accepted: Accepted, passed: Passed) -> None:
         """Tells the drafter what the pass made of `draft`."""
         if self._pause:
             self._pause -= 1
@@ -105,8 +105,8 @@ class Drafting(Generic[C]):
             self.drafter.observe(
                 Round(
                     draft=draft,
-                    path=taken.path,
-                    tokens=(*(draft.ids[place] for place in taken.path), taken.token),
+                    path=accepted.path,
+                    tokens=(*(draft.ids[place] for place in accepted.path), accepted.token),
                     logits=passed.logits,
                     rows=passed.rows,
                     seconds=passed.seconds,

@@ -42,15 +42,15 @@ class Guessing(Drafter):
             )
         self._pace = Pace(most=self.most, least=self.least)
 
-    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
+    def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`."""
-        room, goes_on = self._pace.begin(ground.room), True
+        room, goes_on = self._pace.begin(draft_context.room), True
         if not room:
             return NO_DRAFT
-        foresight, ids, drawn = ground.foresight(), list[int](), list[NDArray[np.float64]]()
-        new = ground.due
+        foresight, ids, drawn = draft_context.foresight(), list[int](), list[NDArray[np.float64]]()
+        new = draft_context.due
         while goes_on and len(ids) < room:
-            passed = yield from self._guess(ground, new)
+            passed = yield from self._guess(draft_context, new)
             logits = passed.logits[-1]
             chosen = foresight.choose(logits)
             if chosen is None:
@@ -71,7 +71,7 @@ class Guessing(Drafter):
         self._pace.observe(outcome)
 
     @abstractmethod
-    def _guess(self, ground: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
+    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
         """A pass over `new`, what follows the text or the last guess; the last row counts."""
 
 
@@ -80,8 +80,8 @@ class SelfGuessing(Guessing):
 
     _mode: Mode = WHOLE
 
-    def _guess(self, ground: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
-        return (yield from ground.branch.extend(list(new), mode=self._mode))
+    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
+        return (yield from draft_context.branch.extend(list(new), mode=self._mode))
 
 
 def likelihood(logits: NDArray[np.float32]) -> float:

@@ -76,16 +76,16 @@ class Model(Guessing):
         sequence.keep(kept + shared)
         sequence.append(new[shared:])
 
-    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
+    def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`; nothing where its context is full."""
-        if self._opened.room < ground.room:
+        if self._opened.room < draft_context.room:
             return NO_DRAFT
-        return (yield from super().drafting(ground))
+        return (yield from super().drafting(draft_context))
 
-    def _guess(self, ground: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
+    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
         """The text and the guesses so far are in the sequence, or become so."""
         sequence, seconds = self._opened, 0.0
-        if new is not ground.due:
+        if new is not draft_context.due:
             sequence.append(new)
         while sequence.due():
             seconds += yield from sequence.advancing()

@@ -84,29 +84,31 @@ class Mtp(Guessing):
             seconds += (yield from self._read(states)).seconds
         return seconds
 
-    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
+    def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`; nothing where the state before what is due is not known."""
-        assert ground.states is not None
+        assert draft_context.states is not None
         together = min(_TOGETHER, self._opened.chunk_tokens)
-        while self._missing(ground.states) > together:
-            yield from self._read(ground.states)
-        known = ground.states.stop == len(self._text) - 1 and self._missing(ground.states)
-        if len(ground.due) != 1 or not known:
+        while self._missing(draft_context.states) > together:
+            yield from self._read(draft_context.states)
+        known = draft_context.states.stop == len(self._text) - 1 and self._missing(
+            draft_context.states
+        )
+        if len(draft_context.due) != 1 or not known:
             return NO_DRAFT
         if self._may_narrow:
             self._mode = Mode(head_tokens=frequent_tokens(self._text))
         with ExitStack() as self._forgotten:
-            return (yield from super().drafting(ground))
+            return (yield from super().drafting(draft_context))
 
-    def _guess(self, ground: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
+    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
         """The first guess reads what the model has told since the last; those rows stay."""
-        assert ground.states is not None
-        if new is ground.due:
-            passed = yield from self._read(ground.states, ground.exact_rows)
+        assert draft_context.states is not None
+        if new is draft_context.due:
+            passed = yield from self._read(draft_context.states, draft_context.exact_rows)
             self._branch = self._forgotten.enter_context(self._opened.branch())
         else:
             passed = yield from self._branch.extend(
-                new, exact_rows=ground.exact_rows, mode=self._mode, joined=self._state
+                new, exact_rows=draft_context.exact_rows, mode=self._mode, joined=self._state
             )
         assert passed.states is not None
         self._state = passed.states[-1:]

@@ -49,11 +49,11 @@ class QuantSpec(SelfGuessing):
         """See `Drafter`."""
         self._text[kept:] = new
 
-    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
+    def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`."""
         if self._may_narrow:
             self._mode = Mode(view="hi", head_tokens=frequent_tokens(self._text))
-        return (yield from super().drafting(ground))
+        return (yield from super().drafting(draft_context))
 
 
 def frequent_tokens(text: Sequence[int]) -> int:

@@ -52,16 +52,16 @@ class Relay(Drafter):
         """See `Drafter`: what needs no pass."""
         return self.first.propose(room)
 
-    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
+    def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`."""
         self._asked_first = self._pause == 0
         self._pause = max(0, self._pause - 1)
-        draft = self.first.propose(ground.room) if self._asked_first else NO_DRAFT
+        draft = self.first.propose(draft_context.room) if self._asked_first else NO_DRAFT
         self._asked_second = not draft.ids
         if draft.ids:
             return draft
         self._pause += draft.pause
-        return (yield from self.second.drafting(ground))
+        return (yield from self.second.drafting(draft_context))
 
     def reading(self, states: States) -> Work[Any, float]:
         """See `Drafter`."""

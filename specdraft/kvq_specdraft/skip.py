@@ -68,25 +68,27 @@ class Skip(SelfGuessing):
             self._chosen = False
         self._text[kept:] = new
 
-    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
+    def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
         """See `Drafter`."""
         if not self._chosen:
             kind = self._text[-_KIND_TOKENS:]
             known = self._kinds.nearest(kind)
             if known is None:
-                known = yield from self._choose(ground)
+                known = yield from self._choose(draft_context)
                 self._kinds.keep(kind, known)
             self._mode, self._chosen = Mode(skipped=known), True
-        return (yield from super().drafting(ground))
+        return (yield from super().drafting(draft_context))
 
-    def _choose(self, ground: DraftContext) -> Work[Any, tuple[int, ...]]:
+    def _choose(self, draft_context: DraftContext) -> Work[Any, tuple[int, ...]]:
         """The layers to leave out by what the model makes of the newest tokens."""
         choosing = Choosing(num_layers=self._num_layers, count=self._count)
         while (skipped := choosing.wanted()) is not None:
-            ground.branch.rewind(0)
-            passed = yield from ground.branch.extend(list(ground.due), mode=Mode(skipped=skipped))
+            draft_context.branch.rewind(0)
+            passed = yield from draft_context.branch.extend(
+                list(draft_context.due), mode=Mode(skipped=skipped)
+            )
             choosing.take(states(passed.logits))
-        ground.branch.rewind(0)
+        draft_context.branch.rewind(0)
         return choosing.best
 
 

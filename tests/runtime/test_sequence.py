@@ -410,11 +410,11 @@ class Itself(Guesser):
     def close(self) -> None:
         del self.opened
 
-    def drafting(self, ground: DraftContext) -> Work[Any, Draft]:
-        foresight, ids, rows = ground.foresight(), list[int](), list[Any]()
-        next_ids = list(ground.due)
-        while len(ids) < ground.room:
-            passed = yield from ground.branch.extend(next_ids)
+    def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
+        foresight, ids, rows = draft_context.foresight(), list[int](), list[Any]()
+        next_ids = list(draft_context.due)
+        while len(ids) < draft_context.room:
+            passed = yield from draft_context.branch.extend(next_ids)
             token, probabilities = foresight.choose(passed.logits[-1])
             next_ids = [token]
             ids.append(token)

@@ -111,7 +111,7 @@ def test_the_free_drafter_comes_first_and_each_learns_from_its_own() -> None:
     first, second, guess = Mock(), Mock(), Draft(ids=(7,))
     first.propose.side_effect = lambda room: next(drafts)
 
-    def drafting(ground: DraftContext) -> Work[Any, Draft]:
+    def drafting(draft_context: DraftContext) -> Work[Any, Draft]:
         yield from ()
         return guess
 
@@ -195,13 +195,13 @@ def test_the_head_is_read_in_part_where_the_text_has_frequent_tokens_only() -> N
             yield from ()
             return Mock(logits=np.zeros((1, 4), np.float32), seconds=0.1)
 
-        ground = Mock(room=1, due=[1])
-        ground.branch.extend = extend
-        ground.foresight().choose.return_value = (0, None)
+        draft_context = Mock(room=1, due=[1])
+        draft_context.branch.extend = extend
+        draft_context.foresight().choose.return_value = (0, None)
         drafter.open(backend, Mock())
         drafter.follow(0, text)
         with pytest.raises(StopIteration):
-            next(drafter.drafting(ground))
+            next(drafter.drafting(draft_context))
         assert asked[0].view == "hi"
         return asked[0].head_tokens
 

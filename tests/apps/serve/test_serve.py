@@ -728,8 +728,8 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
         def close(self) -> None:
             pass
 
-        def drafting(self, ground: DraftContext) -> Any:
-            return self.propose(ground.room)
+        def drafting(self, draft_context: DraftContext) -> Any:
+            return self.propose(draft_context.room)
             yield
 
     def drafter() -> Lookup:
