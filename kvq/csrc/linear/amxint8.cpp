@@ -102,7 +102,9 @@ void multiply_tiles(const PanelLayout& layout, const uint8_t* panel, const Round
             const size_t at = size_t(first + m) * layout.blocks + b;
             const Ints raw = load_ints(sums + kPanelRows * m);
             float* result = out + kPanelRows * m;
-            store(result, terms.added(load(result), raw, x.sums[at], x.scales[at]));
+            Floats total = terms.added(load(result), raw, x.sums[at], x.scales[at]);
+            if (terms.has_minimum) total = terms.with_minimum(total, x.sums[at], x.scales[at]);
+            store(result, total);
         }
     }
     _tile_release();

@@ -14,7 +14,12 @@ using kvq::RoundedRows;
 #define KVQ_INLINE inline __attribute__((always_inline))
 
 constexpr int kLanes = 16;
-constexpr int kFlushGroups = 4;  // Dots takes four groups of columns between flushes
+constexpr int kFlushGroups = 4;  // of columns, after which Dots is flushed at the latest
+// Of codes up to `top` as many as words of 16 bits hold the sums of: two times two products a group.
+constexpr int groups_between_flushes(int top) {
+    const int fit = 32767 / (4 * 127 * top);
+    return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+}
 
 // The first n < 16 values, then zeros.
 inline Floats load_some(const float* p, int n) {
@@ -140,6 +145,7 @@ inline size_t prefetch_bytes(const PanelLayout& layout, bool whole) {
 // `Prefetching`; five rows would take 2 % more.
 template <int Bits, bool Once>
 struct Plane {
+    static constexpr int kTop = 15;  // no code is larger
     const uint8_t* bytes;
     size_t ahead;
     // Group first + I, where `first` is a multiple of four.
@@ -153,6 +159,7 @@ struct Plane {
 };
 template <int LowBits, bool Once>
 struct WholeCodes {
+    static constexpr int kTop = (16 << LowBits) - 1;
     Plane<4, Once> upper;
     Plane<LowBits, Once> lower;
     template <int I>
@@ -164,6 +171,7 @@ struct WholeCodes {
 // Nibbles that are looked up before they are multiplied.
 template <class Source>
 struct LookedUp {
+    static constexpr int kTop = 2 * kvq::kE2m1Middle;
     Source source;
     template <int I>
     CodePair group(int first) const {
@@ -174,20 +182,20 @@ struct LookedUp {
 template <int R, int I, class Source>
 KVQ_INLINE void add_group(const Source& source, int first, const int8_t* x, size_t stride, Dots* dots) {
     const CodePair codes = source.template group<I>(first);
+    constexpr int kGroups = groups_between_flushes(Source::kTop);
     KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].add(codes,
                                                        x + m * stride + kPanelGroup * (first + I));
+    if constexpr (I % kGroups == kGroups - 1) KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
 }
 
-// Adds one block to the sums of R rows. Of codes above 15 Dots takes half as many between flushes.
-template <int R, bool High = false, class Source>
+// Adds one block to the sums of R rows.
+template <int R, class Source>
 KVQ_INLINE void add_block(const Source& source, int block, const int8_t* x, size_t stride, Dots* dots) {
     for (int j = 0; j < block / kPanelGroup; j += kFlushGroups) {
         add_group<R, 0>(source, j, x, stride, dots);
         add_group<R, 1>(source, j, x, stride, dots);
-        if constexpr (High) KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
         add_group<R, 2>(source, j, x, stride, dots);
         add_group<R, 3>(source, j, x, stride, dots);
-        KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
     }
 }
 
@@ -222,25 +230,24 @@ inline Floats block_scale(const uint8_t* constants) {
 // A block's constants, which turn sums of products of its codes into a part of results.
 template <bool E2m1>
 struct BlockTerms {
-    const PanelLayout& layout;
-    const Reading& reading;
     const uint8_t* constants;
+    const bool has_minimum;
     Floats scale, beyond;
 
-    KVQ_INLINE BlockTerms(const PanelLayout& of, const Reading& read, const uint8_t* panel, int b)
-        : layout(of),
-          reading(read),
-          constants(panel + of.plane_bytes + b * of.block_constants),
-          scale(block_scale<E2m1>(constants)),
+    KVQ_INLINE BlockTerms(const PanelLayout& of, const Reading& read, const uint8_t* panel, size_t b)
+        : constants(panel + of.plane_bytes + b * of.block_constants),
+          has_minimum(of.grid == KVQ_MINIMUM),
+          scale(block_scale<E2m1>(constants) * set1(read.step)),
           beyond(beyond_zero(of, read, constants)) {}
-    // A row's results so far and what the block adds to them; `sum` and `unit` are the sum of the
-    // row's levels there and their scale.
+    // A row's results so far and what the block's codes add to them; `sum` and `unit` are the sum of
+    // the row's levels there and their scale.
     KVQ_INLINE Floats added(Floats total, Ints raw, float sum, float unit) const {
         const Floats dot = fma(beyond, set1(sum), to_float(raw));
-        total = fma(dot, scale * set1(unit * reading.step), total);
-        if (layout.grid == KVQ_MINIMUM)
-            total = fma(load_half(constants + 2 * kPanelRows), set1(sum * unit), total);
-        return total;
+        return fma(dot, scale * set1(unit), total);
+    }
+    // And, where there is one, what its minimum adds.
+    KVQ_INLINE Floats with_minimum(Floats total, float sum, float unit) const {
+        return fma(load_half(constants + 2 * kPanelRows), set1(sum * unit), total);
     }
 };
 
@@ -253,18 +260,19 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
     const int block = layout.block, block_bytes = block * kPanelRows / 2;
     const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
     const size_t ahead = prefetch_bytes(layout, LowBits == layout.low_bits());
-    constexpr bool kTwice = LowBits && !kWholeCodes;
-    const Reading reading(layout, LowBits, LowBits == 4 && kWholeCodes ? kMergedLess : 0.0f);
+    constexpr bool kWhole = LowBits <= whole_low_bits(R), kTwice = !kWhole;
+    const Reading reading(layout, LowBits, LowBits == 4 && kWhole ? kMergedLess : 0.0f);
+    const size_t blocks = layout.blocks, first_sum = first * blocks;
     Floats total[R];
     KVQ_UNROLL for (int m = 0; m < R; m++) total[m] = set1(0.0f);
-    for (int b = 0; b < layout.blocks; b++) {
+    for (size_t b = 0; b < blocks; b++) {
         Dots upper[R], lower[kTwice ? R : 1];
-        const int8_t* levels = x.levels + first * stride + size_t(b) * block;
-        const Plane<4, kOnce> first_plane{panel + size_t(b) * block_bytes, ahead};
+        const int8_t* levels = x.levels + first * stride + b * block;
+        const Plane<4, kOnce> first_plane{panel + b * block_bytes, ahead};
         if constexpr (LowBits) {
-            const uint8_t* rest = low + size_t(b) * block_bytes * LowBits / 4;
+            const uint8_t* rest = low + b * block_bytes * LowBits / 4;
             const Plane<LowBits, kOnce> second_plane{rest, ahead};
-            if constexpr (kWholeCodes) {
+            if constexpr (kWhole) {
                 const WholeCodes<LowBits, kOnce> both{first_plane, second_plane};
                 add_block<R>(both, block, levels, stride, upper);
             } else {
@@ -273,17 +281,19 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
             }
         } else if constexpr (E2m1) {
             const LookedUp<Plane<4, kOnce>> found{first_plane};
-            add_block<R, true>(found, block, levels, stride, upper);
+            add_block<R>(found, block, levels, stride, upper);
         } else {
             add_block<R>(first_plane, block, levels, stride, upper);
         }
         const BlockTerms<E2m1> terms(layout, reading, panel, b);
+        const float *sums = x.sums + first_sum + b, *units = x.scales + first_sum + b;
         KVQ_UNROLL for (int m = 0; m < R; m++) {
-            const size_t at = size_t(first + m) * layout.blocks + b;
             Ints raw = upper[m].total;
             if constexpr (kTwice) raw = shifted<LowBits>(raw) + lower[m].total;
-            total[m] = terms.added(total[m], raw, x.sums[at], x.scales[at]);
+            total[m] = terms.added(total[m], raw, sums[m * blocks], units[m * blocks]);
         }
+        if (terms.has_minimum) KVQ_UNROLL for (int m = 0; m < R; m++) total[m] =
+            terms.with_minimum(total[m], sums[m * blocks], units[m * blocks]);
     }
     KVQ_UNROLL for (int m = 0; m < R; m++) store(out + kPanelRows * m, total[m]);
 }

@@ -10,9 +10,10 @@ namespace {
 
 constexpr int kMaxRows = 5;
 #ifdef __AVXVNNI__
-constexpr bool kWholeCodes = true;
+constexpr int whole_low_bits(int) { return 4; }
 #else
-constexpr bool kWholeCodes = false;
+// Of six bits one row is as fast by planes.
+constexpr int whole_low_bits(int rows) { return rows > 1 ? 2 : 1; }
 #endif
 constexpr float kMergedLess = 0;
 
@@ -173,8 +174,7 @@ struct Dots {
     inline void flush() {}
 };
 #else
-// int16 holds eight nibble products (2 * 15 * 127 each): no more than four adds before flush(), two
-// of codes up to 24.
+// Words of 16 bits hold the products of one to four groups: flush() then adds them to the total.
 struct Dots {
     Ints total = set1(0);
     Ints words = set1(0);

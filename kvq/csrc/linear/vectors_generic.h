@@ -7,8 +7,8 @@
 namespace {
 
 constexpr int kMaxRows = 4;  // activation rows multiplied in one go
-// Whether Dots takes codes of 8 bits; else planes are summed apart.
-constexpr bool kWholeCodes = false;
+// Codes of so many bits below a nibble are multiplied whole; of more, planes are summed apart.
+constexpr int whole_low_bits(int) { return 0; }
 constexpr float kMergedLess = 0;  // what merged() takes off codes of 8 bits
 
 struct Floats {
@@ -189,7 +189,7 @@ struct Dots {
                 total.v[i] +=
                     codes.first.v[4 * i + c] * x[c] + codes.second.v[4 * i + c] * x[4 + c];
     }
-    inline void flush() {}  // to be called after every four calls of add, two of codes above 15
+    inline void flush() {}
 };
 
 }  // namespace

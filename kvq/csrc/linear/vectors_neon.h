@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int kMaxRows = 4;
-constexpr bool kWholeCodes = true;
+constexpr int whole_low_bits(int) { return 4; }
 constexpr float kMergedLess = 128;  // merged() gives signed codes
 
 struct Floats {
