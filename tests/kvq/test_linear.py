@@ -212,14 +212,24 @@ def test_products_equal_the_definition_for_every_row_count(
 
 @needs_native
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("code", [7, 15])
-def test_the_largest_levels_of_e2m1_do_not_overflow(kernels: str, code: int) -> None:
-    """Sums of a few products lie in 16 bits of some kernels, which hold fewer of these."""
+@pytest.mark.parametrize("rows", [1, 3, 48])
+def test_the_largest_codes_and_levels_do_not_overflow(kernels: str, rows: int) -> None:
+    """Sums of a few products lie in 16 bits of some kernels, fewer of them the larger codes are."""
     native.select_isa(kernels)
-    form = PanelFormat(rows=16, columns=64, bits=4, block=32, grid=Grid.E2M1)
-    blocks = Blocks(np.full((16, 64), code, np.uint8), np.full((16, 2), 127, np.uint8))
-    found = linear(form, reference.pack(form, blocks), np.ones((3, 64), np.float32))
-    np.testing.assert_allclose(found, 64 * 6 * (1 if code == 7 else -1), rtol=1e-6)
+    for sign in (1, -1):
+        x = np.full((rows, 64), sign, np.float32)
+        for bits in WIDTHS:
+            top = (1 << bits) - 1
+            form = PanelFormat(rows=16, columns=64, bits=bits, block=32, grid=Grid.SYMMETRIC)
+            blocks = Blocks(np.full((16, 64), top, np.uint8), np.ones((16, 2), np.float16))
+            found = linear(form, reference.pack(form, blocks), x)
+            wanted = sign * 64 * (top - (1 << (bits - 1))) / 256
+            np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        form = PanelFormat(rows=16, columns=64, bits=4, block=32, grid=Grid.E2M1)
+        for code in (7, 15):
+            blocks = Blocks(np.full((16, 64), code, np.uint8), np.full((16, 2), 127, np.uint8))
+            found = linear(form, reference.pack(form, blocks), x)
+            np.testing.assert_allclose(found, sign * 64 * 6 * (1 if code == 7 else -1), rtol=1e-6)
 
 
 @needs_native

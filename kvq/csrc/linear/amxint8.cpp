@@ -24,35 +24,6 @@ using kvq::kMostTiles;
 using kvq::kTileBytes;
 using kvq::kTileRows;
 
-constexpr int kWidestBlock = 128;
-
-template <class Source>
-void unpack_groups(const Source& source, int block, uint8_t* codes) {
-    for (int j = 0; j < block / kPanelGroup; j += kFlushGroups) {
-        uint8_t* to = codes + kPanelRows * kPanelGroup * j;
-        store_codes(to, source.template group<0>(j));
-        store_codes(to + 128, source.template group<1>(j));
-        store_codes(to + 256, source.template group<2>(j));
-        store_codes(to + 384, source.template group<3>(j));
-    }
-}
-
-// A block's codes, one a byte: [block / 4][16 rows][4], which is how a tile's product takes them.
-template <int LowBits, bool E2m1>
-void unpack(const PanelLayout& layout, const uint8_t* panel, int b, size_t ahead, uint8_t* codes) {
-    const size_t at = size_t(b) * layout.block * kPanelRows / 2;
-    const Plane<4, false> upper{panel + at, ahead};
-    if constexpr (LowBits) {
-        const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
-        const Plane<LowBits, false> lower{low + at * LowBits / 4, ahead};
-        unpack_groups(WholeCodes<LowBits, false>{upper, lower}, layout.block, codes);
-    } else if constexpr (E2m1) {
-        unpack_groups(LookedUp<Plane<4, false>>{upper}, layout.block, codes);
-    } else {
-        unpack_groups(upper, layout.block, codes);
-    }
-}
-
 // Of kTileRows to kMostTileRows rows. They lie in as few tiles as can be, all of the same number of
 // rows: where that does not divide them the last tile begins within the one before, and both compute
 // the same there. Sums are those of multiply_rows, in its order.

@@ -1,4 +1,5 @@
 // Products for AVX2 + FMA + F16C.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -10,9 +11,167 @@
 
 #include "linear.inl"
 
+namespace {
+
+using kvq::kOctetRows;
+
+// Many rows are multiplied by octets: what a vector has eight lanes for are rows, and a row of the
+// panel meets them four columns at a time, broadcast. Levels are read from memory where they are
+// multiplied, so that a product takes two instructions where multiply_rows takes five.
+constexpr int kMostOctets = 6;
+constexpr int kOctetsFrom = 3 * kOctetRows;  // fewer rows are faster one by one
+
+inline __m256i load_levels(const int8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+inline __m256 broadcast(const float* lanes, int lane) {
+    return _mm256_broadcast_ss(lanes + lane);
+}
+
+// Adds to the sums of V octets, `stride` levels apart, their products with one row of a block's codes.
+// Words of 16 bits can add up those of `Groups` groups of columns.
+template <int V, int Groups>
+KVQ_INLINE void add_octets(const uint8_t* codes, int block, const int8_t* x, size_t stride,
+                           __m256i* sums) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (int quad = 0; quad < block / 4; quad += 2 * Groups) {
+        __m256i words[V];
+        KVQ_UNROLL for (int i = 0; i < 2 * Groups; i++) {
+            const auto* at = reinterpret_cast<const int8_t*>(codes + 4 * kPanelRows * (quad + i));
+            const __m256i code = broadcast_quad(at);
+            KVQ_UNROLL for (int v = 0; v < V; v++) {
+                const int8_t* eight = x + v * stride + 4 * kOctetRows * (quad + i);
+                const __m256i products = _mm256_maddubs_epi16(code, load_levels(eight));
+                words[v] = i ? _mm256_add_epi16(words[v], products) : products;
+                asm("" : "+x"(words[v]));  // as in Dots
+            }
+        }
+        KVQ_UNROLL for (int v = 0; v < V; v++) sums[v] =
+            _mm256_add_epi32(sums[v], _mm256_madd_epi16(words[v], ones));
+    }
+}
+
+// A block's constants, a number for each row of the panel.
+struct BlockNumbers {
+    alignas(64) float scale[kPanelRows], beyond[kPanelRows], minimum[kPanelRows];
+    template <bool E2m1>
+    explicit BlockNumbers(const BlockTerms<E2m1>& terms) {
+        store(scale, terms.scale);
+        store(beyond, terms.beyond);
+        if (terms.has_minimum) store(minimum, terms.minimum());
+    }
+};
+
+// totals [16][V][8]: results of V octets, to which a block is added as BlockTerms adds it to a row.
+template <int V>
+KVQ_INLINE void add_block_to(float* totals, const BlockNumbers& block, bool has_minimum, int lane,
+                             const __m256i* raw, const float* sums, const float* units,
+                             size_t stride) {
+    const __m256 scale = broadcast(block.scale, lane), beyond = broadcast(block.beyond, lane);
+    KVQ_UNROLL for (int v = 0; v < V; v++) {
+        const __m256 sum = _mm256_loadu_ps(sums + v * stride);
+        const __m256 unit = _mm256_loadu_ps(units + v * stride);
+        float* to = totals + kOctetRows * (V * lane + v);
+        const __m256 dot = _mm256_fmadd_ps(beyond, sum, _mm256_cvtepi32_ps(raw[v]));
+        __m256 total = _mm256_fmadd_ps(dot, _mm256_mul_ps(scale, unit), _mm256_load_ps(to));
+        if (has_minimum)
+            total =
+                _mm256_fmadd_ps(broadcast(block.minimum, lane), _mm256_mul_ps(sum, unit), total);
+        _mm256_store_ps(to, total);
+    }
+}
+
+// Results of eight rows of the panel, V octets apart, as up to eight rows of `out`.
+inline void store_octet(const float* totals, int octets, int count, float* out) {
+    __m256 x[8], pair[8], four[8];
+    for (int i = 0; i < 8; i++) x[i] = _mm256_load_ps(totals + size_t(kOctetRows) * octets * i);
+    for (int i = 0; i < 8; i += 2) {
+        pair[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+        pair[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            four[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + 2 + j], 0x44);
+            four[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + 2 + j], 0xee);
+        }
+    for (int i = 0; i < 4 && i < count; i++)
+        _mm256_storeu_ps(out + kPanelRows * i, _mm256_permute2f128_ps(four[i], four[i + 4], 0x20));
+    for (int i = 4; i < 8 && i < count; i++)
+        _mm256_storeu_ps(out + kPanelRows * i, _mm256_permute2f128_ps(four[i - 4], four[i], 0x31));
+}
+
+template <int V, int LowBits, bool E2m1>
+void multiply_octets(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x,
+                     int first, int count, float* out) {
+    constexpr int kTop = E2m1 ? 2 * kvq::kE2m1Middle : LowBits == 4 ? 15 : (16 << LowBits) - 1;
+    constexpr int kGroups = groups_between_flushes(kTop);
+    const size_t columns = layout.padded_columns();
+    const size_t ahead = prefetch_bytes(layout, LowBits == layout.low_bits());
+    const size_t stride = kOctetRows * columns, sum_stride = size_t(kOctetRows) * layout.blocks;
+    const Reading reading(layout, LowBits, 0.0f);
+    alignas(64) uint8_t codes[kPanelRows * kWidestBlock], low[LowBits == 4 ? sizeof codes : 1];
+    alignas(64) float totals[kPanelRows * V * kOctetRows] = {};
+    for (int b = 0; b < layout.blocks; b++) {
+        unpack<LowBits == 4 ? 0 : LowBits, E2m1>(layout, panel, b, ahead, codes);
+        if constexpr (LowBits == 4) unpack_lower(layout, panel, b, ahead, low);
+        const BlockTerms<E2m1> terms(layout, reading, panel, b);
+        const BlockNumbers numbers(terms);
+        const int8_t* levels = x.levels + first * columns + size_t(kOctetRows) * b * layout.block;
+        const size_t sums = size_t(first) * layout.blocks + kOctetRows * b;
+        for (int lane = 0; lane < kPanelRows; lane++) {
+            __m256i raw[V];
+            KVQ_UNROLL for (int v = 0; v < V; v++) raw[v] = _mm256_setzero_si256();
+            add_octets<V, kGroups>(codes + 4 * lane, layout.block, levels, stride, raw);
+            if constexpr (LowBits == 4) {
+                KVQ_UNROLL for (int v = 0; v < V; v++) raw[v] = _mm256_slli_epi32(raw[v], LowBits);
+                add_octets<V, kGroups>(low + 4 * lane, layout.block, levels, stride, raw);
+            }
+            add_block_to<V>(totals, numbers, terms.has_minimum, lane, raw, x.sums + sums,
+                            x.scales + sums, sum_stride);
+        }
+    }
+    for (int first_lane = 0; first_lane < kPanelRows; first_lane += kOctetRows)
+        for (int v = 0; v < V; v++)
+            store_octet(totals + kOctetRows * (V * first_lane + v), V, count - kOctetRows * v,
+                        out + kOctetRows * kPanelRows * v + first_lane);
+}
+
+using MultiplyOctets = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, int,
+                                float*);
+template <int LowBits, bool E2m1 = false, int... V>
+MultiplyOctets octet_count(std::integer_sequence<int, V...>, int octets) {
+    constexpr MultiplyOctets table[] = {multiply_octets<V + 1, LowBits, E2m1>...};
+    return table[octets - 1];
+}
+MultiplyOctets octets_for(int low_bits, int grid, int octets) {
+    using Counts = std::make_integer_sequence<int, kMostOctets>;
+    if (grid == KVQ_E2M1) return octet_count<0, true>(Counts{}, octets);
+    switch (low_bits) {
+        case 1: return octet_count<1>(Counts{}, octets);
+        case 2: return octet_count<2>(Counts{}, octets);
+        case 4: return octet_count<4>(Counts{}, octets);
+        default: return octet_count<0>(Counts{}, octets);
+    }
+}
+
+void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, const RoundedRows& x,
+                   int first, int count, float* out) {
+    if (!x.octets) return multiply(layout, view, panel, x, first, count, out);
+    constexpr int kMost = kMostOctets * kOctetRows;
+    for (int done = 0; done < count; done += kMost) {
+        const int rows = std::min(count - done, kMost);
+        const int octets = (rows + kOctetRows - 1) / kOctetRows;
+        octets_for(view == KVQ_HI ? 0 : layout.low_bits(), layout.grid, octets)(
+            layout, panel, x, first + done, rows, out + kPanelRows * done);
+    }
+}
+
+}  // namespace
+
 namespace kvq {
 const LinearKernels* avx2_linear() {
-    static const LinearKernels table{"avx2", round_row, norm_row, gate_row, multiply, add_row};
+    static const LinearKernels table{"avx2",   round_row,     norm_row,
+                                     gate_row, multiply_many, add_row, kOctetsFrom};
     return platform::runs(platform::Instructions::kAvx2) ? &table : nullptr;
 }
 }  // namespace kvq

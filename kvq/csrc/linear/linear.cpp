@@ -24,12 +24,14 @@ constexpr size_t kUnitBytesLow = 32 << 10, kUnitBytesHigh = 512 << 10;
 constexpr size_t kUnits = 64;
 constexpr int kRowBlock = 48;
 static_assert(kRowBlock <= kMostTileRows, "all rows of one call of multiply have tiles");
+static_assert(kRowBlock % kOctetRows == 0, "each call of multiply begins with an octet");
 // Far enough ahead to hide a miss behind sixteen rows of work: a matter of memory's delay, not of the
 // caches, and as good or better than 2, 4 and 16 KiB on an AMD and on an Intel processor.
 constexpr int64_t kAheadBytes = 8 << 10;
 // Input values from which on preparing rows is worth a dispatch of its own.
 constexpr size_t kPrepareValues = 64 << 10;
 constexpr int kPrepareRows = 16;
+static_assert(kPrepareRows % kOctetRows == 0, "no two units prepare rows of one octet");
 // As reference_linear.py names them.
 constexpr int kFirstPanels = 128;
 constexpr float kMargin = 1.5f;
@@ -49,10 +51,18 @@ T* grown(std::vector<T>& buffer, size_t count) {
     return buffer.data();
 }
 
+// The same, of whole vectors: none of them lies in two lines of a cache.
+template <class T>
+T* aligned(std::vector<T>& buffer, size_t count) {
+    constexpr size_t kLine = 64;
+    const auto start = reinterpret_cast<uintptr_t>(grown(buffer, count + kLine / sizeof(T)));
+    return reinterpret_cast<T*>((start + kLine - 1) / kLine * kLine);
+}
+
 // What a thread that starts products keeps between them.
 struct Scratch {
-    std::vector<int8_t> levels;
-    std::vector<float> scales, sums, rows, tops, sorted, deviations;
+    std::vector<int8_t> levels, octet_levels;
+    std::vector<float> scales, sums, octet_scales, octet_sums, rows, tops, sorted, deviations;
     std::vector<uint8_t> exact, more;
 };
 
@@ -116,7 +126,13 @@ public:
         const size_t tokens = call.tokens;
         rounded_ = {grown(scratch.levels, tokens * layout_.padded_columns()),
                     grown(scratch.scales, tokens * layout_.blocks),
-                    grown(scratch.sums, tokens * layout_.blocks)};
+                    grown(scratch.sums, tokens * layout_.blocks), false};
+        by_octets_ = table_.octets_from && call.tokens >= table_.octets_from;
+        if (!by_octets_) return;
+        const size_t rows = (tokens + kOctetRows - 1) / kOctetRows * kOctetRows;
+        octets_ = {aligned(scratch.octet_levels, rows * layout_.padded_columns()),
+                   aligned(scratch.octet_scales, rows * layout_.blocks),
+                   aligned(scratch.octet_sums, rows * layout_.blocks), true};
     }
 
     void run() {
@@ -156,7 +172,25 @@ private:
         dispatch(pool_, units, [=](size_t unit) {
             const int end = std::min(int(unit + 1) * step, call_.tokens);
             for (int t = int(unit) * step; t < end; t++) prepare_row(t, rows + unit * columns);
+            for (int t = int(unit) * step; by_octets_ && t < end; t += kOctetRows) lay_octet(t);
         });
+    }
+
+    // Rows t to t + 8 as an octet; where there are fewer, nobody asks what comes of the others.
+    void lay_octet(int t) {
+        const int rows = std::min(kOctetRows, call_.tokens - t), blocks = layout_.blocks;
+        const size_t columns = layout_.padded_columns();
+        int8_t* levels = octets_.levels + t * columns;
+        const size_t sums = size_t(t) * blocks;
+        for (int r = 0; r < rows; r++) {
+            const int8_t* row = rounded_.levels + (t + r) * columns;
+            for (size_t c = 0; c < columns; c += 4)
+                std::memcpy(levels + kOctetRows * c + 4 * r, row + c, 4);
+            for (int b = 0; b < blocks; b++) {
+                octets_.scales[sums + kOctetRows * b + r] = rounded_.scales[sums + r * blocks + b];
+                octets_.sums[sums + kOctetRows * b + r] = rounded_.sums[sums + r * blocks + b];
+            }
+        }
     }
 
     void prepare_row(int t, float* room) {
@@ -191,18 +225,20 @@ private:
                       from = begin + int(unit % columns) * panels;
             const int to = std::min(from + panels, layout_.panels);
             const int count = std::min(rows, call_.tokens - first);
-            for (int p = from; p < to; p++) multiply(view, p, first, count, tops, nullptr);
+            const RoundedRows& x = by_octets_ ? octets_ : rounded_;
+            for (int p = from; p < to; p++) multiply(view, p, x, first, count, tops, nullptr);
             g_bytes_read.fetch_add(int64_t(bytes * (to - from)), std::memory_order_relaxed);
         });
     }
 
-    void multiply(int view, int panel, int first, int count, float* tops, float* deviations) {
+    void multiply(int view, int panel, const RoundedRows& x, int first, int count, float* tops,
+                  float* deviations) {
         constexpr int kRows = kRowBlock;
         alignas(64) float out[kRows * kPanelRows];
         const uint8_t* bytes = call_.panels + panel * layout_.panel_bytes;
         for (int done = 0; done < count; done += kRows) {
             const int rows = std::min(kRows, count - done);
-            table_.multiply(layout_, view, bytes, rounded_, first + done, rows, out);
+            table_.multiply(layout_, view, bytes, x, first + done, rows, out);
             for (int m = 0; m < rows; m++) {
                 const int t = first + done + m;
                 const size_t at = size_t(t) * layout_.panels + panel;
@@ -277,7 +313,7 @@ private:
             for (size_t i = unit * step; i < end; i++)
                 for (int t = 0; t < call_.tokens; t++)
                     if (marks[t * panels + list[i]])
-                        multiply(KVQ_FULL, list[i], t, 1, nullptr, deviations);
+                        multiply(KVQ_FULL, list[i], rounded_, t, 1, nullptr, deviations);
             g_bytes_read.fetch_add(int64_t(layout_.panel_bytes * (end - unit * step)),
                                    std::memory_order_relaxed);
         });
@@ -321,7 +357,8 @@ private:
     const LinearKernels& table_;
     Scratch& scratch_;
     const int first_panel_;
-    RoundedRows rounded_{};
+    RoundedRows rounded_{}, octets_{};
+    bool by_octets_ = false;
 };
 
 }  // namespace

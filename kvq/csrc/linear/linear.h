@@ -66,12 +66,15 @@ struct Prefetching {
 };
 Prefetching& prefetching();
 
-// Activations rounded to int8, row after row.
+// Activations rounded to int8, row after row; or as octets, of which the last may lack rows: levels
+// [M / 8, padded columns / 4, 8, 4], the others [M / 8, blocks, 8].
 struct RoundedRows {
     int8_t* levels;  // [M, padded columns]
     float* scales;   // [M, blocks], kScaleUnit included
     float* sums;     // [M, blocks], of the levels: whole numbers
+    bool octets;
 };
+constexpr int kOctetRows = 8;
 
 struct LinearKernels {
     const char* name;
@@ -81,12 +84,13 @@ struct LinearKernels {
     void (*norm_row)(const float* x, const float* weight, int columns, float epsilon, float* out);
     // activation(gate) * up, for one of kvq_activation.
     void (*gate_row)(const float* gate, const float* up, int columns, int activation, float* out);
-    // Rows [first, first + count) times one panel: out float32 [count, 16].
+    // Rows [first, first + count) times one panel: out float32 [count, 16]. Of octets `first` begins one.
     void (*multiply)(const PanelLayout& layout, int view, const uint8_t* panel,
                      const RoundedRows& x, int first, int count, float* out);
     // out [columns] += weight * row `lane` of a panel.
     void (*add_row)(const PanelLayout& layout, const uint8_t* panel, int lane, float weight,
                     int columns, float* out);
+    int octets_from = 0;  // rows from which on octets are multiplied faster; 0: never
 };
 
 const LinearKernels* generic_linear();

@@ -15,7 +15,7 @@ using kvq::RoundedRows;
 
 constexpr int kLanes = 16;
 constexpr int kFlushGroups = 4;  // of columns, after which Dots is flushed at the latest
-// Of codes up to `top` as many as words of 16 bits hold the sums of: two times two products a group.
+// As many of codes up to `top` as words of 16 bits hold the sums of, two times two products a group.
 constexpr int groups_between_flushes(int top) {
     const int fit = 32767 / (4 * 127 * top);
     return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
@@ -180,23 +180,63 @@ struct LookedUp {
 };
 
 template <int R, int I, class Source>
-KVQ_INLINE void add_group(const Source& source, int first, const int8_t* x, size_t stride, Dots* dots) {
+KVQ_INLINE void add_group(const Source& source, int first, const int8_t* x, size_t stride,
+                          Dots* dots) {
     const CodePair codes = source.template group<I>(first);
     constexpr int kGroups = groups_between_flushes(Source::kTop);
     KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].add(codes,
                                                        x + m * stride + kPanelGroup * (first + I));
-    if constexpr (I % kGroups == kGroups - 1) KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
+    if constexpr (I % kGroups == kGroups - 1)
+        KVQ_UNROLL for (int m = 0; m < R; m++) dots[m].flush();
 }
 
 // Adds one block to the sums of R rows.
 template <int R, class Source>
-KVQ_INLINE void add_block(const Source& source, int block, const int8_t* x, size_t stride, Dots* dots) {
+KVQ_INLINE void add_block(const Source& source, int block, const int8_t* x, size_t stride,
+                          Dots* dots) {
     for (int j = 0; j < block / kPanelGroup; j += kFlushGroups) {
         add_group<R, 0>(source, j, x, stride, dots);
         add_group<R, 1>(source, j, x, stride, dots);
         add_group<R, 2>(source, j, x, stride, dots);
         add_group<R, 3>(source, j, x, stride, dots);
     }
+}
+
+constexpr int kWidestBlock = 128;
+
+template <class Source>
+void unpack_groups(const Source& source, int block, uint8_t* codes) {
+    for (int j = 0; j < block / kPanelGroup; j += kFlushGroups) {
+        uint8_t* to = codes + kPanelRows * kPanelGroup * j;
+        store_codes(to, source.template group<0>(j));
+        store_codes(to + 128, source.template group<1>(j));
+        store_codes(to + 256, source.template group<2>(j));
+        store_codes(to + 384, source.template group<3>(j));
+    }
+}
+
+// A block's codes, one a byte: [block / 4][16 rows][4], for many rows.
+template <int LowBits, bool E2m1>
+void unpack(const PanelLayout& layout, const uint8_t* panel, int b, size_t ahead, uint8_t* codes) {
+    const size_t at = size_t(b) * layout.block * kPanelRows / 2;
+    const Plane<4, false> upper{panel + at, ahead};
+    if constexpr (LowBits) {
+        const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
+        const Plane<LowBits, false> lower{low + at * LowBits / 4, ahead};
+        unpack_groups(WholeCodes<LowBits, false>{upper, lower}, layout.block, codes);
+    } else if constexpr (E2m1) {
+        unpack_groups(LookedUp<Plane<4, false>>{upper}, layout.block, codes);
+    } else {
+        unpack_groups(upper, layout.block, codes);
+    }
+}
+
+// Likewise of the lower nibbles of 8-bit codes alone.
+inline void unpack_lower(const PanelLayout& layout, const uint8_t* panel, int b, size_t ahead,
+                         uint8_t* codes) {
+    const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
+    const size_t at = size_t(b) * layout.block * kPanelRows / 2;
+    unpack_groups(Plane<4, false>{low + at, ahead}, layout.block, codes);
 }
 
 // What a view's codes lack of the matrix's: of upper nibbles alone the middle of what they may be.
@@ -247,8 +287,9 @@ struct BlockTerms {
     }
     // And, where there is one, what its minimum adds.
     KVQ_INLINE Floats with_minimum(Floats total, float sum, float unit) const {
-        return fma(load_half(constants + 2 * kPanelRows), set1(sum * unit), total);
+        return fma(minimum(), set1(sum * unit), total);
     }
+    KVQ_INLINE Floats minimum() const { return load_half(constants + 2 * kPanelRows); }
 };
 
 // LowBits: of codes, read beside their upper nibbles. E2m1: of such a grid. Sums of products of

@@ -155,6 +155,11 @@ inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
     const __m256i twice = _mm256_broadcastsi128_si256(sixteen);
     return {looked_up(nibbles.first, twice), looked_up(nibbles.second, twice)};
 }
+inline void store_codes(uint8_t* p, const CodePair& codes) {
+    __m256i* to = reinterpret_cast<__m256i*>(p);
+    _mm256_store_si256(to, codes.first.a), _mm256_store_si256(to + 1, codes.first.b);
+    _mm256_store_si256(to + 2, codes.second.a), _mm256_store_si256(to + 3, codes.second.b);
+}
 inline __m256i broadcast_quad(const int8_t* quad) {
     int32_t bits;
     std::memcpy(&bits, quad, 4);
