@@ -218,8 +218,9 @@ FLAGS: dict[str, Flag] = {
     "shape": Flag("random weights in a real model's shape, such as qwen2.5-0.5b or lfm2-1.2b "
         "(a name that is none lists all); NAME:layers=N: its first layers",
         metavar="NAME"),
-    "peer": Flag("engines to run on the same weights, in turn with ours: onnxruntime, llama.cpp, "
-        "llama-bench=COMMAND, transformers", metavar="NAME,.."),
+    "peer": Flag("engines to run on the same weights, in turn with ours: llama.cpp, "
+        "llama-bench=COMMAND; from a checkout (`apps/lab`) also onnxruntime, transformers",
+        metavar="NAME,.."),
     "batch": Flag("sequences whose attention alone is timed together, a row of each",
         "{kvq_apps.bench.measure:SpeedJob.batch}", metavar="N,.."),
     "rows": Flag("rows of one sequence in a pass, timed whole and attention alone, 1 to 256",

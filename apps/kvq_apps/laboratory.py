@@ -51,6 +51,11 @@ def part(command: str) -> Part:
     return cast(Part, import_module(f"{PACKAGE}.{command}"))
 
 
+def peers() -> Mapping[str, str]:
+    """Engines that only a checkout measures beside ours, as `kvq_apps.bench.engines` has them."""
+    return {} if find_spec(PACKAGE) is None else import_module(f"{PACKAGE}.peers").PEERS
+
+
 def scripted_chat(script: str) -> "ChatClient":
     """An engine without a model, for tests and pictures. Raises `UsageError` for the script."""
     if find_spec(PACKAGE) is None:

@@ -14,10 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from kvq_apps import output
-from kvq_apps.bench.engine_onnxruntime import rotary_tables
-from kvq_apps.bench.engine_transformers import cache_argument
-from kvq_apps.bench.gqa_graph import WEIGHT_FOLDER, gqa_model, past_names, present_names
+from kvq_apps.bench.attention_graph import WEIGHT_FOLDER
 from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS
+from kvq_lab.engine_onnxruntime import rotary_tables
+from kvq_lab.engine_transformers import cache_argument
+from kvq_lab.gqa_graph import gqa_model, past_names, present_names
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends.onnx import session_options
 from kvq_runtime.bundle import Bundle

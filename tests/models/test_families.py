@@ -28,8 +28,8 @@ from transformers.masking_utils import eager_mask
 import tiny
 from kvq import classes
 from kvq.config import Budget, KvPlan
-from kvq_apps.bench.engine_transformers import cache_argument
 from kvq_export.config import ExportOptions, Linear, WeightFormat
+from kvq_lab.engine_transformers import cache_argument
 from kvq_models.config import Experts
 from kvq_models.products import products as model_products
 from kvq_models.reference import forward

@@ -8,7 +8,6 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from kvq_apps.bench.gqa_graph import WEIGHT_FOLDER, drop_unused_inputs
 from kvq_runtime import gpu
 from kvq_runtime.backends.onnx import (
     held,
@@ -19,6 +18,9 @@ from kvq_runtime.backends.onnx import (
 )
 from kvq_runtime.backends.paged import PagedCache
 from kvq_runtime.bundle import Bundle
+
+# Where external initializers of a model given as bytes are looked for.
+WEIGHT_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class AttentionGraph:
@@ -96,3 +98,10 @@ def attention_model(bundle: Bundle, *, several: bool = False) -> ir.Model:
     RemoveUnusedNodesPass()(model)
     drop_unused_inputs(graph)
     return model
+
+
+def drop_unused_inputs(graph: ir.Graph) -> None:
+    """Takes away what no node reads any more."""
+    for value in list(graph.inputs):
+        if not value.uses():
+            graph.inputs.remove(value)

@@ -1,6 +1,7 @@
 """The seam between the measuring and an engine: two protocols and one table. Measures nothing.
 
-To add an engine: one file with a class that has `BenchEngine`'s members, one row in `ENGINES`.
+To add an engine: one file with a class that has `BenchEngine`'s members, one row in `ENGINES`, or
+in `kvq_lab.peers` where nobody but us asks for it.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from kvq.config import DEFAULT_DRAFT_TOKENS, DEFAULT_READ, MOST_DRAFT_TOKENS
 from kvq.errors import BackendError, UsageError, argument
 from kvq.reference_linear import BlockFormat
+from kvq_apps import laboratory
 from kvq_runtime import gpu
 from kvq_runtime.backends import ModelFiles
 
@@ -29,10 +31,9 @@ ENGINES = {
     OURS: "kvq_apps.bench.engine_kvq:KvqEngine",
     OURS_ON_ORT: "kvq_apps.bench.engine_kvq:KvqOnOrtEngine",
     OURS_ON_HALVES: "kvq_apps.bench.engine_kvq:KvqOnHalvesEngine",
-    "onnxruntime": "kvq_apps.bench.engine_onnxruntime:OnnxRuntimeEngine",
     "llama.cpp": "kvq_apps.bench.engine_llamacpp:LlamaCppEngine",
     "llama-bench": "kvq_apps.bench.engine_llamabench:LlamaBench",
-    "transformers": "kvq_apps.bench.engine_transformers:TransformersEngine",
+    **laboratory.peers(),
 }
 PEERS = tuple(name for name in ENGINES if name not in OWN.values())
 # Of the peers those that are a program of the user's, `NAME=COMMAND`, and those that read GGUF.

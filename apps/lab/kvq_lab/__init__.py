@@ -1,4 +1,4 @@
-"""What we ask of kvq and a user does not: suites about its internals, sweeps, recorded typing.
+"""What we ask of kvq and a user does not: suites about its internals, sweeps, typing, other peers.
 
 Its own flags join `kvq_apps.flags.FLAGS` when it is imported.
 """

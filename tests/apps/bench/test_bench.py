@@ -450,7 +450,7 @@ def test_the_table_of_policies(
         (["--batch", "2", "--suite", "drafts"], "--suite drafts knows no --batch"),
         (["--device", "cpu", "--suite", "several"], "--suite several knows no --device"),
         (["--peer", "onnxruntime,kvq"], "--peer 'kvq' is not known"),
-        (["--peer", "vllm"], "choose onnxruntime, llama.cpp, llama-bench=COMMAND"),
+        (["--peer", "vllm"], "choose llama.cpp, llama-bench=COMMAND, onnxruntime"),
         (["--peer", "llama-bench"], "--peer 'llama-bench' is not known"),
         (["--peer", "onnxruntime=it"], "--peer 'onnxruntime=it' is not known"),
         (["--threads", "0"], "--threads 0 is not possible"),

@@ -9,12 +9,13 @@ import pytest
 from emulated import emulated_library
 from kvq import devices, native
 from kvq.errors import BackendError
-from kvq_apps.bench import bandwidth, engine_onnxruntime, engine_transformers, shapes
+from kvq_apps.bench import bandwidth, shapes
 from kvq_apps.bench.engine_kvq import KvqBatch
 from kvq_apps.bench.engines import PEERS, PROGRAMS, Setting, check_peers, open_engine
 from kvq_apps.bench.measure import SpeedJob, measure
 from kvq_apps.bench.report import attentions
 from kvq_apps.bench.shapes import shape_bundle
+from kvq_lab import engine_onnxruntime, engine_transformers
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.engine import open_files
 from shelf import Shelf

@@ -17,10 +17,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from kvq_apps.bench.attention_graph import drop_unused_inputs
 from kvq_models.config import ModelConfig
-
-# Where external initializers of a model given as bytes are looked for.
-WEIGHT_FOLDER = "session.model_external_initializers_file_folder_path"
 
 # Symmetric int8 codes of keys and values in a range of +-6.35; only the speed is of interest.
 INT8_SCALE = 0.05
@@ -228,10 +226,3 @@ class _Rewriter:
             value.name = f"{name}_output_{index}"
         self.graph.insert_before(node, added)
         return list(added.outputs)
-
-
-def drop_unused_inputs(graph: ir.Graph) -> None:
-    """Takes away what no node reads any more."""
-    for value in list(graph.inputs):
-        if not value.uses():
-            graph.inputs.remove(value)

@@ -14,16 +14,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from kvq_apps import output
-from kvq_apps.bench.attention_graph import attention_model
+from kvq_apps.bench.attention_graph import WEIGHT_FOLDER, attention_model
 from kvq_apps.bench.engines import InProcess, Setting, check_computable, draft_ids, wanted_rows
-from kvq_apps.bench.gqa_graph import (
-    KV_TYPES,
-    WEIGHT_FOLDER,
-    gqa_model,
-    past_names,
-    present_names,
-)
 from kvq_apps.bench.ort_twin import ort_twin
+from kvq_lab.gqa_graph import KV_TYPES, gqa_model, past_names, present_names
 from kvq_models.config import ModelConfig
 from kvq_runtime import gpu
 from kvq_runtime.backends.onnx import held, memory_kind, open_session, session_options
