@@ -19,7 +19,7 @@ using kvq::kOctetRows;
 // panel meets them four columns at a time, broadcast. Levels are read from memory where they are
 // multiplied, so that a product takes two instructions where multiply_rows takes five.
 constexpr int kMostOctets = 6;
-constexpr int kOctetsFrom = 3 * kOctetRows;  // fewer rows are faster one by one
+constexpr int kOctetsFrom = 3 * kOctetRows;  // of fewer rows multiply_rows is faster
 
 inline __m256i load_levels(const int8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -28,8 +28,8 @@ inline __m256 broadcast(const float* lanes, int lane) {
     return _mm256_broadcast_ss(lanes + lane);
 }
 
-// Adds to the sums of V octets, `stride` levels apart, their products with one row of a block's codes.
-// Words of 16 bits can add up those of `Groups` groups of columns.
+// Adds to the sums of V octets, `stride` levels apart, their products with one row of a block's
+// codes. Words of 16 bits can add up those of `Groups` groups of columns.
 template <int V, int Groups>
 KVQ_INLINE void add_octets(const uint8_t* codes, int block, const int8_t* x, size_t stride,
                            __m256i* sums) {

@@ -84,7 +84,8 @@ struct LinearKernels {
     void (*norm_row)(const float* x, const float* weight, int columns, float epsilon, float* out);
     // activation(gate) * up, for one of kvq_activation.
     void (*gate_row)(const float* gate, const float* up, int columns, int activation, float* out);
-    // Rows [first, first + count) times one panel: out float32 [count, 16]. Of octets `first` begins one.
+    // Rows [first, first + count) times one panel: out float32 [count, 16]. Of octets `first` begins
+    // one.
     void (*multiply)(const PanelLayout& layout, int view, const uint8_t* panel,
                      const RoundedRows& x, int first, int count, float* out);
     // out [columns] += weight * row `lane` of a panel.

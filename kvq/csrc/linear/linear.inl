@@ -15,7 +15,7 @@ using kvq::RoundedRows;
 
 constexpr int kLanes = 16;
 constexpr int kFlushGroups = 4;  // of columns, after which Dots is flushed at the latest
-// As many of codes up to `top` as words of 16 bits hold the sums of, two times two products a group.
+// As many of codes up to `top` as words of 16 bits hold sums of, two times two products a group.
 constexpr int groups_between_flushes(int top) {
     const int fit = 32767 / (4 * 127 * top);
     return fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
