@@ -51,6 +51,14 @@ KVQ_INLINE void add_octets(const uint8_t* codes, int block, const int8_t* x, siz
     }
 }
 
+// As `unpack`, of the lower nibbles of 8-bit codes alone.
+inline void unpack_lower(const PanelLayout& layout, const uint8_t* panel, int b, size_t ahead,
+                         uint8_t* codes) {
+    const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
+    const size_t at = size_t(b) * layout.block * kPanelRows / 2;
+    unpack_groups(Plane<4, false>{low + at, ahead}, layout.block, codes);
+}
+
 // A block's constants, a number for each row of the panel.
 struct BlockNumbers {
     alignas(64) float scale[kPanelRows], beyond[kPanelRows], minimum[kPanelRows];

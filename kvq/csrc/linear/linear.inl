@@ -231,14 +231,6 @@ void unpack(const PanelLayout& layout, const uint8_t* panel, int b, size_t ahead
     }
 }
 
-// Likewise of the lower nibbles of 8-bit codes alone.
-inline void unpack_lower(const PanelLayout& layout, const uint8_t* panel, int b, size_t ahead,
-                         uint8_t* codes) {
-    const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
-    const size_t at = size_t(b) * layout.block * kPanelRows / 2;
-    unpack_groups(Plane<4, false>{low + at, ahead}, layout.block, codes);
-}
-
 // What a view's codes lack of the matrix's: of upper nibbles alone the middle of what they may be.
 // All in steps of the codes read, `step` of the matrix's, so that it is exact.
 struct Reading {
