@@ -59,7 +59,7 @@ def peers() -> Mapping[str, str]:
 def scripted_chat(script: str) -> "ChatClient":
     """An engine without a model, for tests and pictures. Raises `UsageError` for the script."""
     if find_spec(PACKAGE) is None:
-        raise _only_there("--engine")
+        raise only_there("--engine")
     return import_module(f"{PACKAGE}.fake_chat").scripted(script)
 
 
@@ -67,11 +67,12 @@ def runs(command: str, name: str, asked: str) -> Callable[..., int]:
     """What runs `name`. Raises `UsageError`, which names the flag `asked`, without a laboratory."""
     found: Any = part(command).RUNS.get(name)
     if found is None:
-        raise _only_there(asked)
+        raise only_there(asked)
     return found
 
 
-def _only_there(asked: str) -> UsageError:
+def only_there(asked: str) -> UsageError:
+    """What refuses `asked` where there is no laboratory."""
     return UsageError(
         f"{asked} belongs to the laboratory, which only a checkout of kvq has; get one and "
         "install it there with `pip install -e .`, or leave the flag out"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvq_apps import laboratory
+from kvq_apps.bench import engines
 from kvq_apps.cli import main
 from kvq_apps.commands import eval as evaluation
 from kvq_apps.flags import FLAGS
@@ -40,6 +41,14 @@ def test_without_it_a_suite_says_that_it_needs_a_checkout(
     )
 
 
+def test_without_it_a_peer_says_so_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(engines.ENGINES, "onnxruntime")
+    assert main(["bench", "--peer", "onnxruntime"]) == 2
+    assert "error: --peer onnxruntime belongs to the laboratory" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("no_laboratory")
 @pytest.mark.parametrize("words", ["bench --drafters lookup", "eval --budgets 1/2"])
 def test_without_it_its_flags_are_unknown(words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,6 +60,7 @@ def test_it_runs_what_the_commands_name() -> None:
     suites, tasks = FLAGS["suite"].choices or (), evaluation.LABORATORY_TASKS
     assert {"speed", "serve", *laboratory.part("bench").RUNS} == {*suites}
     assert {"sweep", *tasks} == {*laboratory.part("eval").RUNS}
+    assert {*engines.LABORATORY_PEERS} == {*laboratory.peers()}
 
 
 def test_a_wheel_has_no_laboratory_and_a_checkout_has() -> None:

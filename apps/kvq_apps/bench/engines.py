@@ -36,6 +36,7 @@ ENGINES = {
     **laboratory.peers(),
 }
 PEERS = tuple(name for name in ENGINES if name not in OWN.values())
+LABORATORY_PEERS = ("onnxruntime", "transformers")
 # Of the peers those that are a program of the user's, `NAME=COMMAND`, and those that read GGUF.
 PROGRAMS = ("llama-bench",)
 GGUF_READERS = ("llama.cpp", "llama-bench")
@@ -187,6 +188,8 @@ def check_peers(names: Sequence[str], device: str = gpu.PROCESSOR) -> None:
     """Raises `UsageError` for an unknown peer, `BackendError` naming what must be installed."""
     for name in names:
         kind, _, command = name.partition("=")
+        if kind in LABORATORY_PEERS and kind not in ENGINES:
+            raise laboratory.only_there(f"{argument('--peer')} {kind}")
         if kind not in PEERS or bool(command) != (kind in PROGRAMS):
             shown = (f"{one}=COMMAND" if one in PROGRAMS else one for one in PEERS)
             raise UsageError(

@@ -27,7 +27,7 @@ using kvq::kTileRows;
 // Of kTileRows to kMostTileRows rows. They lie in as few tiles as can be, all of the same number of
 // rows: where that does not divide them the last tile begins within the one before, and both compute
 // the same there. Sums are those of multiply_rows, in its order.
-template <int LowBits, bool E2m1 = false>
+template <int LowBits, bool E2m1>
 void multiply_tiles(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x,
                     int first, int count, float* out) {
     const int tiles = (count + kTileRows - 1) / kTileRows, rows = (count + tiles - 1) / tiles;
@@ -83,20 +83,16 @@ void multiply_tiles(const PanelLayout& layout, const uint8_t* panel, const Round
 
 using MultiplyTiles = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, int,
                                float*);
-MultiplyTiles tiles_for(int low_bits, int grid) {
-    if (grid == KVQ_E2M1) return multiply_tiles<0, true>;
-    switch (low_bits) {
-        case 1: return multiply_tiles<1>;
-        case 2: return multiply_tiles<2>;
-        case 4: return multiply_tiles<4>;
-        default: return multiply_tiles<0>;
-    }
-}
 
 void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, const RoundedRows& x,
                    int first, int count, float* out) {
     if (count < kTileRows) return multiply(layout, view, panel, x, first, count, out);
-    tiles_for(view == KVQ_HI ? 0 : layout.low_bits(), layout.grid)(layout, panel, x, first, count, out);
+    const int low_bits = view == KVQ_HI ? 0 : layout.low_bits();
+    const MultiplyTiles chosen =
+        for_codes(low_bits, layout.grid, [](auto low, auto e2m1) -> MultiplyTiles {
+            return multiply_tiles<low(), e2m1()>;
+        });
+    chosen(layout, panel, x, first, count, out);
 }
 
 }  // namespace

@@ -146,31 +146,25 @@ void multiply_octets(const PanelLayout& layout, const uint8_t* panel, const Roun
 
 using MultiplyOctets = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, int,
                                 float*);
-template <int LowBits, bool E2m1 = false, int... V>
+template <int LowBits, bool E2m1, int... V>
 MultiplyOctets octet_count(std::integer_sequence<int, V...>, int octets) {
     constexpr MultiplyOctets table[] = {multiply_octets<V + 1, LowBits, E2m1>...};
     return table[octets - 1];
-}
-MultiplyOctets octets_for(int low_bits, int grid, int octets) {
-    using Counts = std::make_integer_sequence<int, kMostOctets>;
-    if (grid == KVQ_E2M1) return octet_count<0, true>(Counts{}, octets);
-    switch (low_bits) {
-        case 1: return octet_count<1>(Counts{}, octets);
-        case 2: return octet_count<2>(Counts{}, octets);
-        case 4: return octet_count<4>(Counts{}, octets);
-        default: return octet_count<0>(Counts{}, octets);
-    }
 }
 
 void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, const RoundedRows& x,
                    int first, int count, float* out) {
     if (!x.octets) return multiply(layout, view, panel, x, first, count, out);
+    using Counts = std::make_integer_sequence<int, kMostOctets>;
     constexpr int kMost = kMostOctets * kOctetRows;
+    const int low_bits = view == KVQ_HI ? 0 : layout.low_bits();
     for (int done = 0; done < count; done += kMost) {
         const int rows = std::min(count - done, kMost);
         const int octets = (rows + kOctetRows - 1) / kOctetRows;
-        octets_for(view == KVQ_HI ? 0 : layout.low_bits(), layout.grid, octets)(
-            layout, panel, x, first + done, rows, out + kPanelRows * done);
+        const MultiplyOctets chosen = for_codes(low_bits, layout.grid, [=](auto low, auto e2m1) {
+            return octet_count<low(), e2m1()>(Counts{}, octets);
+        });
+        chosen(layout, panel, x, first + done, rows, out + kPanelRows * done);
     }
 }
 

@@ -127,8 +127,7 @@ public:
         rounded_ = {grown(scratch.levels, tokens * layout_.padded_columns()),
                     grown(scratch.scales, tokens * layout_.blocks),
                     grown(scratch.sums, tokens * layout_.blocks), false};
-        by_octets_ = table_.octets_from && call.tokens >= table_.octets_from;
-        if (!by_octets_) return;
+        if (!table_.octets_from || call.tokens < table_.octets_from) return;
         const size_t rows = (tokens + kOctetRows - 1) / kOctetRows * kOctetRows;
         octets_ = {aligned(scratch.octet_levels, rows * layout_.padded_columns()),
                    aligned(scratch.octet_scales, rows * layout_.blocks),
@@ -172,7 +171,7 @@ private:
         dispatch(pool_, units, [=](size_t unit) {
             const int end = std::min(int(unit + 1) * step, call_.tokens);
             for (int t = int(unit) * step; t < end; t++) prepare_row(t, rows + unit * columns);
-            for (int t = int(unit) * step; by_octets_ && t < end; t += kOctetRows) lay_octet(t);
+            for (int t = int(unit) * step; octets_.octets && t < end; t += kOctetRows) lay_octet(t);
         });
     }
 
@@ -225,7 +224,7 @@ private:
                       from = begin + int(unit % columns) * panels;
             const int to = std::min(from + panels, layout_.panels);
             const int count = std::min(rows, call_.tokens - first);
-            const RoundedRows& x = by_octets_ ? octets_ : rounded_;
+            const RoundedRows& x = octets_.octets ? octets_ : rounded_;
             for (int p = from; p < to; p++) multiply(view, p, x, first, count, tops, nullptr);
             g_bytes_read.fetch_add(int64_t(bytes * (to - from)), std::memory_order_relaxed);
         });
@@ -357,8 +356,7 @@ private:
     const LinearKernels& table_;
     Scratch& scratch_;
     const int first_panel_;
-    RoundedRows rounded_{}, octets_{};
-    bool by_octets_ = false;
+    RoundedRows rounded_{}, octets_{};  // octets_ where they are faster
 };
 
 }  // namespace

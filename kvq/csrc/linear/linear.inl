@@ -333,31 +333,37 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
 
 using MultiplyRows = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, float*);
 
-template <int LowBits, bool E2m1 = false, int... R>
+template <int LowBits, bool E2m1, int... R>
 MultiplyRows row_count(std::integer_sequence<int, R...>, int rows) {
     constexpr MultiplyRows table[] = {multiply_rows<R + 1, LowBits, E2m1>...};
     if (rows == 1 && kvq::prefetching().past_caches.load(std::memory_order_relaxed))
         return multiply_rows<1, LowBits, E2m1, true>;
     return table[rows - 1];
 }
-MultiplyRows multiply_for(int low_bits, int grid, int rows) {
-    using Counts = std::make_integer_sequence<int, kMaxRows>;
-    if (grid == KVQ_E2M1) return row_count<0, true>(Counts{}, rows);
+// pick(bits read below a nibble, whether the grid is e2m1), both as constants.
+template <class Pick>
+auto for_codes(int low_bits, int grid, Pick&& pick) {
+    constexpr std::integral_constant<int, 0> none{};
+    if (grid == KVQ_E2M1) return pick(none, std::true_type{});
     switch (low_bits) {
-        case 1: return row_count<1>(Counts{}, rows);
-        case 2: return row_count<2>(Counts{}, rows);
-        case 4: return row_count<4>(Counts{}, rows);
-        default: return row_count<0>(Counts{}, rows);
+        case 1: return pick(std::integral_constant<int, 1>{}, std::false_type{});
+        case 2: return pick(std::integral_constant<int, 2>{}, std::false_type{});
+        case 4: return pick(std::integral_constant<int, 4>{}, std::false_type{});
+        default: return pick(none, std::false_type{});
     }
 }
 
 void multiply(const PanelLayout& layout, int view, const uint8_t* panel, const RoundedRows& x,
               int first, int count, float* out) {
+    using Counts = std::make_integer_sequence<int, kMaxRows>;
     const int low_bits = view == KVQ_HI ? 0 : layout.low_bits();
     int groups = (count + kMaxRows - 1) / kMaxRows;
     for (; groups > 0; groups--) {  // of as equal sizes as can be
         const int rows = (count + groups - 1) / groups;
-        multiply_for(low_bits, layout.grid, rows)(layout, panel, x, first, out);
+        const MultiplyRows chosen = for_codes(low_bits, layout.grid, [=](auto low, auto e2m1) {
+            return row_count<low(), e2m1()>(Counts{}, rows);
+        });
+        chosen(layout, panel, x, first, out);
         first += rows, count -= rows, out += kPanelRows * rows;
     }
 }
