@@ -59,7 +59,7 @@ int Cache::feed_back(const float* feedback) {
 
 int Cache::read_by(const kvq_read& rule) {
     if (!(rule.share > 0 && rule.share <= 1) || !(rule.spread >= 0 && rule.spread <= 1) ||
-        rule.channels < 0 || !(rule.octaves >= 0) || (twin_ && rule.share < 1))
+        rule.channels < 0 || !(rule.octaves >= 0) || (twin_ && rule.share < 1 && rule.channels))
         return KVQ_BAD_ARGUMENT;
     reading_.rule = rule;
     if (arena_.file_bytes)
@@ -201,7 +201,7 @@ void Cache::keep_probes(const kvq_attention& a, const Inputs& in) {
 }
 
 int Cache::run_on_device(const kvq_attention& a, const Inputs& in) {
-    return twin_->attend(pages_, tail_, a, in, is_silent(a.layer));
+    return twin_->attend(pages_, tail_, a, in, reading_.rule, is_silent(a.layer));
 }
 
 AttendJob Cache::job(const kvq_attention& a, const Inputs& in) {
@@ -472,11 +472,14 @@ void Cache::stats(kvq_stats& out) const {
     out.peak_bytes = state().peak;
     out.pages_seen = reading_.seen;
     out.pages_read = reading_.read;
-    out.device_bytes = twin_ ? twin_->bytes() : 0;
     out.offloaded_bytes = std::min(arena_.file_bytes, pages_.pool().granule_bytes());
-    if (!twin_ || !twin_->tiers()) return;
+    if (!twin_) return;
+    const kvq_cuda_counts chosen = twin_->counts();
+    out.pages_seen = chosen.seen, out.pages_read = chosen.read;
+    out.device_bytes = twin_->bytes();
+    if (!twin_->tiers()) return;
     out.offloaded_bytes = twin_->tiers()->offloaded_bytes();
-    out.streamed_bytes = twin_->tiers()->streamed_bytes();
+    out.streamed_bytes = twin_->tiers()->streamed_bytes() + chosen.fetched_bytes;
 }
 
 int Cache::columns(int columns, int64_t* facts, uint8_t* widths) const {

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 26
+#define KVQ_ABI 27
 
 enum kvq_status {
     KVQ_OK = 0,

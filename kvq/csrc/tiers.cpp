@@ -5,22 +5,27 @@
 namespace kvq {
 namespace {
 
-PageRoom room_for(const Arena& arena, int64_t pages) {
+PageRoom room_for(const Arena& arena, int64_t constant_pages, int64_t plane_pages) {
     const kvq_config& c = arena.config();
-    return {nullptr, pages, granules(c.k_bits) + granules(c.v_bits), arena.sizes.constant_bytes,
+    return {nullptr,
+            constant_pages,
+            plane_pages,
+            granules(c.k_bits) + granules(c.v_bits),
+            arena.sizes.constant_bytes,
             arena.sizes.granule_bytes};
 }
 
-// The resident columns, and twice what a layer has in the second tier.
-int64_t pages_on_device(const Arena& arena, int resident) {
-    return int64_t{resident} * arena.streams() +
-           int64_t{2} * (arena.sizes.max_columns - resident) * arena.config().kv_heads;
+// All constants; planes of the resident columns, and twice what a layer has in the second tier.
+PageRoom room_on_device(const Arena& arena, int resident) {
+    const int64_t columns = arena.sizes.max_columns, spilled = columns - resident;
+    return room_for(arena, columns * arena.streams(),
+                    resident * arena.streams() + 2 * spilled * arena.config().kv_heads);
 }
 
 }  // namespace
 
 int64_t Tiers::device_bytes(const Arena& arena, int resident) {
-    return room_for(arena, pages_on_device(arena, resident)).bytes();
+    return room_on_device(arena, resident).bytes();
 }
 
 Tiers::Tiers(Device& device, const Arena& arena, int resident)
@@ -28,8 +33,8 @@ Tiers::Tiers(Device& device, const Arena& arena, int resident)
       arena_(arena),
       resident_(resident),
       spilled_(arena.sizes.max_columns - resident),
-      device_room_(room_for(arena, pages_on_device(arena, resident))),
-      host_room_(room_for(arena, int64_t{spilled_} * arena.streams())) {}
+      device_room_(room_on_device(arena, resident)),
+      host_room_(room_for(arena, 0, int64_t{spilled_} * arena.streams())) {}
 
 std::unique_ptr<Tiers> Tiers::open(Device& device, const Arena& arena, int resident,
                                    uint8_t* memory) {
@@ -62,8 +67,8 @@ Tiers::Page Tiers::page(int stream, int column) const {
 }
 
 uint8_t* Tiers::constants(int stream, int column) const {
-    const Page at = page(stream, column);
-    return at.room.constants(at.number);
+    return device_room_.constants(
+        constants_number(stream, places_[static_cast<size_t>(column)]));
 }
 
 uint8_t* Tiers::granule(int stream, int column, int slot) const {
@@ -80,7 +85,8 @@ Entry Tiers::told(int stream, int column, const Entry& entry) const {
     const int64_t number =
         copied ? in_room(layer % 2).number + at.number - on_host(resident_, layer).number
                : at.number;
-    told.constants = static_cast<uint32_t>(number);
+    told.constants = static_cast<uint32_t>(
+        constants_number(stream, places_[static_cast<size_t>(column)]));
     for (int slot = 0; slot < 2 * kGranulesPerSide; slot++)
         if (entry.granule[slot] != kNone)
             told.granule[slot] =
@@ -104,7 +110,7 @@ int Tiers::host_columns() const {
 int64_t Tiers::offloaded_bytes() const {
     const auto on_host = [&](int place) { return place >= resident_; };
     return std::count_if(places_.begin(), places_.end(), on_host) * arena_.streams() *
-           host_room_.page_bytes();
+           host_room_.plane_bytes();
 }
 
 void Tiers::place(int columns) {
@@ -133,6 +139,9 @@ int Tiers::offload(int& place) {
     staged_[0] = staged_[1] = -1;
     // What is on its way may still be read where this one goes.
     int status = device_.calls().after(stream, device_.facts().copies);
+    const auto constants = [&](int at) { return device_room_.constants(constants_number(0, at)); };
+    const int64_t constant_bytes = arena_.streams() * device_room_.constant_bytes;
+    if (!status) status = device_.copy(constants(there), constants(place), constant_bytes);
     for (int layer = 0; layer < layers() && !status; layer++) {
         Page from = on_device(place);
         from.number += int64_t{layer} * kv_heads();
@@ -149,7 +158,7 @@ int Tiers::stage(int layer) {
     if (const int status = device_.calls().after(device_.facts().copies, device_.facts().stream))
         return status;
     staged_[room] = layer;
-    streamed_bytes_ += count * host_room_.page_bytes();
+    streamed_bytes_ += count * host_room_.plane_bytes();
     return copy(in_room(room), on_host(resident_, layer), count, device_.facts().copies);
 }
 
@@ -163,18 +172,23 @@ int Tiers::bring(int layer) {
     return next % 2 == layer % 2 ? int{KVQ_OK} : stage(next);
 }
 
-// Of so many neighbouring pages; granules lie the other way round.
+int Tiers::lend(int layer, Away& away) {
+    away = {};
+    if (!host_columns()) return KVQ_OK;
+    const Page room = in_room(layer % 2), host = on_host(resident_, layer);
+    staged_[layer % 2] = -1;
+    away = {host.room.end_of(host.number * host.room.granules), room.number * room.room.granules};
+    // What is on its way to the room comes before what is chosen.
+    return device_.calls().after(device_.facts().stream, device_.facts().copies);
+}
+
+// Planes of so many neighbouring pages.
 int Tiers::copy(Page to, Page from, int64_t count, void* stream) {
-    const auto call = [&](uint8_t* target, const uint8_t* source, int64_t bytes) {
-        return device_.calls().copy(target, 0, source, 0, bytes, 1, stream);
-    };
     const auto lowest = [&](Page at) {
-        return at.room.granule((at.number + count) * at.room.granules - 1);
+        return at.room.end_of((at.number + count) * at.room.granules);
     };
-    const int status = call(to.room.constants(to.number), from.room.constants(from.number),
-                            count * to.room.constant_bytes);
-    if (status) return status;
-    return call(lowest(to), lowest(from), count * to.room.granules * to.room.granule_bytes);
+    return device_.calls().copy(lowest(to), 0, lowest(from), 0, count * to.room.plane_bytes(), 1,
+                                stream);
 }
 
 }  // namespace kvq

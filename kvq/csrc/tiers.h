@@ -1,8 +1,8 @@
-// A cache's pages on a device in two tiers: the newest columns lie in the device's memory, the
-// others in memory of the host's that the device copies from by itself. Ahead of a layer's
-// attention its pages of the second tier are copied to a room on the device: of two such rooms, one
-// is read while the other fills. Attention finds all of a layer's pages at once, as if none had
-// left.
+// A cache's pages on a device in two tiers: the newest columns lie in the device's memory, of the
+// others the constants do, and the planes in memory of the host's that the device reads by itself.
+// Ahead of a layer's attention its planes of the second tier are copied to a room on the device: of
+// two such rooms, one is read while the other fills. Attention finds all of a layer's pages at once,
+// as if none had left. Or the constants choose, and what they choose alone comes to the room.
 //
 // Every page has room for its bytes at the plan's widths, so that places need no moving.
 #pragma once
@@ -17,13 +17,17 @@ namespace kvq {
 // Pages side by side, as a Pool has slots: constants from the start up, granules from the end down.
 struct PageRoom {
     uint8_t* start = nullptr;
-    int64_t pages, granules;  // of a page
+    int64_t constant_pages, plane_pages;  // pages whose constants, and whose planes, are here
+    int64_t granules;                     // of a page
     int64_t constant_bytes, granule_bytes;
 
-    int64_t page_bytes() const { return constant_bytes + granules * granule_bytes; }
-    int64_t bytes() const { return pages * page_bytes(); }
+    int64_t plane_bytes() const { return granules * granule_bytes; }  // of a page
+    int64_t bytes() const {
+        return constant_pages * constant_bytes + plane_pages * plane_bytes();
+    }
     uint8_t* constants(int64_t page) const { return start + page * constant_bytes; }
-    uint8_t* granule(int64_t slot) const { return start + bytes() - (slot + 1) * granule_bytes; }
+    uint8_t* end_of(int64_t slot) const { return start + bytes() - slot * granule_bytes; }
+    uint8_t* granule(int64_t slot) const { return end_of(slot + 1); }
 };
 
 class Tiers {
@@ -38,7 +42,8 @@ public:
     // What kernels are told is the pool, and what they are told of an entry.
     const PageRoom& room() const { return device_room_; }
     Entry told(int stream, int column, const Entry& entry) const;
-    // Where a page of the column lies, on the device or the host; `slot` is one of an entry's.
+    // Where a page of the column lies: constants on the device, a granule there or on the host;
+    // `slot` is one of an entry's.
     uint8_t* constants(int stream, int column) const;
     uint8_t* granule(int stream, int column, int slot) const;
 
@@ -50,13 +55,20 @@ public:
     // What attention of the layer reads of the second tier is there when it runs, and that of the
     // next layer on its way.
     int bring(int layer);
+    // Attention of the layer will bring what it chooses to its room. Null: nothing is away.
+    struct Away {
+        const uint8_t* end;  // as kvq_cuda_sequence has them
+        int64_t slot;
+    };
+    int lend(int layer, Away& away);
 
     int64_t offloaded_bytes() const;
-    // Copied from the host since `new_pass`.
+    // Copied from the host since `new_pass`, but for what attention chose.
     int64_t streamed_bytes() const { return streamed_bytes_; }
     void new_pass() { streamed_bytes_ = 0; }
 
 private:
+    // A page's planes.
     struct Page {
         const PageRoom& room;
         int64_t number;
@@ -72,6 +84,10 @@ private:
     Page in_room(int room) const {
         return {device_room_,
                 int64_t{resident_} * arena_.streams() + int64_t{room} * spilled_ * kv_heads()};
+    }
+    // Whose constants are where, by the column's place.
+    int64_t constants_number(int stream, int place) const {
+        return int64_t{place} * arena_.streams() + stream;
     }
     int kv_heads() const { return arena_.config().kv_heads; }
     int layers() const { return arena_.config().layers; }

@@ -81,6 +81,7 @@ Twin::Twin(Device& device, const Arena& arena, const uint8_t* host)
       chunk_(device),
       taken_(device),
       feedback_room_(device),
+      counts_(device),
       told_(static_cast<size_t>(arena.config().layers)) {}
 
 std::unique_ptr<Twin> Twin::open(Device& device, const Arena& arena, const uint8_t* host,
@@ -113,6 +114,24 @@ int Twin::feed_back(const float* feedback) {
     feedback_ = reinterpret_cast<const float*>(room);
     if (room) copy(room, feedback, bytes);
     return status_;
+}
+
+void Twin::new_pass() {
+    pass_ = {};
+    if (!tiers_) return;
+    tiers_->new_pass();
+    auto* counts = reinterpret_cast<kvq_cuda_counts*>(counts_.data());
+    if (!counts) return;
+    note(device_.calls().clear(&counts->fetched_bytes, sizeof counts->fetched_bytes,
+                               device_.facts().stream));
+    counts_changed_ = true;
+}
+
+kvq_cuda_counts Twin::counts() const {
+    if (!counts_changed_) return counted_;
+    std::lock_guard<std::mutex> turn(device_.turn);
+    counts_changed_ = device_.copy(&counted_, counts_.data(), sizeof counted_) || device_.wait();
+    return counted_;
 }
 
 // Pages in tiers have places of their own.
@@ -250,8 +269,26 @@ int Twin::splits(const kvq_attention& a, int rows, int work) const {
     return std::clamp(wanted, 1, std::max(1, work / kWarpPages));
 }
 
+int Twin::choose(const kvq_attention& a, const kvq_read& rule, uint8_t* room,
+                 kvq_cuda_sequence& s) {
+    const auto stream = device_.facts().stream;
+    if (!counts_.data()) {
+        if (!counts_.at_least(sizeof(kvq_cuda_counts))) return KVQ_NO_MEMORY;
+        note(device_.calls().clear(counts_.data(), sizeof(kvq_cuda_counts), stream));
+    }
+    counts_changed_ = true;
+    s.share = rule.share, s.spread = rule.spread;
+    s.counts = reinterpret_cast<kvq_cuda_counts*>(counts_.data());
+    s.bounds = reinterpret_cast<float*>(room);
+    s.chosen = room + int64_t{4} * a.heads * s.tokens * s.view_count;
+    Tiers::Away away{};
+    if (tiers_) note(tiers_->lend(a.layer, away));
+    s.away_end = away.end, s.away_slot = away.slot;
+    return status_;
+}
+
 int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& a, const Inputs& in,
-                 bool silent) {
+                 const kvq_read& rule, bool silent) {
     std::lock_guard<std::mutex> turn(device_.turn);
     const bool staged = tail.branch().staged;
     if ((staged && !gather_chunk(tail, a.layer)) || !tell_tables(pages, tail, a, in))
@@ -261,7 +298,13 @@ int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& 
     const int split = splits(a, rows, pages.views() + pass_.tiles);
     const int64_t queries = int64_t{1 + pass_.turns} * a.heads * in.tokens * a.head_dim;
     const int64_t partials = int64_t{a.heads} * in.tokens * split * (a.head_dim + 2);
-    auto* scratch = reinterpret_cast<float*>(device_.scratch.at_least(4 * (queries + partials)));
+    // A step chooses, a prompt does not.
+    const bool chooses = rule.share < 1 && !silent && pages.views() &&
+                         in.tokens <= config().draft_tokens;
+    const int64_t bounds = chooses ? int64_t{a.heads} * in.tokens * pages.views() : 0;
+    const int64_t chosen = chooses ? int64_t{a.kv_heads} * in.tokens * pages.views() : 0;
+    auto* scratch = reinterpret_cast<float*>(
+        device_.scratch.at_least(4 * (queries + partials + bounds) + chosen));
     if (!scratch) return KVQ_NO_MEMORY;
     const kvq_cuda_attention call{a.heads,   a.kv_heads,    a.head_dim, a.rotary_pairs,  a.scale,
                                   a.softcap, a.rope_factor, a.norm_eps, a.window_tokens, split};
@@ -275,7 +318,12 @@ int Twin::attend(const PageTable& pages, const Tail& tail, const kvq_attention& 
     s.pool_bytes = tiers_ ? tiers_->room().bytes() : arena_.sizes.pool_bytes;
     s.constant_bytes = arena_.sizes.constant_bytes, s.granule_bytes = arena_.sizes.granule_bytes;
     s.pool = of(arena_.pool), s.forms = of(arena_.forms + stream);
-    if (tiers_ && !silent) note(tiers_->bring(a.layer));
+    if (chooses) {
+        auto* room = reinterpret_cast<uint8_t*>(scratch + queries + partials);
+        if (const int status = choose(a, rule, room, s)) return status;
+    } else if (tiers_ && !silent) {
+        note(tiers_->bring(a.layer));
+    }
     s.entries = of(arena_.entries + int64_t{stream} * arena_.sizes.max_columns);
     s.views = of(arena_.views);
     const auto table = [&](auto*& member, int64_t start) {

@@ -33,10 +33,7 @@ public:
     void send(const PageTable& pages);
 
     // What was told of views and rows holds no more, or of entries.
-    void new_pass() {
-        pass_ = {};
-        if (tiers_) tiers_->new_pass();
-    }
+    void new_pass();
     void entries_changed() { entries_++; }
     void column_dropped(int column) {
         if (tiers_) tiers_->drop(column);
@@ -48,7 +45,9 @@ public:
     // A pass of one layer; of `in` positions are on the host, all else on the device. `silent`:
     // keys and values are stored, nothing is asked.
     int attend(const PageTable& pages, const Tail& tail, const kvq_attention& a, const Inputs& in,
-               bool silent);
+               const kvq_read& rule, bool silent);
+    // Of passes that chose pages, a page counted once per token and KV head; waits for the newest.
+    kvq_cuda_counts counts() const;
     // Calls `run` with the queries of `rows` alone, and all else of `in` but keys and values, on
     // the host.
     template <class Run>
@@ -111,6 +110,8 @@ private:
                      const Inputs& in);
     void tell_entries(const PageTable& pages, int layer);
     int splits(const kvq_attention& a, int rows, int work) const;
+    // Has attention choose pages: what `s` says of that, with scratch from `room` on.
+    int choose(const kvq_attention& a, const kvq_read& rule, uint8_t* room, kvq_cuda_sequence& s);
 
     Device& device_;
     const Arena& arena_;
@@ -118,13 +119,15 @@ private:
     uint8_t* memory_ = nullptr;
     int64_t bytes_ = 0;
     std::unique_ptr<Tiers> tiers_;
-    DeviceBytes tables_, chunk_, taken_, feedback_room_;
+    DeviceBytes tables_, chunk_, taken_, feedback_room_, counts_;
     const float* feedback_ = nullptr;
     std::vector<kvq_cuda_plane> narrowed_;
     std::vector<kvq_cuda_keys> narrowed_keys_;
     PassTables pass_;
     uint64_t entries_ = 1;
     std::vector<uint64_t> told_;  // per layer: `entries_` as the device has them
+    mutable kvq_cuda_counts counted_{};
+    mutable bool counts_changed_ = false;  // on the device, since `counted_`
     int status_ = 0;
 };
 

@@ -26,10 +26,10 @@ class DeviceCache(NativeCache):
         return found.number
 
     def read_by(self, rule: ReadRule) -> None:
-        if rule.share < 1:
+        if rule.channels:
             raise BackendError(
-                f"the device {self.device!r} reads all pages: {argument('kv_read')} "
-                f"{rule.share:.0%} needs {argument('device', 'cpu')}"
+                f"the device {self.device!r} ranks pages by all channels of a query: "
+                f"{argument('kv_read')} double-sparsity needs {argument('device', 'cpu')}"
             )
         super().read_by(rule)
 

@@ -402,13 +402,22 @@ class Arena(Geometry):
     def offload_bytes(self) -> int:
         """Bytes of the second tier: of the host's memory, or of a file."""
         spilled = self.max_columns - self.resident_columns if self.resident_columns else 0
-        return self.file_bytes or self.pages_bytes(spilled)
+        return self.file_bytes or spilled * self.streams * self._plane_bytes
 
     def bytes_with_resident(self, columns: int) -> int:
-        """Bytes on a device that holds so many of the columns, and twice what a layer lacks."""
-        layers = self.shape.num_layers
-        pages = layers * columns + 2 * (self.max_columns - columns)
-        return self.regions.num_bytes + self.pages_bytes(pages) // layers
+        """Bytes on a device: all constants, planes of so many columns, twice a layer's others."""
+        heads, spilled = self.shape.num_kv_heads, self.max_columns - columns
+        planes = (columns * self.streams + 2 * spilled * heads) * self._plane_bytes
+        return self.regions.num_bytes + self.max_columns * self.streams * self._constants + planes
+
+    @property
+    def _constants(self) -> int:
+        return constant_bytes(self.shape.head_dim, self.value_groups)
+
+    @property
+    def _plane_bytes(self) -> int:
+        """Bytes of one page's planes at the plan's widths."""
+        return self._page_bytes(self.plan.k_bits, self.plan.v_bits) - self._constants
 
     def in_tiers(self, device_bytes: int) -> "Arena":
         """With as many columns on a device as so many bytes there take.
@@ -421,7 +430,8 @@ class Arena(Geometry):
             raise BudgetError(
                 f"{format_bytes(device_bytes)} of KV budget cannot hold, beside what "
                 f"{argument('kv_offload')} "
-                f"moves to the host, the pages of one pass and twice those of a layer; "
+                f"moves to the host, all pages' constants, the pages of one pass and twice those "
+                f"of a layer; "
                 f"{sized(needed)} can"
             )
         step = self.bytes_with_resident(least + 1) - self.bytes_with_resident(least)
@@ -433,9 +443,7 @@ class Arena(Geometry):
 
         What is asked of every page, the constants, stays in memory. Raises `BudgetError`.
         """
-        dim, plan = self.shape.head_dim, self.plan
-        page = self._page_bytes(plan.k_bits, plan.v_bits) - constant_bytes(dim, self.value_groups)
-        least = self.num_bytes - self.max_columns * self.streams * page
+        least = self.num_bytes - self.max_columns * self.streams * self._plane_bytes
         if memory_bytes < least:
             raise BudgetError(
                 f"{format_bytes(memory_bytes)} of KV budget cannot hold, beside what "

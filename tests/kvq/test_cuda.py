@@ -95,7 +95,8 @@ Sequence = structure(
     "i tokens view_count most_columns tail_rows tail_stride turns row_turns tiles hi_view;"
     "l pool_bytes constant_bytes granule_bytes;"
     "p pool entries views turn_of_view deltas tile_rows tile_turns forms tail_keys tail_values "
-    "tail_masks qkv positions inv_freq q_norm k_norm sink_logits queries partials out",
+    "tail_masks qkv positions inv_freq q_norm k_norm sink_logits queries partials out "
+    "chosen bounds; f share spread; p counts away_end; l away_slot",
 )
 Closing = structure(
     "Closing",
@@ -180,6 +181,8 @@ class Case(NamedTuple):
     hi_view: bool = False
     moved_rows: int = 0  # how far the first rows of the tail have moved
     sinks: tuple[float, ...] = ()
+    share: float = 1.0  # of the pages that are read
+    spread: float = 1.0
 
 
 class Held(NamedTuple):
@@ -189,6 +192,7 @@ class Held(NamedTuple):
     values: list[Array]
     positions: Array
     seen: Array
+    lines: Array  # of keys scales and mids, [kv_heads, columns, 2, head_dim]
     parts: dict[str, Any]
 
 
@@ -210,6 +214,7 @@ def held(case: Case, rng: np.random.Generator) -> Held:
     views["mask"][:1] = 0x00FF_FFFF_FFFF_FF3F
     inv_freq = frequencies(dim)
     keys, values, free = [], [], 0
+    lines = np.zeros((case.kv_heads, columns, 2, dim), np.float32)
     for head in range(case.kv_heads):
         one_keys, one_values = [], []
         for column, widths in enumerate(case.widths):
@@ -234,6 +239,7 @@ def held(case: Case, rng: np.random.Generator) -> Held:
                 seen_bits = min(bits, 4 if case.hi_view else 8)
                 read = reference.decode(codes, grid, seen_bits, axis) if bits else stored
                 if side == 0:
+                    lines[head, column] = grid.scale, grid.mid
                     read = reference.hadamard(read) if case.form & ROTATED else read
                     delta = int(views["delta"][columns - 1 - column])
                     moved = np.full(64, delta, np.int64)
@@ -253,11 +259,29 @@ def held(case: Case, rng: np.random.Generator) -> Held:
         "most_columns": columns, "turn_of_view": turn, "hi_view": case.hi_view,
         "forms": np.full(case.kv_heads, case.form, np.uint8), "inv_freq": inv_freq,
     }  # fmt: skip
-    return Held(keys, values, positions, seen, parts)
+    return Held(keys, values, positions, seen, lines, parts)
 
 
 def frequencies(dim: int) -> Array:
     return (10_000.0 ** (-np.arange(dim // 2) / (dim // 2))).astype(np.float32)
+
+
+def chosen(case: Case, pages: Held, q: Array, head: int, seen: Array) -> Array:
+    """Which pages each token reads of a KV head, [tokens, views]: of those of `seen`, as many."""
+    group, forms = case.heads // case.kv_heads, case.form
+    own = q[:, head * group : (head + 1) * group].astype(np.float32)
+    bounds = np.zeros((case.tokens, group, len(case.widths)), np.float32)
+    for view, (column, delta) in enumerate(pages.parts["views"][["column", "delta"]].tolist()):
+        back = np.full(case.tokens, -delta)
+        met = reference.rotate(own, back, pages.parts["inv_freq"])
+        met = reference.hadamard(met) if forms & ROTATED else met
+        scale, mid = pages.lines[head, column]
+        scores = reference.page_bounds(
+            met.reshape(-1, case.head_dim), scale[None], mid[None], case.spread
+        )
+        bounds[:, :, view] = scores.reshape(case.tokens, group)
+    given = zip(bounds, seen, strict=True)
+    return np.array([reference.chosen_pages(one, where, case.share) for one, where in given])
 
 
 def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
@@ -312,6 +336,12 @@ def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
     kept |= {"tail_masks": masks, "qkv": qkv, "positions": positions, "out": out}
     kept |= dict(zip(("q_norm", "k_norm", "queries", "partials"), (*norms, *scratch), strict=True))
     kept |= {"sink_logits": np.array(case.sinks, np.float32)} if case.sinks else {}
+    if case.share < 1:
+        views = len(case.widths)
+        marks = np.full((case.kv_heads, case.tokens, views), 7, np.uint8)
+        kept |= {"chosen": marks, "counts": np.array([10, 20, 30])}
+        kept |= {"bounds": np.zeros(case.heads * case.tokens * views, np.float32)}
+        kept |= {"share": case.share, "spread": case.spread}
     sequence = filled(
         Sequence, tokens=case.tokens, tail_rows=rows, tail_stride=rows + 3, tiles=len(visits),
         turns=len(turns["deltas"]), row_turns=len(row_deltas), **kept,
@@ -327,7 +357,7 @@ def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
     stands = reference.rotate(
         tail[0, :, :rows].astype(np.float32).transpose(1, 0, 2), moved, inv_freq
     )
-    want = np.zeros_like(out)
+    want, counts = np.zeros_like(out), np.zeros((2, case.kv_heads), np.int64)
     for head in range(case.heads):
         own = head // group
         tail_keys = np.concatenate([stands[: case.tail, own], k[:, own].astype(np.float16)])
@@ -337,6 +367,13 @@ def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
         seen = np.repeat(pages.seen[None], case.tokens, axis=0)
         if case.window:
             seen &= pages.positions[None] > positions[:, None] - case.window
+        if case.share < 1:
+            # Views come in the other order than columns.
+            by_page = seen.reshape(case.tokens, -1, 64)[:, ::-1]
+            reads = chosen(case, pages, q, own, by_page.any(axis=2))
+            np.testing.assert_array_equal(kept["chosen"][own], reads)
+            seen = (by_page & reads[..., None])[:, ::-1].reshape(case.tokens, -1)
+            counts[:, own] = by_page.any(axis=2).sum(), reads.sum()
         seen = np.concatenate([seen, visible], axis=1)
         logits = q[:, head].astype(np.float64) @ keys.T * dim**-0.5
         if case.softcap:
@@ -346,6 +383,8 @@ def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
         total = weights.sum(axis=1, keepdims=True)
         total += np.exp(case.sinks[head] - top) if case.sinks else 0
         want[:, head] = weights / total @ values
+    if case.share < 1:
+        assert kept["counts"].tolist() == [10 + counts[0].sum(), 20 + counts[1].sum(), 30]
     return out, want, float(max(np.abs(v).max() for v in pages.values) if case.widths else 3.0)
 
 
@@ -381,6 +420,14 @@ CASES = {
         64, [(4, 4)] * 5, form=ROTATED, tokens=70, heads=2, window=100, deltas=(0, 7),
         moved_rows=5, tail=70, splits=1,
     ),
+    "the best pages": Case(
+        64, [(8, 8), (4, 2), (2, 4), (0, 0), (6, 6)] * 9, form=ROTATED, deltas=(0, 7, 31), tokens=3,
+        heads=6, share=0.3, window=900,
+    ),
+    "the best pages for many rows": Case(
+        80, [(4, 4)] * 9, tokens=5, heads=12, share=0.5, spread=0.0, splits=2
+    ),
+    "as many as are seen": Case(96, [(4, 4)] * 3, share=0.99),
     "a chunk in the hi view": Case(64, [(8, 6), (6, 8)], tokens=9, hi_view=True, splits=5),
 }  # fmt: skip
 
@@ -392,7 +439,9 @@ def test_attention_is_that_of_the_reference(name: str, library: Library) -> None
     assert np.sqrt(np.square(got - want).mean()) < HALF / 8 * largest
 
 
-@pytest.mark.parametrize("name", ["both, 80 channels", "a tree of tokens", "a chunk, 96 channels"])
+@pytest.mark.parametrize(
+    "name", ["both, 80 channels", "a tree of tokens", "the best pages", "a chunk, 96 channels"]
+)
 def test_attention_does_not_depend_on_the_order_of_threads(name: str, library: Library) -> None:
     if not library.is_emulated:
         pytest.skip("a GPU lets its threads take turns as it likes")

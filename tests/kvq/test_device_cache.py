@@ -45,7 +45,13 @@ class Both:
     """The processor's cache and the device's, told the same."""
 
     def __init__(
-        self, device: str, seed: int, widths: tuple[int, int], *, rotated: bool = False
+        self,
+        device: str,
+        seed: int,
+        widths: tuple[int, int],
+        *,
+        rotated: bool = False,
+        read: str = "all",
     ) -> None:
         self.chance, self.rng = random.Random(seed), np.random.default_rng(seed)
         plan = KvPlan(k_bits=widths[0], v_bits=widths[1], tail_tokens=self.chance.choice((0, 32)))
@@ -54,7 +60,7 @@ class Both:
         needed = budget_for_tokens(SHAPE, plan, held, context_tokens=CONTEXT, policy="budget")
         asked = spec(
             SHAPE, plan, CONTEXT, budget=Budget(num_bytes=needed), policy="budget", forms=forms,
-            windows=(0, 150),
+            windows=(0, 150), read=read,
         )  # fmt: skip
         self.arena = asked.resolved()
         self.inv_freq = frequencies(16) if rotated else UNROTATED
@@ -182,6 +188,24 @@ def test_moved_pages_and_rows_meet_turned_queries(opened: Callable[..., Both]) -
     both.draft()
 
 
+@pytest.mark.parametrize("read", ["quest:share=0.3", "landmarks:share=0.5"])
+def test_a_device_chooses_the_processors_pages(read: str, opened: Callable[..., Both]) -> None:
+    both = opened(2, (6, 4), rotated=True, read=read)
+    for count in (128, 128, 90):
+        both.append(count)
+    both.every(lambda cache: cache.edit(100, 110, 3))
+    both.run(3, at=100)
+    both.every(lambda cache: cache.commit(3))
+    for _ in range(4):
+        before = [(cache.engine.pages_seen, cache.engine.pages_read) for cache in both.caches]
+        both.append(1)
+        after = [(cache.engine.pages_seen, cache.engine.pages_read) for cache in both.caches]
+        steps = [np.subtract(*pair).tolist() for pair in zip(after, before, strict=True)]
+        assert steps[0] == steps[1]
+        assert steps[0][1] < steps[0][0]
+    both.draft()
+
+
 def test_evidence_of_a_device_is_that_of_the_processor(opened: Callable[..., Both]) -> None:
     both = opened(1, (4, 4))
     for count in (128, 128, 60):
@@ -259,8 +283,8 @@ def test_what_a_device_cannot_do_is_refused_by_name(device: str) -> None:
     small = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=48)
     with pytest.raises(BackendError, match=r"heads of 48 channels .* 64, 80, 96, 128, 256"):
         Cache(spec(small, plan, 100).resolved(), engine=device)
-    with pytest.raises(BackendError, match="kv_read 25% needs"):
-        Cache(spec(SHAPE, plan, 900, read="25%").resolved(), engine=device)
+    with pytest.raises(BackendError, match=r"all channels .* double-sparsity needs"):
+        Cache(spec(SHAPE, plan, 900, read="double-sparsity").resolved(), engine=device)
     if device != "emulated":
         return
     big = CacheShape(num_layers=40, num_heads=8, num_kv_heads=8, head_dim=256)

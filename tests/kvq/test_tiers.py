@@ -16,6 +16,7 @@ from kvq import devices, native
 from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan, parse_offload
 from kvq.errors import BudgetError, CacheError, UsageError
+from kvq.formats import constant_bytes
 from kvq.sizing import Arena
 from pairs import attend_alike
 from shelf import Shelf
@@ -37,29 +38,37 @@ def shape(layers: int) -> CacheShape:
     return CacheShape(num_layers=layers, num_heads=2, num_kv_heads=2, head_dim=64)
 
 
-def whole(layers: int, plan: KvPlan = PLAN) -> Arena:
-    asked = spec(shape(layers), plan, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers)
+def whole(layers: int, read: str = "all") -> Arena:
+    asked = spec(shape(layers), PLAN, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers, read=read)
     return asked.resolved()
 
 
-def in_tiers(layers: int, num_bytes: int, offload: int = ALL, plan: KvPlan = PLAN) -> Arena:
+def in_tiers(
+    layers: int, num_bytes: int, offload: int = ALL, plan: KvPlan = PLAN, read: str = "all"
+) -> Arena:
     asked = spec(
-        shape(layers), plan, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers,
+        shape(layers), plan, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers, read=read,
         budget=Budget(num_bytes=num_bytes), offload_bytes=offload,
     )  # fmt: skip
     return asked.resolved()
 
 
+def plane_bytes(arena: Arena) -> int:
+    """Of a column: what the host's memory holds of it."""
+    constants = constant_bytes(arena.shape.head_dim, arena.value_groups)
+    return arena.column_bytes(PLAN.k_bits, PLAN.v_bits) - arena.streams * constants
+
+
 class Pair:
     """One cache with all its pages on the device, one with two columns there, told the same."""
 
-    def __init__(self, device: str, layers: int) -> None:
+    def __init__(self, device: str, layers: int, read: str = "all") -> None:
         self.rng = np.random.default_rng(layers)
         needed = whole(layers).bytes_with_resident(RESIDENT)
-        self.arena = in_tiers(layers, needed)
+        self.arena = in_tiers(layers, needed, read=read)
         assert self.arena.resident_columns == RESIDENT
         assert self.arena.device_bytes == needed
-        arenas = whole(layers), self.arena
+        arenas = whole(layers, read), self.arena
         self.caches = [Cache(arena, engine=device) for arena in arenas]
 
     @property
@@ -80,11 +89,11 @@ class Pair:
 
 
 @pytest.fixture
-def opened(device: str) -> Iterator[Callable[[int], Pair]]:
+def opened(device: str) -> Iterator[Callable[..., Pair]]:
     made: list[Pair] = []
 
-    def open_pair(layers: int) -> Pair:
-        made.append(Pair(device, layers))
+    def open_pair(layers: int, **options: str) -> Pair:
+        made.append(Pair(device, layers, **options))
         return made[-1]
 
     yield open_pair
@@ -95,7 +104,7 @@ def opened(device: str) -> Iterator[Callable[[int], Pair]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "early"), [(3, True), (3, False), (4, False)])
 def test_tiers_give_what_one_gives(
-    layers: int, early: bool, device: str, opened: Callable[[int], Pair]
+    layers: int, early: bool, device: str, opened: Callable[..., Pair]
 ) -> None:
     pair = opened(layers)
     library = ctypes.CDLL(str(devices.opened(device).library))
@@ -111,7 +120,7 @@ def test_tiers_give_what_one_gives(
 
 
 def check_tiers(pair: Pair, layers: int) -> None:
-    page = pair.arena.column_bytes(6, 2)
+    page = plane_bytes(pair.arena)
     for count in (128, 128, 128, 30, 1, 1):
         pair.run(count)
     assert len(pair.tiered.columns()[0]) == 5
@@ -133,7 +142,33 @@ def check_tiers(pair: Pair, layers: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_session_moves_between_one_tier_and_two(opened: Callable[[int], Pair]) -> None:
+@pytest.mark.parametrize("layers", [3, 4])
+def test_of_the_host_only_chosen_pages_come_over(
+    layers: int, device: str, opened: Callable[..., Pair]
+) -> None:
+    pair = opened(layers, read="quest:share=0.4")
+    page = plane_bytes(pair.arena) // pair.arena.streams
+    for count in (128, 128, 128, 30):
+        pair.run(count)
+    # Steps of one row and of several, between them a prompt that reads all.
+    came = []
+    for count in (1, 1, 3, 1, 100, 1, 6):
+        seen, read = pair.tiered.engine.pages_seen, pair.tiered.engine.pages_read
+        pair.run(count)
+        columns = len(pair.tiered.columns()[0])
+        if count < 100:
+            engine, streams = pair.tiered.engine, pair.arena.streams
+            away = columns - RESIDENT
+            assert engine.pages_seen - seen == count * streams * columns
+            assert engine.pages_read - read == count * streams * -(-2 * columns // 5)
+            came.append(engine.tiers.streamed_bytes / page / streams / away)
+    assert all(0 < share < 1 for share in came)
+    assert min(came) < 0.5
+    pair.check()
+
+
+@pytest.mark.slow
+def test_a_session_moves_between_one_tier_and_two(opened: Callable[..., Pair]) -> None:
     pair = opened(4)
     for count in (128, 128, 70):
         pair.run(count)
@@ -145,9 +180,7 @@ def test_a_session_moves_between_one_tier_and_two(opened: Callable[[int], Pair])
     pair.check()
 
 
-def test_a_copy_that_waits_for_nothing_is_refused(
-    device: str, opened: Callable[[int], Pair]
-) -> None:
+def test_a_copy_that_waits_for_nothing_is_refused(device: str, opened: Callable[..., Pair]) -> None:
     if device != "emulated":
         pytest.skip("only the emulated device sees it")
     library = ctypes.CDLL(str(devices.opened(device).library))
@@ -177,7 +210,7 @@ def test_tiers_take_what_they_are_given_and_no_less() -> None:
     for more in range(2, 13):
         tiered = in_tiers(4, arena.bytes_with_resident(more))
         assert tiered.resident_columns == more
-        assert tiered.offload_bytes == (arena.max_columns - more) * arena.column_bytes(6, 2)
+        assert tiered.offload_bytes == (arena.max_columns - more) * plane_bytes(arena)
     assert in_tiers(4, least, in_tiers(4, least).offload_bytes).resident_columns == 2
     with pytest.raises(BudgetError, match=r"cannot hold what a context of 900 tokens .* can"):
         in_tiers(4, least, in_tiers(4, least).offload_bytes - 1)

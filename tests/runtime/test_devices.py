@@ -12,6 +12,7 @@ import pytest
 from emulated import emulated_library
 from kvq import devices, native
 from kvq.errors import BackendError, BudgetError, UsageError
+from kvq.formats import constant_bytes
 from kvq_runtime import gpu
 from kvq_runtime.backends import WHOLE, Mode, forward_chain, onnx
 from kvq_runtime.config import Sampling
@@ -116,12 +117,17 @@ def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
         alone, whole = told(kv_budget="300tok")
         budget = arena.bytes_with_resident(1)
         tiered, stats = told(kv_budget=budget, kv_offload="1GiB")
+        chosen, _ = told(kv_budget="300tok", kv_read="50%")
+        chosen_tiered, chosen_stats = told(kv_budget=budget, kv_offload="1GiB", kv_read="50%")
         with pytest.raises(BudgetError, match="twice those of a layer"):
             engine.session(**asked, kv_budget=budget - 1, kv_offload="1GiB")
     assert tiered == alone
     assert stats.kv_bytes == whole.kv_bytes
-    assert stats.held.offloaded_bytes == stats.held.streamed_bytes == arena.column_bytes(4, 2)
+    planes = arena.column_bytes(4, 2) - arena.streams * constant_bytes(arena.shape.head_dim)
+    assert stats.held.offloaded_bytes == stats.held.streamed_bytes == planes
     assert whole.held.offloaded_bytes == 0
+    assert chosen == chosen_tiered
+    assert chosen_stats.held.streamed_bytes < planes
 
 
 def test_what_a_processors_memory_does_not_hold_lies_in_a_file(shelf: Shelf) -> None:

@@ -287,10 +287,12 @@ struct AttendRoom {
     float part[kRows][Dim + 2];
 };
 
-// Which keys of item `index` a token sees: of a view's page, then of the visits to the tail.
-KVQ_DEVICE uint64_t seen_by(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, int index,
-                            int token) {
+// Which keys of item `index` a token reads: of a view's page, then of the visits to the tail.
+KVQ_DEVICE uint64_t seen_by(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, int kv_head,
+                            int index, int token) {
     if (index >= s.view_count) return s.tail_masks[int64_t{token} * s.tiles + index - s.view_count];
+    if (s.chosen && !s.chosen[(int64_t{kv_head} * s.tokens + token) * s.view_count + index])
+        return 0;
     return sees(s.positions[token], static_cast<const View*>(s.views)[index], a.window_tokens);
 }
 
@@ -307,7 +309,7 @@ KVQ_DEVICE int next_seen(const kvq_cuda_attention& a, const kvq_cuda_sequence& s
         if (index < s.view_count && entry_of(s, kv_head, index).k_bits == 0) continue;
         bool any = false;
         for (int token = first + thread_index() % kWarp; token <= last; token += kWarp)
-            any |= seen_by(a, s, index, token) != 0;
+            any |= seen_by(a, s, kv_head, index, token) != 0;
         if (any_lane(any)) return index;
     }
     return end;
@@ -375,7 +377,7 @@ KVQ_KERNEL attend(kvq_cuda_attention a, kvq_cuda_sequence s) {
     stage_keys(index);
     while (index < end) {
         const int ahead = next(index + kWarps<Dim>);
-        const uint64_t seen = lane.is_row ? seen_by(a, s, index, token) : 0;
+        const uint64_t seen = lane.is_row ? seen_by(a, s, kv_head, index, token) : 0;
         if (index < s.view_count)
             attend_page<Dim>(
                 a, s, lane, kv_head, index, seen, [&] { stage_keys(ahead); }, room, state);

@@ -57,6 +57,9 @@ KVQ_DEVICE bool any_lane(bool x) {
 KVQ_DEVICE int atomic_add(int* at, int x) {
     return atomicAdd(at, x);
 }
+KVQ_DEVICE void atomic_add(int64_t* at, int64_t x) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(x));
+}
 // Of numbers that are not negative, whose bits rise with them.
 KVQ_DEVICE void atomic_max(float* at, float x) {
     atomicMax(reinterpret_cast<int*>(at), __float_as_int(x));

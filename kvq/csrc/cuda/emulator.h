@@ -255,6 +255,9 @@ inline bool any_lane(bool x) {
 inline int atomic_add(int* at, int x) {
     return std::exchange(*at, *at + x);
 }
+inline void atomic_add(int64_t* at, int64_t x) {
+    *at += x;
+}
 inline void atomic_max(float* at, float x) {
     *at = std::max(*at, x);
 }

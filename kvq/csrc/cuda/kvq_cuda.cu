@@ -4,6 +4,7 @@
 #include "../kvq.h"
 #include "attend.h"
 #include "best.h"
+#include "choose.h"
 #include "linear_tiles.h"
 #include "memory.h"
 #include "pack.h"
@@ -11,6 +12,14 @@
 
 namespace kvq::cuda {
 namespace {
+
+void choose(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* stream) {
+    const Dim3 bounds{(s.view_count + kBoundWarps - 1) / kBoundWarps, s.tokens, a.kv_heads};
+    launch(bound_pages, bounds, kBoundWarps * kWarp, 0, stream, a, s);
+    launch(choose_pages, Dim3{s.tokens, a.kv_heads}, kChooseThreads, 0, stream, a, s);
+    if (s.away_end)
+        launch(fetch_pages, Dim3{s.view_count, a.kv_heads}, kFetchThreads, 0, stream, s);
+}
 
 template <int Dim>
 int attend_all(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* stream) {
@@ -126,6 +135,7 @@ KVQ_EXPORT int kvq_cuda_attend(const kvq_cuda_attention* attention,
     const kvq_cuda_attention& a = *attention;
     const kvq_cuda_sequence& s = *sequence;
     if (const int status = kvq_cuda_store(attention, sequence, stream)) return status;
+    if (s.chosen && s.view_count) choose(a, s, stream);
     return with_channels(a.head_dim, [&](auto channels) {
         return attend_all<decltype(channels)::kDim>(a, s, stream);
     });

@@ -58,6 +58,12 @@ typedef struct {
     int32_t splits;        /* parts that a KV head's pages are divided into */
 } kvq_cuda_attention;
 
+/* What steps have read so far: pages of KV heads that tokens could see and those they read, and bytes
+   of pages that came from the host. */
+typedef struct {
+    int64_t seen, read, fetched_bytes;
+} kvq_cuda_counts;
+
 /* One layer of one sequence. Row r of a KV head is query head r % (heads / kv_heads) of token r /
  * (heads / kv_heads). */
 typedef struct {
@@ -89,6 +95,17 @@ typedef struct {
                         every turn's */
     float* partials; /* scratch [heads * tokens, splits, head_dim + 2] */
     float* out;      /* [tokens, heads * head_dim] */
+    /* Which pages are read: each token's best `share` of those it sees of a KV head, `share` and
+       `spread` as in kvq_read of kvq.h. `chosen` is scratch [kv_heads, tokens, view_count], or NULL:
+       all are read, and none of these is looked at. */
+    uint8_t* chosen;
+    float* bounds; /* scratch [heads * tokens, view_count] */
+    float share, spread;
+    kvq_cuda_counts* counts; /* added to */
+    /* Granules from slot `away_slot` on lie in the host's memory, from `away_end` down; of pages that
+       are read they come to their slots here. NULL: all are here. */
+    const uint8_t* away_end;
+    int64_t away_slot;
 } kvq_cuda_sequence;
 
 /* Rows of a KV head that one block of threads attends for, of so many in a pass: for few of them no
@@ -100,7 +117,7 @@ static inline int32_t kvq_cuda_rows_of_block(int32_t rows) {
    host's, here and below. */
 int kvq_cuda_store(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                    void* stream);
-/* Likewise, and turns queries, attends, joins the splits. KVQ_BAD_ARGUMENT for a head_dim without a
+/* Likewise, and turns queries, chooses pages, attends, joins the splits. KVQ_BAD_ARGUMENT for a head_dim without a
    kernel. */
 int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                     void* stream);

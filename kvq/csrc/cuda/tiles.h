@@ -251,7 +251,7 @@ KVQ_DEVICE void attend_item(const kvq_cuda_attention& a, const kvq_cuda_sequence
     load_queries(a, s, tile, 1 + (visit < 0 ? s.turn_of_view[index] : s.tile_turns[visit]), state);
     uint64_t seen[2];
     for (int r = 0; r < 2; r++)
-        seen[r] = state.row[r] >= 0 ? seen_by(a, s, index, state.token[r]) : 0;
+        seen[r] = state.row[r] >= 0 ? seen_by(a, s, tile.kv_head, index, state.token[r]) : 0;
     for (int part = 0; part < kPageTokens / kTokens; part++) {
         if (visit < 0) {
             write_page<Dim>(s, tile.kv_head, entry_of(s, tile.kv_head, index), stage, part, room);
