@@ -107,10 +107,8 @@ inline void row_logits(const PageView& page, const PageView& next, int head_dim,
     widen(page.k_grid, head_dim, page.k_bits, keys);
     with_bits(page.k_bits, [&](auto bits) {
         fold<bits(), N>(q, head_dim, keys, folded);
-        const auto put = [&](int r, int i, F logits) {
-            store(scores + r * kPageTokens + 16 * i, logits);
-        };
-        multiply<bits(), N>(page.k, coming, kPageTokens, head_dim, folded, put);
+        multiply<bits(), N>(page.k, coming, kPageTokens, head_dim, folded,
+                            StoreSums{scores, kPageTokens});
     });
 }
 

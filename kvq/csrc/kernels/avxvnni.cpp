@@ -1,19 +1,23 @@
-// AVX-VNNI serves products of weights (../linear/avxvnni.cpp); attention beside them is that of AVX2.
+// Kernels for AVX2 + FMA + F16C + AVX-VNNI.
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
 #include "../platform.h"
 #include "kernels.h"
 #if defined(__AVXVNNI__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "simd_avx2.h"
+
+#include "kernels.inl"
 
 namespace kvq {
 const Kernels* avxvnni_kernels() {
-    if (!platform::runs(platform::Instructions::kAvxVnni)) return nullptr;
-    static const Kernels table = [] {
-        Kernels same = *avx2_kernels();
-        same.name = "avxvnni";
-        return same;
-    }();
-    return &table;
+    static const Kernels table{"avxvnni",   pack,        read_grid,   narrow_keys, narrow,
+                               attend_pages, attend_tile, page_scores, page_bounds,
+                               page_evidence, to_half,   from_half,  delta_read,  delta_fold,
+                               silu,        add,         dot};
+    return platform::runs(platform::Instructions::kAvxVnni) ? &table : nullptr;
 }
-
 }  // namespace kvq
 #else
 const kvq::Kernels* kvq::avxvnni_kernels() {

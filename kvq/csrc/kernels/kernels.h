@@ -9,6 +9,9 @@
 
 #include "../format.h"
 
+#define KVQ_INLINE inline __attribute__((always_inline))
+#define KVQ_NOINLINE __attribute__((noinline))
+
 namespace kvq {
 
 constexpr int kBlockRows = 16;  // query rows that share one pass over the pages

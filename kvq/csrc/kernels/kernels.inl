@@ -1,9 +1,6 @@
 // The kernels, written once over sixteen lanes. A .cpp file includes a simd header, then this.
 // Names of helpers are the ones of simd_generic.h, which says what each means.
 
-// A call would put sums into memory.
-#define KVQ_INLINE inline __attribute__((always_inline))
-
 namespace {
 
 using kvq::Block;
@@ -42,19 +39,13 @@ inline F tanh_lanes(F x) {
 }
 
 // Of each of N rows the largest lane or the sum of lanes: row r in lane r.
-template <int N, class Join>
-inline F join_lanes(const F (&rows)[N], Join&& join) {
-    F all[kRowLanes];
-    for (int r = 0; r < kRowLanes; r++) all[r] = rows[r < N ? r : 0];
-    return join_rows(all, join);
+template <int N>
+KVQ_INLINE F largest_lanes(const F (&rows)[N]) {
+    return join_rows(rows, [](F x, F y) { return max(x, y); });
 }
 template <int N>
-inline F largest_lanes(const F (&rows)[N]) {
-    return join_lanes(rows, [](F x, F y) { return max(x, y); });
-}
-template <int N>
-inline F sum_lanes(const F (&rows)[N]) {
-    return join_lanes(rows, [](F x, F y) { return x + y; });
+KVQ_INLINE F sum_lanes(const F (&rows)[N]) {
+    return join_rows(rows, [](F x, F y) { return x + y; });
 }
 
 // Calls with the width as a constant.

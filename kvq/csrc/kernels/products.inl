@@ -44,6 +44,15 @@ struct Folded {
     alignas(64) float constant[kRowLanes];  // what the codes' midpoint and the page's mids add
 };
 
+inline I store_and_add(int8_t* to, const I (&numbers)[1]) {
+    store_bytes(to, numbers[0]);
+    return numbers[0];
+}
+inline I store_and_add(int8_t* to, const I (&numbers)[2]) {
+    store_bytes(to, numbers[0], numbers[1]);
+    return numbers[0] + numbers[1];
+}
+
 // Folds the group of 16 * Vectors numbers from `base` on of N rows x [N][n]; adds to the rows'
 // constants, lane by lane.
 template <int Bits, int N, int Vectors>
@@ -68,19 +77,17 @@ inline void fold_group(const float* x, int n, int base, const Grid& grid, F* con
     // What the middle of the code range adds to sums over the codes. The fine part meets hi4 alone,
     // whose nibbles stand 7.5 from their middle.
     for (int r = 0; r < N; r++) {
-        I total = {}, fines = {};
+        const int at = r * Folded::kStride + base;
+        I code[Vectors], fine[Vectors];
         for (int i = 0; i < Vectors; i++) {
-            const int at = r * Folded::kStride + base + 16 * i;
             const F number = product[r][i] * set1(inverse[r]);
-            const I code = to_int(number);
-            store_bytes(out.code + at, code);
-            total = i ? total + code : code;
-            if constexpr (kJoined<Bits>) {
-                const I fine = to_int((number - to_float(code)) * set1(254.0f));
-                store_bytes(out.fine + at, fine);
-                fines = i ? fines + fine : fine;
-            }
+            code[i] = to_int(number);
+            if constexpr (kJoined<Bits>)
+                fine[i] = to_int((number - to_float(code[i])) * set1(254.0f));
         }
+        const I total = store_and_add(out.code + at, code);
+        I fines{};
+        if constexpr (kJoined<Bits>) fines = store_and_add(out.fine + at, fine);
         F middle = to_float(total) * set1(kHalfRange);
         if constexpr (kJoined<Bits>)
             middle = fma(to_float(fines), set1(7.5f * kHighUnit<Bits> / 254.0f), middle);
@@ -147,7 +154,7 @@ struct Sums {
 
     // Adds products with four of each row's codes, of which the first is at `at`.
     KVQ_INLINE void add(Bytes codes, Bytes rest, const Folded& x, int first, int at) {
-        for (int r = 0; r < N; r++) {
+        KVQ_UNROLL for (int r = 0; r < N; r++) {
             const int place = (first + r) * Folded::kStride + at;
             const Quad quad = broadcast(x.code + place);
             high[r].add(codes, quad);
@@ -172,7 +179,7 @@ KVQ_INLINE void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& n
                                const Folded& x, int first, int group, F* total) {
     constexpr int kPerVector = Bits == 2 ? 16 : 8;  // numbers that meet 32 bytes
     Sums<Bits, N> sums;
-    for (int j = 0; j < Numbers / kPerVector; j++) {
+    KVQ_UNROLL for (int j = 0; j < Numbers / kPerVector; j++) {
         const int vector = 32 / kPerVector * group + j, at = kPerVector * vector;
         const Bytes high = planes.at(planes.high, vector);
         ask(next.high, vector);
@@ -189,7 +196,7 @@ KVQ_INLINE void multiply_group(const Planes<Bits>& planes, const Planes<Bits>& n
             sums.add(field<4, 15>(high), b, x, first, at + 4);
         }
     }
-    for (int r = 0; r < N; r++) {
+    KVQ_UNROLL for (int r = 0; r < N; r++) {
         const int below = kJoined<Bits> ? r : 0;
         const F sum = combine<Bits>(sums.high[r], sums.low[below], sums.fine[below]);
         total[r] = fma(sum, set1(x.scale[group][first + r]), total[r]);
@@ -212,11 +219,32 @@ inline void multiply_rows(const uint8_t* const* side, const uint8_t* const* next
         for (int r = 0; r < N; r++) put(first + r, i, total[r]);
     }
 }
+// What comes of a row, where it lies in memory: to [N][outputs].
+struct StoreSums {
+    float* to;
+    int outputs;
+    void operator()(int r, int i, F sums) const { store(to + r * outputs + 16 * i, sums); }
+};
+template <int Bits, int N>
+KVQ_NOINLINE void multiply_apart(const uint8_t* const* side, const uint8_t* const* next, int outputs,
+                                 int n, const Folded& x, int first, float* to) {
+    multiply_rows<Bits, N>(side, next, outputs, n, x, first, StoreSums{to, outputs});
+}
 template <int Bits, int N, class Put>
 inline void multiply(const uint8_t* const* side, const uint8_t* const* next, int outputs, int n,
                      const Folded& x, Put&& put) {
     constexpr int kRows = kJoined<Bits> ? kRegisterRows / 2 : kRegisterRows;
     split_rows<N, kRows>([&](auto count, int first) {
-        multiply_rows<Bits, count()>(side, next, outputs, n, x, first, put);
+        constexpr int kCount = count();
+        if constexpr (!kFewRegisters) {
+            multiply_rows<Bits, kCount>(side, next, outputs, n, x, first, put);
+        } else if constexpr (std::is_same_v<Put, StoreSums>) {
+            multiply_apart<Bits, kCount>(side, next, outputs, n, x, first, put.to);
+        } else {
+            alignas(64) float sums[N * kMaxHeadDim];
+            multiply_apart<Bits, kCount>(side, next, outputs, n, x, first, sums);
+            for (int r = first; r < first + kCount; r++)
+                for (int i = 0; i < outputs / 16; i++) put(r, i, load(sums + r * outputs + 16 * i));
+        }
     });
 }

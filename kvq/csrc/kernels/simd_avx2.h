@@ -1,10 +1,12 @@
-// Sixteen lanes as two vectors of AVX2, with FMA and F16C. Meanings: simd_generic.h.
+// Sixteen lanes as two vectors of AVX2, with FMA and F16C, byte products by AVX-VNNI where a file is
+// compiled for it. Meanings: simd_generic.h.
 #pragma once
 #include "simd_x86.h"
 
 namespace {
 
 constexpr int kRegisterRows = 4;
+constexpr bool kFewRegisters = true;
 
 struct F { __m256 a, b; };
 struct I { __m256i a, b; };
@@ -79,21 +81,29 @@ inline F select_bits(unsigned bits, F x, F y) {
 }
 
 // Halves, quarters and so on are joined two rows at a time, so that lanes come to be rows.
-template <class Join> inline F join_rows(const F* x, Join join) {
-    __m256 half[8], quarter[4], pair[2];
+template <int N, class Join> KVQ_INLINE F join_rows(const F (&x)[N], Join join) {
+    constexpr int kHalf = N > 4 ? 4 : 2;  // of the rows
+    __m256 half[2 * kHalf], quarter[kHalf], pair[kHalf / 2];
     const auto both = [&](__m256 first, __m256 second) {
         return join(F{first, first}, F{second, second}).a;
     };
-    for (int i = 0; i < 8; i++) half[i] = both(x[i].a, x[i].b);
-    for (int i = 0; i < 4; i++)
-        quarter[i] = both(_mm256_permute2f128_ps(half[i], half[i + 4], 0x20),
-                          _mm256_permute2f128_ps(half[i], half[i + 4], 0x31));
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 2 * kHalf; i++) half[i] = i < N ? both(x[i].a, x[i].b) : half[0];
+    for (int i = 0; i < kHalf; i++)
+        quarter[i] = both(_mm256_permute2f128_ps(half[i], half[i + kHalf], 0x20),
+                          _mm256_permute2f128_ps(half[i], half[i + kHalf], 0x31));
+    for (int i = 0; i < kHalf / 2; i++)
         pair[i] = both(_mm256_unpacklo_ps(quarter[2 * i], quarter[2 * i + 1]),
                        _mm256_unpackhi_ps(quarter[2 * i], quarter[2 * i + 1]));
-    const __m256 rows = both(_mm256_shuffle_ps(pair[0], pair[1], 0x44),
-                             _mm256_shuffle_ps(pair[0], pair[1], 0xee));
-    return {rows, rows};
+    if constexpr (N > 4) {
+        const __m256 rows = both(_mm256_shuffle_ps(pair[0], pair[1], 0x44),
+                                 _mm256_shuffle_ps(pair[0], pair[1], 0xee));
+        return {rows, rows};
+    } else {
+        const __m256 twice = both(pair[0], _mm256_permute_ps(pair[0], 0x4e));
+        const __m128 rows =
+            _mm_movelh_ps(_mm256_castps256_ps128(twice), _mm256_extractf128_ps(twice, 1));
+        return {_mm256_set_m128(rows, rows), _mm256_set_m128(rows, rows)};
+    }
 }
 
 inline F load_half(const uint16_t* p) {
@@ -122,6 +132,13 @@ inline void store_bytes(void* p, I x) {
                                       _mm256_extracti128_si256(sorted, 1)));
 }
 
+inline void store_bytes(int8_t* p, I x, I y) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works per half
+    const __m256i bytes =
+        _mm256_packs_epi16(_mm256_packs_epi32(x.a, x.b), _mm256_packs_epi32(y.a, y.b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
+}
+
 inline Bytes load_bytes(const uint8_t* p, const uint8_t* q) {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q))};
@@ -133,17 +150,30 @@ template <int Shift, int Mask> inline Bytes field(Bytes x) {
     return {field<Shift, Mask>(x.a), field<Shift, Mask>(x.b)};
 }
 inline Quad broadcast(const int8_t* quad) { return {_mm256_set1_epi32(bits_of(quad))}; }
+#ifdef __AVXVNNI__
+struct Dot {
+    __m256i a = _mm256_setzero_si256(), b = _mm256_setzero_si256();
+    inline void add(Bytes codes, Quad quad) {
+        a = _mm256_dpbusd_avx_epi32(a, codes.a, quad.v);
+        b = _mm256_dpbusd_avx_epi32(b, codes.b, quad.v);
+    }
+    inline I sum() const { return {a, b}; }
+};
+#else
 // int16 holds eight nibble products (2 * 15 * 127 each).
 struct Dot {
     __m256i a = _mm256_setzero_si256(), b = _mm256_setzero_si256();
     inline void add(Bytes codes, Quad quad) {
         a = _mm256_add_epi16(a, _mm256_maddubs_epi16(codes.a, quad.v));
         b = _mm256_add_epi16(b, _mm256_maddubs_epi16(codes.b, quad.v));
+        // Or the compiler adds products before it adds them here, and has no registers left.
+        asm("" : "+x"(a), "+x"(b));
     }
     inline I sum() const {
         const __m256i ones = _mm256_set1_epi16(1);
         return {_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones)};
     }
 };
+#endif
 
 }  // namespace

@@ -5,6 +5,7 @@
 namespace {
 
 constexpr int kRegisterRows = 8;
+constexpr bool kFewRegisters = false;
 
 struct F { __m512 v; };
 struct I { __m512i v; };
@@ -41,19 +42,31 @@ inline F select_bits(unsigned bits, F a, F b) {
 }
 
 // Halves, quarters and so on are joined two rows at a time, so that lanes come to be rows.
-template <class Join> inline F join_rows(const F* x, Join join) {
-    F halves[4], quarters[2];
-    for (int i = 0; i < 4; i++)
-        halves[i] = join(F{_mm512_shuffle_f32x4(x[i].v, x[i + 4].v, 0x44)},
-                         F{_mm512_shuffle_f32x4(x[i].v, x[i + 4].v, 0xee)});
-    for (int i = 0; i < 2; i++)
-        quarters[i] = join(F{_mm512_shuffle_f32x4(halves[i].v, halves[i + 2].v, 0x88)},
-                           F{_mm512_shuffle_f32x4(halves[i].v, halves[i + 2].v, 0xdd)});
-    const F pairs = join(F{_mm512_unpacklo_ps(quarters[0].v, quarters[1].v)},
-                         F{_mm512_unpackhi_ps(quarters[0].v, quarters[1].v)});
-    const F rows = join(pairs, F{_mm512_permute_ps(pairs.v, 0x4e)});
-    const __m512i order = _mm512_setr_epi32(0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13);
-    return {_mm512_permutexvar_ps(order, rows.v)};
+template <int N, class Join> KVQ_INLINE F join_rows(const F (&x)[N], Join join) {
+    constexpr int kHalf = N > 4 ? 4 : 2;  // of the rows
+    const auto row = [&](int i) { return x[i < N ? i : 0].v; };
+    F halves[kHalf];
+    for (int i = 0; i < kHalf; i++)
+        halves[i] = join(F{_mm512_shuffle_f32x4(row(i), row(i + kHalf), 0x44)},
+                         F{_mm512_shuffle_f32x4(row(i), row(i + kHalf), 0xee)});
+    if constexpr (N <= 4) {
+        const F quarters = join(F{_mm512_shuffle_f32x4(halves[0].v, halves[1].v, 0x88)},
+                                F{_mm512_shuffle_f32x4(halves[0].v, halves[1].v, 0xdd)});
+        const F pairs = join(quarters, F{_mm512_permute_ps(quarters.v, 0x4e)});
+        const F rows = join(pairs, F{_mm512_permute_ps(pairs.v, 0xb1)});
+        const __m512i order = _mm512_setr_epi32(0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12);
+        return {_mm512_permutexvar_ps(order, rows.v)};
+    } else {
+        F quarters[2];
+        for (int i = 0; i < 2; i++)
+            quarters[i] = join(F{_mm512_shuffle_f32x4(halves[i].v, halves[i + 2].v, 0x88)},
+                               F{_mm512_shuffle_f32x4(halves[i].v, halves[i + 2].v, 0xdd)});
+        const F pairs = join(F{_mm512_unpacklo_ps(quarters[0].v, quarters[1].v)},
+                             F{_mm512_unpackhi_ps(quarters[0].v, quarters[1].v)});
+        const F rows = join(pairs, F{_mm512_permute_ps(pairs.v, 0x4e)});
+        const __m512i order = _mm512_setr_epi32(0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13);
+        return {_mm512_permutexvar_ps(order, rows.v)};
+    }
 }
 
 inline F load_half(const uint16_t* p) {
@@ -71,6 +84,7 @@ inline void store_half(uint16_t* p, F a) {
 inline void store_bytes(void* p, I a) {
     _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }
+inline void store_bytes(int8_t* p, I a, I b) { store_bytes(p, a), store_bytes(p + 16, b); }
 
 inline Bytes load_bytes(const uint8_t* p, const uint8_t* q) {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

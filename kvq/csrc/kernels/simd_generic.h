@@ -4,11 +4,15 @@
 #include <cstdint>
 #include <cstring>
 
+#define KVQ_UNROLL  // loops over rows and vectors, where lanes are registers
+
 namespace {
 
 // Rows whose products with a vector of codes are summed in registers: those that pass through all
 // stages together, eight at most.
 constexpr int kRegisterRows = 4;
+// Sums keep their registers only in a function of their own.
+constexpr bool kFewRegisters = false;
 
 struct F { float v[16]; };
 struct I { int32_t v[16]; };
@@ -80,10 +84,10 @@ inline F where_below(F x, F limit, F other) {
 inline F select_bits(unsigned bits, F a, F b) {
     return lanes([&](int i) { return (bits >> i & 1) ? a.v[i] : b.v[i]; });
 }
-// Joins the lanes of each of eight rows, in an order that is the same for all, to lane r and 8 + r.
-template <class Join> inline F join_rows(const F* x, Join join) {
-    F rows[8];
-    for (int r = 0; r < 8; r++) {
+// Joins the lanes of each of N rows, eight at most, in an order that is the same for all, to lane r.
+template <int N, class Join> inline F join_rows(const F (&x)[N], Join join) {
+    F rows[8] = {};
+    for (int r = 0; r < N; r++) {
         rows[r] = x[r];
         for (int half = 8; half; half /= 2) {
             F far = rows[r];
@@ -138,6 +142,8 @@ inline void store_half(uint16_t* p, F a) {
 inline void store_bytes(void* p, I a) {  // the low byte of each lane
     for (int i = 0; i < 16; i++) static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(a.v[i]);
 }
+// Of numbers that fit int8, side by side.
+inline void store_bytes(int8_t* p, I a, I b) { store_bytes(p, a), store_bytes(p + 16, b); }
 
 // 32 bytes at p, then 32 at q.
 inline Bytes load_bytes(const uint8_t* p, const uint8_t* q) {

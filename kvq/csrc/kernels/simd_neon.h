@@ -5,9 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
+#define KVQ_UNROLL _Pragma("GCC unroll 8")
+
 namespace {
 
 constexpr int kRegisterRows = 4;
+constexpr bool kFewRegisters = false;
 
 struct F { float32x4_t a, b, c, d; };
 struct I { int32x4_t a, b, c, d; };
@@ -86,17 +89,21 @@ inline F select_bits(unsigned bits, F x, F y) {
 }
 
 // Neighbours are joined last, two rows at a time, so that lanes come to be rows.
-template <class Join> inline F join_rows(const F* x, Join join) {
-    V four[8], two[4], rows[2];
+template <int N, class Join> KVQ_INLINE F join_rows(const F (&x)[N], Join join) {
+    constexpr int kFours = N > 4 ? 2 : 1;  // of rows
+    V four[4 * kFours], two[2 * kFours], rows[kFours];
     const auto both = [&](V p, V q) { return join(F{p, p, p, p}, F{q, q, q, q}).a; };
-    for (int i = 0; i < 8; i++) four[i] = both(both(x[i].a, x[i].c), both(x[i].b, x[i].d));
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4 * kFours; i++) {
+        const F& row = x[i < N ? i : 0];
+        four[i] = both(both(row.a, row.c), both(row.b, row.d));
+    }
+    for (int i = 0; i < 2 * kFours; i++)
         two[i] = both(vuzp1q_f32(four[2 * i], four[2 * i + 1]),
                       vuzp2q_f32(four[2 * i], four[2 * i + 1]));
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < kFours; i++)
         rows[i] = both(vuzp1q_f32(two[2 * i], two[2 * i + 1]),
                        vuzp2q_f32(two[2 * i], two[2 * i + 1]));
-    return {rows[0], rows[1], rows[0], rows[1]};
+    return {rows[0], rows[kFours - 1], rows[0], rows[kFours - 1]};
 }
 
 inline float half_to_float(uint16_t h) {
@@ -126,6 +133,7 @@ inline void store_bytes(void* p, I x) {
     const int16x8_t high = vcombine_s16(vmovn_s32(x.c), vmovn_s32(x.d));
     vst1q_s8(static_cast<int8_t*>(p), vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
 }
+inline void store_bytes(int8_t* p, I x, I y) { store_bytes(p, x), store_bytes(p + 16, y); }
 
 inline Bytes load_bytes(const uint8_t* p, const uint8_t* q) {
     return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(q), vld1q_u8(q + 16)};

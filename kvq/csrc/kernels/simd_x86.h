@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#define KVQ_UNROLL _Pragma("GCC unroll 8")
+
 namespace {
 
 inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
