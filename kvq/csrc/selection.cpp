@@ -14,8 +14,8 @@ Selection::Selection(const kvq_read& rule, int kv_heads, int tokens, int views)
 void Selection::choose(int kv_head, int token) {
     float* scores = this->scores(kv_head, token);
     const auto seen = views_ - std::count(scores, scores + views_, kNothingSeen);
-    const auto kept =
-        static_cast<size_t>(std::ceil(rule_.share * static_cast<float>(seen) - 1e-4f));
+    const auto kept = static_cast<size_t>(
+        std::max(1.0f, std::ceil(rule_.share * static_cast<float>(seen) - 1e-4f)));
     if (kept >= static_cast<size_t>(seen)) return;
     std::vector<int> order(static_cast<size_t>(views_));
     std::iota(order.begin(), order.end(), 0);

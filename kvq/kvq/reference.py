@@ -346,7 +346,7 @@ def chosen_pages(scores: Float, seen: NDArray[np.bool_], share: float) -> NDArra
         return seen
     best = np.where(seen, scores, -np.inf).max(axis=1, keepdims=True)
     worth = np.where(seen, (scores - best).max(axis=0), -np.inf)
-    kept = int(np.ceil(share * seen.sum() - 1e-4))
+    kept = max(1, int(np.ceil(share * seen.sum() - 1e-4)))
     chosen = np.zeros_like(seen)
     chosen[np.argsort(-worth, kind="stable")[:kept]] = True
     return chosen & seen

@@ -428,6 +428,7 @@ CASES = {
         80, [(4, 4)] * 9, tokens=5, heads=12, share=0.5, spread=0.0, splits=2
     ),
     "as many as are seen": Case(96, [(4, 4)] * 3, share=0.99),
+    "at least one": Case(64, [(4, 4)] * 3, tokens=2, share=1e-5),
     "a chunk in the hi view": Case(64, [(8, 6), (6, 8)], tokens=9, hi_view=True, splits=5),
 }  # fmt: skip
 

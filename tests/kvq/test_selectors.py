@@ -15,7 +15,10 @@ from pairs import Pair, attention, forward, frequencies, pack_heads, random_head
 SHAPE = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
 PROMPT = 22 * 64  # closes twenty pages
 NARROW = KvPlan(k_bits=4, v_bits=2)
-SHARES = ["25%", "quest:share=0.6", "double-sparsity:share=0.3", "landmarks:share=0.5"]
+SHARES = [
+    "25%", "quest:share=0.6", "quest:share=1e-5", "double-sparsity:share=0.3",
+    "landmarks:share=0.5",
+]  # fmt: skip
 
 
 def filled(

@@ -81,7 +81,8 @@ KVQ_KERNEL choose_pages(kvq_cuda_attention a, kvq_cuda_sequence s) {
         return most > kNothing ? order_key(most, view) : uint64_t{0};
     };
     const int seen = seen_count;
-    const int kept = static_cast<int>(ceil(s.share * static_cast<float>(seen) - 1e-4f));
+    const int kept =
+        max(1, static_cast<int>(ceil(s.share * static_cast<float>(seen) - 1e-4f)));
     const uint64_t least = kept < seen ? least_of_best(key, views, kept, room) : uint64_t{1};
     uint8_t* chosen = s.chosen + (int64_t{kv_head} * s.tokens + token) * views;
     for (int v = i; v < views; v += kChooseThreads) {

@@ -117,8 +117,8 @@ static inline int32_t kvq_cuda_rows_of_block(int32_t rows) {
    host's, here and below. */
 int kvq_cuda_store(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                    void* stream);
-/* Likewise, and turns queries, chooses pages, attends, joins the splits. KVQ_BAD_ARGUMENT for a head_dim without a
-   kernel. */
+/* Likewise, and turns queries, chooses pages, attends, joins the splits. KVQ_BAD_ARGUMENT for a
+   head_dim without a kernel. */
 int kvq_cuda_attend(const kvq_cuda_attention* attention, const kvq_cuda_sequence* sequence,
                     void* stream);
 

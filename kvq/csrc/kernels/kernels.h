@@ -9,6 +9,7 @@
 
 #include "../format.h"
 
+// Either may decide whether sums stay in registers.
 #define KVQ_INLINE inline __attribute__((always_inline))
 #define KVQ_NOINLINE __attribute__((noinline))
 
