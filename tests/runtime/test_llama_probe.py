@@ -240,9 +240,9 @@ def test_the_model_of_the_trial_is_a_model(tmp_path: Path) -> None:
 
 def test_a_real_llama_cpp_passes() -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    next_process()
     if reason := llama_library.missing():
         pytest.skip(reason)
-    next_process()
     assert llama_probe._status() == 0
     assert len(list((cache_folder() / "llama.cpp").iterdir())) == 1
 
