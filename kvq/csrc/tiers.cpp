@@ -60,15 +60,14 @@ int Tiers::granule_number(int slot) const {
 }
 
 Tiers::Page Tiers::page(int stream, int column) const {
-    const int place = places_[static_cast<size_t>(column)];
+    const int place = place_of(column);
     Page found = place < resident_ ? on_device(place) : on_host(place, stream / kv_heads());
     found.number += place < resident_ ? stream : stream % kv_heads();
     return found;
 }
 
 uint8_t* Tiers::constants(int stream, int column) const {
-    return device_room_.constants(
-        constants_number(stream, places_[static_cast<size_t>(column)]));
+    return device_room_.constants(constants_number(stream, place_of(column)));
 }
 
 uint8_t* Tiers::granule(int stream, int column, int slot) const {
@@ -85,8 +84,7 @@ Entry Tiers::told(int stream, int column, const Entry& entry) const {
     const int64_t number =
         copied ? in_room(layer % 2).number + at.number - on_host(resident_, layer).number
                : at.number;
-    told.constants = static_cast<uint32_t>(
-        constants_number(stream, places_[static_cast<size_t>(column)]));
+    told.constants = static_cast<uint32_t>(constants_number(stream, place_of(column)));
     for (int slot = 0; slot < 2 * kGranulesPerSide; slot++)
         if (entry.granule[slot] != kNone)
             told.granule[slot] =

@@ -85,7 +85,8 @@ private:
         return {device_room_,
                 int64_t{resident_} * arena_.streams() + int64_t{room} * spilled_ * kv_heads()};
     }
-    // Whose constants are where, by the column's place.
+    int place_of(int column) const { return places_[static_cast<size_t>(column)]; }
+    // Of the page whose constants lie there, by its column's place.
     int64_t constants_number(int stream, int place) const {
         return int64_t{place} * arena_.streams() + stream;
     }

@@ -12,10 +12,7 @@
 
 namespace kvq {
 const Kernels* avx512vnni_kernels() {
-    static const Kernels table{"avx512vnni",      pack,        read_grid,   narrow_keys, narrow,
-                               attend_pages, attend_tile, page_scores, page_bounds,
-                               page_evidence, to_half,   from_half,  delta_read,  delta_fold,
-                               silu,        add,         dot};
+    static const Kernels table = kernels_named("avx512vnni");
     return platform::runs(platform::Instructions::kAvx512Vnni) ? &table : nullptr;
 }
 }  // namespace kvq

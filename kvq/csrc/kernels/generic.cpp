@@ -10,10 +10,7 @@
 
 namespace kvq {
 const Kernels* generic_kernels() {
-    static const Kernels table{"generic",      pack,        read_grid,   narrow_keys, narrow,
-                               attend_pages, attend_tile, page_scores, page_bounds,
-                               page_evidence, to_half,   from_half,  delta_read,  delta_fold,
-                               silu,        add,         dot};
+    static const Kernels table = kernels_named("generic");
     return &table;
 }
 }  // namespace kvq

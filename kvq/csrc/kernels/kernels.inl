@@ -86,4 +86,10 @@ inline void split_rows(Call&& call, int first = 0) {
 
 #include "states.inl"
 
+kvq::Kernels kernels_named(const char* name) {
+    return {name,        pack,        read_grid,   narrow_keys,   narrow,  attend_pages,
+            attend_tile, page_scores, page_bounds, page_evidence, to_half, from_half,
+            delta_read,  delta_fold,  silu,        add,           dot};
+}
+
 }  // namespace

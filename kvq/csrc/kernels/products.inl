@@ -44,6 +44,7 @@ struct Folded {
     alignas(64) float constant[kRowLanes];  // what the codes' midpoint and the page's mids add
 };
 
+// Stores the numbers side by side; returns their sums lane by lane.
 inline I store_and_add(int8_t* to, const I (&numbers)[1]) {
     store_bytes(to, numbers[0]);
     return numbers[0];
@@ -219,17 +220,20 @@ inline void multiply_rows(const uint8_t* const* side, const uint8_t* const* next
         for (int r = 0; r < N; r++) put(first + r, i, total[r]);
     }
 }
-// What comes of a row, where it lies in memory: to [N][outputs].
+
+// Where sums go that lie in memory row by row: to [N][outputs].
 struct StoreSums {
     float* to;
     int outputs;
     void operator()(int r, int i, F sums) const { store(to + r * outputs + 16 * i, sums); }
 };
+// `multiply_rows` as the function of its own that kFewRegisters asks for.
 template <int Bits, int N>
 KVQ_NOINLINE void multiply_apart(const uint8_t* const* side, const uint8_t* const* next, int outputs,
                                  int n, const Folded& x, int first, float* to) {
     multiply_rows<Bits, N>(side, next, outputs, n, x, first, StoreSums{to, outputs});
 }
+// All N rows, as many at a time as there are registers for.
 template <int Bits, int N, class Put>
 inline void multiply(const uint8_t* const* side, const uint8_t* const* next, int outputs, int n,
                      const Folded& x, Put&& put) {
