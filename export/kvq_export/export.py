@@ -35,6 +35,7 @@ from kvq_export.hub_files import unseen
 from kvq_export.layout import Layout, plan_layout
 from kvq_export.page_forms import fit_pages
 from kvq_export.quality import Original
+from kvq_export.retrieval import score_heads
 from kvq_export.source import Source, open_source
 from kvq_export.staging import free_destination, require_space, staged
 from kvq_export.writer import (
@@ -330,6 +331,8 @@ def _measured(
     if options.calibrate and options.onnx:
         step("how pages are best encoded")
         manifest = fit_pages(partial, manifest, model.tokenizer, options.threads)
+        step("which heads look far back")
+        manifest = score_heads(partial, manifest, model.tokenizer)
         write_manifest(partial, manifest)
     if options.quality:
         quality = _measure(model, model.tokenizer, partial, options, step)

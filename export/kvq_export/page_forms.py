@@ -26,7 +26,7 @@ from kvq_export.calibrated import ENDS
 from kvq_export.prediction import store_arrays
 from kvq_export.stand_ins import Rows, Stack, no_logits
 from kvq_models.family import is_stack
-from kvq_models.reference import PlainAttention, forward
+from kvq_models.reference import PlainAttention, Weights, forward
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime import backends
 from kvq_runtime.backends import forward_chain
@@ -101,19 +101,9 @@ def _key_fits(
     bundle: Bundle, ids: NDArray[np.int64]
 ) -> list[tuple[NDArray[np.bool_], NDArray[np.float16]]]:
     """Of every class whether heads store their keys rotated, [L, Hk], and [L, Hk, D, D]."""
-    listening, config = Listening(), bundle.config
-    assert bundle.manifest.weights is not None
-    matrices = bundle.manifest.weights.formats
-
-    def weight(name: str) -> NDArray[np.float32]:
-        """In memory are one matrix, one expert, or the rows of embeddings that are looked up."""
-        if is_stack(name) and name in matrices:
-            return cast(Any, Stack(partial(_grouped, bundle, name)))
-        if name in ENDS:
-            return cast(Any, Rows(partial(bundle.read_weight, name), no_logits))
-        return bundle.read_weight(name)
-
-    forward(config, weight, ids, np.arange(len(ids)), listening, slice(0, 0))
+    listening = Listening()
+    weights = weights_in_turn(bundle)
+    forward(bundle.config, weights, ids, np.arange(len(ids)), listening, slice(0, 0))
     found: list[tuple[NDArray[np.bool_], NDArray[np.float16]]] = []
     for index, one in enumerate(bundle.config.cache_classes):
         layers = [
@@ -123,6 +113,21 @@ def _key_fits(
         rotated, feedback = zip(*layers, strict=True)
         found.append((np.array(rotated), np.array(feedback)))
     return found
+
+
+def weights_in_turn(bundle: Bundle) -> Weights:
+    """In memory are one matrix, one expert, or the rows of embeddings that are looked up."""
+    assert bundle.manifest.weights is not None
+    matrices = bundle.manifest.weights.formats
+
+    def weight(name: str) -> NDArray[np.float32]:
+        if is_stack(name) and name in matrices:
+            return cast(Any, Stack(partial(_grouped, bundle, name)))
+        if name in ENDS:
+            return cast(Any, Rows(partial(bundle.read_weight, name), no_logits))
+        return bundle.read_weight(name)
+
+    return weight
 
 
 def _grouped(

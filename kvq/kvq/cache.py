@@ -86,8 +86,9 @@ class Cache:
 
     A forward pass is `begin(n)` and one `attend` per layer (by the graph or directly). Its rows
     form a branch, which further passes may extend, until `commit` keeps a path of it or `rewind`
-    forgets it. `weight_norms`: as `Evidence` has it. `feedback` float32 [L, Hk, D, D]: by which
-    keys are rounded, see `kvq.reference.carried`. `engine`: a row of `kvq.cache_engine.ENGINES`.
+    forgets it. `weight_norms` and `retrieval`: as `Evidence` has them. `feedback` float32
+    [L, Hk, D, D]: by which keys are rounded, see `kvq.reference.carried`. `engine`: a row of
+    `kvq.cache_engine.ENGINES`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Cache:
         arena: Arena,
         *,
         weight_norms: Callable[[], NDArray[np.float64]] | None = None,
+        retrieval: NDArray[np.float32] | None = None,
         feedback: NDArray[np.float32] | None = None,
         engine: str = "native",
     ) -> None:
@@ -119,6 +121,7 @@ class Cache:
         # Of every layer the first tokens that have gone with its window.
         self._behind = np.zeros(len(self.windows), np.int64)
         self._weight_norms = weight_norms
+        self._retrieval = retrieval
         self.engine = open_engine(engine, arena)
         self.engine.read_by(rule_named(spec.read))
         if feedback is not None:
@@ -317,6 +320,7 @@ class Cache:
             constants=self._constants,
             key_squares=self.engine.key_squares,
             weight_norms=self._weight_norms,
+            retrieval=self._retrieval,
         )
 
     @property

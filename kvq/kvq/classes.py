@@ -22,6 +22,7 @@ from kvq.sizing import DEFAULT_TOKENS, Arena, CacheSpec, longest_context, requir
 
 WeightNorms = Callable[[], NDArray[np.float64]]
 Feedback = NDArray[np.float32]
+Retrieval = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +207,8 @@ class ClassedArena:
 class ClassedCache:
     """Caches of several classes behind the face of one; see `kvq.cache.Cache`.
 
-    `AttentionParams.cache` says whose layer `AttentionParams.layer` is. `weight_norms` and
-    `feedback`: as `Cache` has them, of every class.
+    `AttentionParams.cache` says whose layer `AttentionParams.layer` is. `weight_norms`,
+    `retrieval` and `feedback`: as `Cache` has them, of every class.
     """
 
     def __init__(
@@ -215,6 +216,7 @@ class ClassedCache:
         arena: ClassedArena,
         *,
         weight_norms: Sequence[WeightNorms] = (),
+        retrieval: Sequence[Retrieval] = (),
         feedback: Sequence[Feedback] = (),
         engine: str = "native",
     ) -> None:
@@ -227,6 +229,7 @@ class ClassedCache:
                     Cache(
                         part,
                         weight_norms=weight_norms[index] if weight_norms else None,
+                        retrieval=retrieval[index] if retrieval else None,
                         feedback=feedback[index] if feedback else None,
                         engine=engine,
                     )
@@ -475,15 +478,23 @@ def open_cache(
     arena: Arena | ClassedArena,
     *,
     weight_norms: Sequence[WeightNorms] = (),
+    retrieval: Sequence[Retrieval] = (),
     feedback: Sequence[Feedback] = (),
     engine: str = "native",
 ) -> Cache | ClassedCache:
     """An empty cache in `arena`; of every class its own, or none. Raises as `Cache` does."""
     if isinstance(arena, ClassedArena):
-        return ClassedCache(arena, weight_norms=weight_norms, feedback=feedback, engine=engine)
+        return ClassedCache(
+            arena,
+            weight_norms=weight_norms,
+            retrieval=retrieval,
+            feedback=feedback,
+            engine=engine,
+        )
     return Cache(
         arena,
         weight_norms=weight_norms[0] if weight_norms else None,
+        retrieval=retrieval[0] if retrieval else None,
         feedback=feedback[0] if feedback else None,
         engine=engine,
     )

@@ -118,6 +118,18 @@ class Bundle:
         return self.manifest.forms
 
     @cached_property
+    def retrieval(self) -> tuple[np.ndarray, ...]:
+        """`kvq.policies.Evidence.retrieval` of every class of layers, or empty."""
+        scores, found = np.array(self.manifest.retrieval, np.float32), list[np.ndarray]()
+        if not len(scores):
+            return ()
+        for one in self.config.cache_classes:
+            layers, heads = one.shape.num_layers, one.shape.num_kv_heads
+            found.append(scores[: layers * heads].reshape(layers, heads))
+            scores = scores[layers * heads :]
+        return tuple(found)
+
+    @cached_property
     def key_feedback(self) -> tuple[np.ndarray, ...]:
         """By which keys are rounded, float32 [L, Hk, D, D] of every class of layers, or empty.
 
@@ -433,6 +445,11 @@ class DraftHead(Bundle):
     @property
     def forms(self) -> tuple[PageForm, ...]:
         """As usual: what suits its pages was not measured."""
+        return ()
+
+    @cached_property
+    def retrieval(self) -> tuple[np.ndarray, ...]:
+        """None, for the same reason."""
         return ()
 
     @cached_property

@@ -137,9 +137,11 @@ class Manifest:
     `sampling`: the fields of `Sampling` that the model asks for, by its generation_config.json.
 
     `weights` are those of the graph, None in a bundle without one; `gguf` is None without a GGUF
-    file. `prediction`: `layers`, the first layers after which the maps of `MAPS_FILE` predict the
-    others, and what that costs. `auxiliary`: the `name`, the `fingerprint` and the layers
-    (`served_by`) of the model that those of `AUXILIARY_FILE` start from, and what that costs.
+    file. `forms` and `retrieval`: of every KV head, class by class, how its pages are encoded, and
+    `kvq.policies.Evidence.retrieval`; empty: not measured. `prediction`: `layers`, the first layers
+    after which the maps of `MAPS_FILE` predict the others, and what that costs. `auxiliary`: the
+    `name`, the `fingerprint` and the layers (`served_by`) of the model that those of
+    `AUXILIARY_FILE` start from, and what that costs.
     """
 
     name: str
@@ -155,6 +157,7 @@ class Manifest:
     gguf: GgufInfo | None = None
     policy: str = DEFAULT_POLICY
     forms: tuple[PageForm, ...] = ()
+    retrieval: tuple[float, ...] = ()
     prediction: Mapping[str, Any] | None = None
     auxiliary: Mapping[str, Any] | None = None
 
@@ -179,6 +182,7 @@ class Manifest:
                 "policy": self.policy,
             },
             "page_forms": [int(form) for form in self.forms],
+            "retrieval": list(self.retrieval),
             "prediction": None if self.prediction is None else dict(self.prediction),
             "auxiliary": None if self.auxiliary is None else dict(self.auxiliary),
             "tokens": dict(self.tokens),
@@ -212,6 +216,7 @@ class Manifest:
             ),
             policy=str(kv.get("policy", DEFAULT_POLICY)),
             forms=_page_forms(data["page_forms"], config),
+            retrieval=_retrieval(data.get("retrieval", ()), config),
             prediction=_prediction(data.get("prediction"), config),
             auxiliary=_auxiliary(data.get("auxiliary"), config),
             files={
@@ -275,11 +280,22 @@ def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...
     """Raises ValueError unless there is one of every KV head, or none at all."""
     forms = tuple(PageForm(int(form)) for form in data)
     known = all(0 <= form <= PageForm.ROTATED_KEYS | PageForm.CHANNEL_VALUES for form in forms)
-    shapes = [one.shape for one in config.cache_classes]
-    streams = sum(shape.num_layers * shape.num_kv_heads for shape in shapes)
-    if not known or len(forms) not in (0, streams):
+    if not known or len(forms) not in (0, _streams(config)):
         raise ValueError(f"page_forms {list(data)} are none of this model")
     return forms
+
+
+def _retrieval(data: Sequence[float], config: ModelConfig) -> tuple[float, ...]:
+    """Raises ValueError unless there is a share of every KV head, or none at all."""
+    shares = tuple(float(share) for share in data)
+    if not all(0 <= share <= 1 for share in shares) or len(shares) not in (0, _streams(config)):
+        raise ValueError(f"retrieval {list(data)} is none of this model's")
+    return shares
+
+
+def _streams(config: ModelConfig) -> int:
+    shapes = [one.shape for one in config.cache_classes]
+    return sum(shape.num_layers * shape.num_kv_heads for shape in shapes)
 
 
 def _tokens(data: Any) -> Mapping[str, Any]:

@@ -13,7 +13,16 @@ from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError
 from kvq.formats import page_bytes
 from kvq.policies import POLICIES, policy_named
-from kvq.policies.budget import EDGE, FOCUS, RUNGS, Budget, eviction_prices, hull_steps, tempered
+from kvq.policies.budget import (
+    EDGE,
+    FOCUS,
+    RUNGS,
+    SHARE,
+    Budget,
+    eviction_prices,
+    hull_steps,
+    tempered,
+)
 from kvq.policies.spend import held_pages, page_bytes_at
 from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
 
@@ -127,13 +136,29 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
         query_square=3.0,
     )
     costs = Budget(prior=0.4).costs(facts)[0, 0, 0]
-    chance = 0.4 / 4 * FOCUS**2
+    chance = SHARE * 0.4 / 4 * FOCUS**2
     noise = DIM * 3.0 * 0.01**2 / 12
     size = DIM * (2.4**2 + 4.8**2 / 20)
     keys, values = chance * (1 - FOCUS) ** 2 * noise * size, chance * 0.02**2 * DIM / 12
     assert np.isclose(costs[0], keys + values, rtol=1e-5)
     assert np.isclose(costs[-2], 4.0**6 * (keys + values), rtol=1e-5)
     assert np.isclose(costs[-1], chance * size, rtol=1e-5)
+    # Where an export told heads apart, each by its own share.
+    told = replace(facts, retrieval=np.full((1, 1), 0.7, np.float32))
+    assert np.allclose(Budget(prior=0.4).costs(told)[0, 0, 0], costs * 0.7 / SHARE, rtol=1e-5)
+
+
+def test_pages_of_heads_that_look_back_outlast_those_of_others() -> None:
+    """Else alike, and none of them was asked for."""
+    quiet = {"key_range": 1.0, "value_range": 1.0, "query_square": 1.0, "key_error": 1e-9}
+    widths = all_at(8, 8)
+    told = np.array([[0.01, 0.9], [0.9, 0.01]], np.float32)
+    facts = evidence(widths, output_square=UNIT, retrieval=told, **quiet)
+    left = after(widths, relieve(facts, bytes_of(widths) * 3 // 4))
+    held = left[..., 0] > 0
+    assert held[told > 0.5].all()
+    assert not held[told < 0.5].all()
+    assert bytes_of(left[told > 0.5]) > 4 * bytes_of(left[told < 0.5])
 
 
 def test_the_ith_eviction_of_a_head_costs_2i_minus_1_times_its_own() -> None:

@@ -28,6 +28,7 @@ def evidence(
     windows: tuple[int, ...] = (),
     tokens: int | None = None,
     weight_norms: NDArray[np.float64] | None = None,
+    retrieval: NDArray[np.float32] | None = None,
     **arrays: Any,
 ) -> Evidence:
     """Columns one page apart from position 4 on; other arrays by field name, 0 unless given.
@@ -62,6 +63,7 @@ def evidence(
         constants=lambda layer: Constants(**{name: x[layer] for name, x in constants.items()}),
         key_squares=lambda layer: squares[layer],
         weight_norms=None if weight_norms is None else lambda: weight_norms,
+        retrieval=retrieval,
     )
 
 
@@ -90,6 +92,7 @@ def random_evidence(
         windows=windows,
         tokens=4 + PAGE * 2 * columns,
         weight_norms=rng.random((layers, 2)),
+        retrieval=rng.random((layers, heads), np.float32),
         **arrays,
     )
 

@@ -100,6 +100,9 @@ class Evidence:
     cache; `key_squares(layer)`: float32 [Hk, C, 64], squared lengths of the keys as they are read.
     `attention` is there if the policy asks for it by its `needs`. `weight_norms()`: float64 [L, 2],
     Frobenius norms of the weights that make a layer's keys and values; None where nobody knows.
+    `retrieval` float32 [L, Hk]: the share of its attention that a head gives, where a text repeats
+    itself, to what stood there before (0 to 1; of the query heads the one with most); None where
+    nobody measured it.
     """
 
     facts: NDArray[np.int64]
@@ -114,6 +117,7 @@ class Evidence:
     entry_widths: NDArray[np.uint8] | None = None
     attention: Attention | None = None
     weight_norms: Callable[[], NDArray[np.float64]] | None = None
+    retrieval: Floats | None = None
 
     def of_layers(self, of_layer: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
         """What a function of the layer says of each, stacked [L, ...]."""

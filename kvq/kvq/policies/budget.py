@@ -12,9 +12,11 @@ the mean of its head (`tempered`). Rounding errors of pages are independent; evi
 is gone points the same way, so the i-th eviction of a head costs 2i - 1 times what it does alone
 (`eviction_prices`). And what probes
 do not see: a later query may look for one token of the page, as a question looks for its answer.
-`prior` is the chance of that, per query and over all pages together; such a query gives the token
-`FOCUS` of its attention. Without the second term a page nobody has asked for yet is free to evict,
-and retrieval fails first.
+Few heads do that, and an export knows which (`Evidence.retrieval`): `prior` is the chance of it in
+a head that always looks back, per query and over all pages together, and in another it is less by
+the head's share. Such a query gives the token `FOCUS` of its attention. Without the second term a
+page nobody has asked for yet is free to evict, and retrieval fails first; were it alike in all
+heads, pages of those that look for nothing would be kept for it.
 
 Layers differ in what an error costs in the end: it counts relative to the layer's mean output, and
 `EDGE` times as much in the first and last layer. Prices in nats, measured at export layer by layer
@@ -26,7 +28,8 @@ newest of its stream are, and enters at the widths that price affords. Room for 
 be taken from pages that need it more (0.0068 nats with it, 0.0051 without, at a quarter of the
 bytes).
 
-Sensitivities after QAQ (arXiv 2403.04643); the prior and the price of what enters are ours.
+Sensitivities after QAQ (arXiv 2403.04643), heads apart after RazorAttention (arXiv 2407.15891),
+which keeps or drops where this prices; the prior and the price of what enters are ours.
 """
 
 from dataclasses import dataclass
@@ -46,6 +49,8 @@ Costs = NDArray[np.float64]
 
 RUNGS = np.array([(k, v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS] + [(0, 0)], np.int32)
 FOCUS = 0.5
+# What a head's share is taken for where no export measured it.
+SHARE = 0.08
 EDGE = 4.0
 RECENT = 4
 
@@ -56,7 +61,7 @@ class Budget:
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 
-    prior: float = 0.02
+    prior: float = 0.25
 
     def __post_init__(self) -> None:
         if not 0 <= self.prior <= 1:
@@ -96,7 +101,8 @@ class Budget:
         logit_noise = np.einsum("hd,hcd->hc", square, np.square(key_step)) / 12
         middle = constants.value_min + constants.value_range / 2
         size = dim * (np.square(middle) + np.square(constants.value_range) / 20).mean(axis=-1)
-        unseen = FOCUS**2 * self.prior / max(1, columns)
+        shares = SHARE if evidence.retrieval is None else evidence.retrieval[layer][:, None]
+        unseen = FOCUS**2 * self.prior * shares / max(1, columns)
         keys = (
             tempered(attention.key_error[layer], held)
             + unseen * (1 - FOCUS) ** 2 * logit_noise * size

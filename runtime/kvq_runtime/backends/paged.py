@@ -158,6 +158,7 @@ class PagedBackend(ABC):
         return open_cache(
             arena,
             weight_norms=[partial(self.bundle.weight_norms, one.layers) for one in classes],
+            retrieval=self.bundle.retrieval,
             feedback=self.bundle.key_feedback,
             engine=self.cache_kind if self.device == gpu.PROCESSOR else self.device,
         )
