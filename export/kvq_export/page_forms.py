@@ -116,7 +116,7 @@ def _key_fits(
 
 
 def weights_in_turn(bundle: Bundle) -> Weights:
-    """In memory are one matrix, one expert, or the rows of embeddings that are looked up."""
+    """A bundle's, for `forward`: one matrix, one expert or the rows looked up are in memory."""
     assert bundle.manifest.weights is not None
     matrices = bundle.manifest.weights.formats
 
@@ -185,9 +185,8 @@ def feedback_of(moments: Floats) -> tuple[Floats, Floats]:
 def _value_noise(backend: PagedBackend, ids: NDArray[np.int64], form: PageForm) -> list[Floats]:
     """[L, Hk] of every class, were every head's pages of one form."""
     classes = backend.bundle.config.cache_classes
-    streams = sum(one.shape.num_layers * one.shape.num_kv_heads for one in classes)
     asked = spec_of(
-        class_fields(backend.bundle.config, (form,) * streams),
+        class_fields(backend.bundle.config, (form,) * backend.bundle.config.streams),
         plan=KvPlan(k_bits=8, v_bits=8),
         context_tokens=len(ids),
         chunk_tokens=CHUNK_TOKENS,

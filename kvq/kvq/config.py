@@ -62,9 +62,14 @@ class CacheShape:
             )
 
     @property
+    def streams(self) -> int:
+        """(layer, KV head) pairs."""
+        return self.num_layers * self.num_kv_heads
+
+    @property
     def float_bytes_per_token(self) -> int:
         """Bytes of K and V of one token at 16 bits, all layers."""
-        return self.num_layers * self.num_kv_heads * self.head_dim * 4
+        return self.streams * self.head_dim * 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,10 +67,8 @@ def bytes_per_token(shape: CacheShape, plan: KvPlan, value_groups: int = PAGE_TO
     """Bytes one more token of context costs, all layers, at the plan's widths."""
     if not plan.quantized:
         return float(shape.float_bytes_per_token)
-    streams = shape.num_layers * shape.num_kv_heads
-    return (
-        streams * page_bytes(shape.head_dim, plan.k_bits, plan.v_bits, value_groups) / PAGE_TOKENS
-    )
+    page = page_bytes(shape.head_dim, plan.k_bits, plan.v_bits, value_groups)
+    return shape.streams * page / PAGE_TOKENS
 
 
 def seen_tokens(num_layers: int, windows: Sequence[int], context_tokens: int) -> int:

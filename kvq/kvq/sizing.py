@@ -202,7 +202,7 @@ class Geometry:
     @property
     def streams(self) -> int:
         """(layer, KV head) pairs."""
-        return self.shape.num_layers * self.shape.num_kv_heads
+        return self.shape.streams
 
     @property
     def wanted_columns(self) -> int:
@@ -491,7 +491,7 @@ class CacheSpec:
     readers: int = 0
 
     def __post_init__(self) -> None:
-        streams = self.shape.num_layers * self.shape.num_kv_heads
+        streams = self.shape.streams
         if self.forms and len(self.forms) != streams:
             raise UsageError(f"{len(self.forms)} forms of pages were given for {streams} heads")
         if self.windows and len(self.windows) != self.shape.num_layers:

@@ -9,16 +9,18 @@ model came from or the names its weights had there (see `family`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
 from kvq.config import MOST_TAPS, AttentionParams, CacheShape, ConvShape, DeltaShape
 from kvq.errors import ModelError, UsageError
 from kvq.reference_experts import SCORINGS, Scoring
+
+T = TypeVar("T")
 
 Activation = Literal["silu", "gelu_tanh"]
 # How an expert's gate meets its up: activation(gate) * up, or as `reference_experts` says.
@@ -530,6 +532,16 @@ class ModelConfig:
     def mixer_place(self, layer: int) -> int:
         """Which it is of the layers that do not attend."""
         return sum(not one.attends for one in self.layers[:layer])
+
+    @property
+    def streams(self) -> int:
+        """(layer, KV head) pairs of all classes."""
+        return sum(one.shape.streams for one in self.cache_classes)
+
+    def by_class(self, of_streams: Sequence[T]) -> list[Sequence[T]]:
+        """What is given of all streams, class by class; of none, nothing of each."""
+        ends = np.cumsum([one.shape.streams for one in self.cache_classes]).tolist()
+        return [of_streams[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     @property
     def uniform(self) -> bool:

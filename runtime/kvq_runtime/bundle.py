@@ -120,14 +120,13 @@ class Bundle:
     @cached_property
     def retrieval(self) -> tuple[np.ndarray, ...]:
         """`kvq.policies.Evidence.retrieval` of every class of layers, or empty."""
-        scores, found = np.array(self.manifest.retrieval, np.float32), list[np.ndarray]()
-        if not len(scores):
+        if not self.manifest.retrieval:
             return ()
-        for one in self.config.cache_classes:
-            layers, heads = one.shape.num_layers, one.shape.num_kv_heads
-            found.append(scores[: layers * heads].reshape(layers, heads))
-            scores = scores[layers * heads :]
-        return tuple(found)
+        classes = self.config.cache_classes
+        return tuple(
+            np.array(own, np.float32).reshape(one.shape.num_layers, one.shape.num_kv_heads)
+            for one, own in zip(classes, self.config.by_class(self.manifest.retrieval), strict=True)
+        )
 
     @cached_property
     def key_feedback(self) -> tuple[np.ndarray, ...]:

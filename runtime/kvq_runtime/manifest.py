@@ -280,7 +280,7 @@ def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...
     """Raises ValueError unless there is one of every KV head, or none at all."""
     forms = tuple(PageForm(int(form)) for form in data)
     known = all(0 <= form <= PageForm.ROTATED_KEYS | PageForm.CHANNEL_VALUES for form in forms)
-    if not known or len(forms) not in (0, _streams(config)):
+    if not known or len(forms) not in (0, config.streams):
         raise ValueError(f"page_forms {list(data)} are none of this model")
     return forms
 
@@ -288,14 +288,9 @@ def _page_forms(data: Sequence[int], config: ModelConfig) -> tuple[PageForm, ...
 def _retrieval(data: Sequence[float], config: ModelConfig) -> tuple[float, ...]:
     """Raises ValueError unless there is a share of every KV head, or none at all."""
     shares = tuple(float(share) for share in data)
-    if not all(0 <= share <= 1 for share in shares) or len(shares) not in (0, _streams(config)):
+    if not all(0 <= share <= 1 for share in shares) or len(shares) not in (0, config.streams):
         raise ValueError(f"retrieval {list(data)} is none of this model's")
     return shares
-
-
-def _streams(config: ModelConfig) -> int:
-    shapes = [one.shape for one in config.cache_classes]
-    return sum(shape.num_layers * shape.num_kv_heads for shape in shapes)
 
 
 def _tokens(data: Any) -> Mapping[str, Any]:

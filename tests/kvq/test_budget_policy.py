@@ -17,7 +17,7 @@ from kvq.policies.budget import (
     EDGE,
     FOCUS,
     RUNGS,
-    SHARE,
+    UNKNOWN_SHARE,
     Budget,
     eviction_prices,
     hull_steps,
@@ -136,7 +136,7 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
         query_square=3.0,
     )
     costs = Budget(prior=0.4).costs(facts)[0, 0, 0]
-    chance = SHARE * 0.4 / 4 * FOCUS**2
+    chance = UNKNOWN_SHARE * 0.4 / 4 * FOCUS**2
     noise = DIM * 3.0 * 0.01**2 / 12
     size = DIM * (2.4**2 + 4.8**2 / 20)
     keys, values = chance * (1 - FOCUS) ** 2 * noise * size, chance * 0.02**2 * DIM / 12
@@ -145,7 +145,9 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
     assert np.isclose(costs[-1], chance * size, rtol=1e-5)
     # Where an export told heads apart, each by its own share.
     told = replace(facts, retrieval=np.full((1, 1), 0.7, np.float32))
-    assert np.allclose(Budget(prior=0.4).costs(told)[0, 0, 0], costs * 0.7 / SHARE, rtol=1e-5)
+    assert np.allclose(
+        Budget(prior=0.4).costs(told)[0, 0, 0], costs * 0.7 / UNKNOWN_SHARE, rtol=1e-5
+    )
 
 
 def test_pages_of_heads_that_look_back_outlast_those_of_others() -> None:

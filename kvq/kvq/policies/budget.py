@@ -50,7 +50,7 @@ Costs = NDArray[np.float64]
 RUNGS = np.array([(k, v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS] + [(0, 0)], np.int32)
 FOCUS = 0.5
 # What a head's share is taken for where no export measured it.
-SHARE = 0.08
+UNKNOWN_SHARE = 0.08
 EDGE = 4.0
 RECENT = 4
 
@@ -101,7 +101,7 @@ class Budget:
         logit_noise = np.einsum("hd,hcd->hc", square, np.square(key_step)) / 12
         middle = constants.value_min + constants.value_range / 2
         size = dim * (np.square(middle) + np.square(constants.value_range) / 20).mean(axis=-1)
-        shares = SHARE if evidence.retrieval is None else evidence.retrieval[layer][:, None]
+        shares = UNKNOWN_SHARE if evidence.retrieval is None else evidence.retrieval[layer][:, None]
         unseen = FOCUS**2 * self.prior * shares / max(1, columns)
         keys = (
             tempered(attention.key_error[layer], held)

@@ -214,13 +214,10 @@ def _held(
 
 def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[dict[str, Any]]:
     """What of a `CacheSpec` is each class's own; `forms` are of all streams, or none."""
-    found, start = list[dict[str, Any]](), 0
-    for one in config.cache_classes:
-        stop = start + one.shape.num_layers * one.shape.num_kv_heads
-        own = tuple(forms[start:stop])
-        shared = {"shape": one.shape, "windows": one.windows, "readers": one.readers}
-        found.append(shared | {"forms": own})
-        start = stop
+    found: list[dict[str, Any]] = [
+        {"shape": one.shape, "windows": one.windows, "readers": one.readers, "forms": tuple(own)}
+        for one, own in zip(config.cache_classes, config.by_class(forms), strict=True)
+    ]
     found[0] |= {"conv": config.conv_shape, "delta": config.delta_shape}
     return found
 
