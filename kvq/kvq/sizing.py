@@ -57,9 +57,10 @@ CONV_STATE_BYTES = 40
 DELTA_STATE_BYTES = 40
 # Of `kvq_config.probes`: KVQ_SAMPLES.
 SAMPLES = 1 << 20
-# Rows of the page table for each whose pages could all be held at 2 bits, where a policy decides by
-# what attention looks at: heads then give up different pages of one column.
-UNEVEN = 1.3
+# Of the budget's bytes the page table may take so many, where a policy decides by what attention
+# looks at: heads then give up different pages of one column, and those that look back keep nearly
+# all. A row goes only with every page in it: a table too short takes from these what they keep.
+TABLE_SHARE = 0.05
 LAYER_BYTES = 552
 # Rotary frequencies of a layer that those bytes have room for; a head may have more.
 LAYER_PAIRS = 128
@@ -304,7 +305,8 @@ class Geometry:
             first = self.pages_bytes(self._columns_closed_by(self.draft_tokens))
             smallest = self.columns_within(free, 2, 2, self._row_bytes)
             if self.probes:
-                smallest = min(int(UNEVEN * smallest), self.wanted_columns)
+                rows = int(num_bytes * TABLE_SHARE) // self._row_bytes
+                smallest = min(max(smallest, rows), self.wanted_columns)
             columns = min(smallest, (free - first) // self._row_bytes)
         return columns, self.regions_for(columns, room)
 

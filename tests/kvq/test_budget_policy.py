@@ -14,8 +14,8 @@ from kvq.errors import UsageError
 from kvq.formats import page_bytes
 from kvq.policies import POLICIES, policy_named
 from kvq.policies.budget import (
+    DOUBT,
     EDGE,
-    FOCUS,
     RUNGS,
     UNKNOWN_SHARE,
     Budget,
@@ -136,18 +136,17 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
         query_square=3.0,
     )
     costs = Budget(prior=0.4).costs(facts)[0, 0, 0]
-    chance = UNKNOWN_SHARE * 0.4 / 4 * FOCUS**2
+    chance = UNKNOWN_SHARE**2 * 0.4 / 4
     noise = DIM * 3.0 * 0.01**2 / 12
     size = DIM * (2.4**2 + 4.8**2 / 20)
-    keys, values = chance * (1 - FOCUS) ** 2 * noise * size, chance * 0.02**2 * DIM / 12
+    keys, values = chance * DOUBT * noise * size, chance * 0.02**2 * DIM / 12
     assert np.isclose(costs[0], keys + values, rtol=1e-5)
     assert np.isclose(costs[-2], 4.0**6 * (keys + values), rtol=1e-5)
     assert np.isclose(costs[-1], chance * size, rtol=1e-5)
     # Where an export told heads apart, each by its own share.
     told = replace(facts, retrieval=np.full((1, 1), 0.7, np.float32))
-    assert np.allclose(
-        Budget(prior=0.4).costs(told)[0, 0, 0], costs * 0.7 / UNKNOWN_SHARE, rtol=1e-5
-    )
+    times = (0.7 / UNKNOWN_SHARE) ** 2
+    assert np.allclose(Budget(prior=0.4).costs(told)[0, 0, 0], costs * times, rtol=1e-5)
 
 
 def test_pages_of_heads_that_look_back_outlast_those_of_others() -> None:

@@ -456,6 +456,39 @@ def test_what_readers_see_adds_to_what_the_owner_sees(use_native: bool) -> None:
         np.testing.assert_allclose(b[1], a[1] * (1 if once else 3), rtol=2e-5, atol=least)
 
 
+def test_a_head_that_looks_back_keeps_the_pages_that_all_others_gave_up() -> None:
+    """An eighth of the bytes holds half of all pages at 2 bits; the table has a row for each."""
+    shape = CacheShape(num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64)
+    told = np.zeros((2, 8), np.float32)
+    told[1, 3] = 1
+    tokens = 64 * 48
+    cache = open_cache(
+        shape,
+        KvPlan(k_bits=8, v_bits=8),
+        tokens * shape.float_bytes_per_token // 8,
+        tokens,
+        policy="budget",
+        retrieval=told,
+        chunk_tokens=64,
+    )
+    packed = pack_heads(*random_heads(np.random.default_rng(0), shape, tokens))
+    for start in range(0, tokens, 64):
+        part = packed[start : start + 64]
+        forward(
+            cache,
+            [attention(shape, layer) for layer in range(2)],
+            [part] * 2,
+            start + np.arange(64),
+        )
+        cache.commit(64)
+    facts, widths = cache.columns()
+    kept = (widths[..., 0] > 0).sum(axis=-1)
+    assert facts[:, 2].tolist() == list(range(4, tokens - 64, 64))
+    assert kept[1, 3] == 47
+    assert np.delete(kept.ravel(), 11).max() < 30
+    cache.close()
+
+
 @pytest.mark.parametrize("use_native", [True, False])
 def test_a_page_that_readers_alone_look_at_is_kept(use_native: bool) -> None:
     """The layer looks at its second page, a reader at its fourth; the budget gives pages up."""
@@ -471,7 +504,7 @@ def test_a_page_that_readers_alone_look_at_is_kept(use_native: bool) -> None:
     asked = np.tile(marks[1], (1200, 2))
     held = {}
     for readers in (0, 1):
-        budget = budget_for_tokens(shape, plan, 400, context_tokens=1200, readers=readers)
+        budget = budget_for_tokens(shape, plan, 525, context_tokens=1200, readers=readers)
         cache = open_cache(
             shape, plan, budget, 1200, policy="h2o", native=use_native, readers=readers
         )

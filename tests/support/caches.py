@@ -15,12 +15,13 @@ def open_cache(
     *,
     native: bool = True,
     feedback: Any = None,
+    retrieval: Any = None,
     **options: Any,
 ) -> Cache:
     """An empty cache of so many bytes."""
     asked = spec(shape, plan, context_tokens, budget=Budget(num_bytes=budget_bytes), **options)
     engine = "native" if native else "numpy"
-    return Cache(asked.resolved(), feedback=feedback, engine=engine)
+    return Cache(asked.resolved(), feedback=feedback, retrieval=retrieval, engine=engine)
 
 
 def minimum_budget(shape: CacheShape, plan: KvPlan, context_tokens: int, **options: Any) -> int:

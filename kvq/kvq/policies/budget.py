@@ -12,11 +12,11 @@ the mean of its head (`tempered`). Rounding errors of pages are independent; evi
 is gone points the same way, so the i-th eviction of a head costs 2i - 1 times what it does alone
 (`eviction_prices`). And what probes
 do not see: a later query may look for one token of the page, as a question looks for its answer.
-Few heads do that, and an export knows which (`Evidence.retrieval`): `prior` is the chance of it in
-a head that always looks back, per query and over all pages together, and in another it is less by
-the head's share. Such a query gives the token `FOCUS` of its attention. Without the second term a
-page nobody has asked for yet is free to evict, and retrieval fails first; were it alike in all
-heads, pages of those that look for nothing would be kept for it.
+Few heads do that, and an export knows which (`Evidence.retrieval`): such a query gives the token
+the share of its attention that repeats gave theirs. `prior` is the chance of one, per query and
+over all pages together. Without the second term a page nobody has asked for yet is free to evict,
+and retrieval fails first; were it alike in all heads, pages of those that look for nothing would be
+kept for it.
 
 Layers differ in what an error costs in the end: it counts relative to the layer's mean output, and
 `EDGE` times as much in the first and last layer. Prices in nats, measured at export layer by layer
@@ -48,9 +48,11 @@ from kvq.policies.spend import Steps, all_widths, held_pages, page_bytes_at, spe
 Costs = NDArray[np.float64]
 
 RUNGS = np.array([(k, v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS] + [(0, 0)], np.int32)
-FOCUS = 0.5
 # What a head's share is taken for where no export measured it.
-UNKNOWN_SHARE = 0.08
+UNKNOWN_SHARE = 0.14
+# The square of what a query that looks for a token doubts it by: a wrong logit moves its attention
+# by so much of what absence would.
+DOUBT = 0.25
 EDGE = 4.0
 RECENT = 4
 
@@ -102,11 +104,8 @@ class Budget:
         middle = constants.value_min + constants.value_range / 2
         size = dim * (np.square(middle) + np.square(constants.value_range) / 20).mean(axis=-1)
         shares = UNKNOWN_SHARE if evidence.retrieval is None else evidence.retrieval[layer][:, None]
-        unseen = FOCUS**2 * self.prior * shares / max(1, columns)
-        keys = (
-            tempered(attention.key_error[layer], held)
-            + unseen * (1 - FOCUS) ** 2 * logit_noise * size
-        )
+        unseen = self.prior * np.square(shares) / max(1, columns)
+        keys = tempered(attention.key_error[layer], held) + unseen * DOUBT * logit_noise * size
         steps = np.square(value_step).mean(axis=-1) * dim / 12
         values = tempered(attention.value_error[layer], held) + unseen * steps
         evicted = tempered(attention.evict_error[layer], held)
