@@ -32,6 +32,7 @@ def unseen(done: int, total: int, label: str) -> None:
     """Nobody watches."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gemma3"])
 def test_a_damage_is_the_divergence_that_one_rounded_matrix_makes(
     case: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch

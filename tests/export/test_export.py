@@ -58,6 +58,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 # Its memory
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it is glibc's memory")
 def test_large_arrays_of_threads_go_back_to_the_system() -> None:
     program = (

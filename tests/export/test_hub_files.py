@@ -47,6 +47,7 @@ def blobs(tmp_path: Path) -> list[int]:
     return sorted(file.stat().st_size for file in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_downloaded_shown_and_exported(
     hub: FakeHub, pull: Pull, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_what_the_hub_does_not_have_is_said(pull: Pull) -> None:
     assert "no public model org/unknown on the hub" in finished.stderr.decode()
 
 
+@pytest.mark.slow
 def test_a_hub_that_never_answers_is_given_up_within_seconds(
     home: dict[str, str], tmp_path: Path
 ) -> None:

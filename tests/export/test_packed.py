@@ -190,6 +190,7 @@ def gaussian(rows: int, columns: int) -> np.ndarray:
 # One matrix
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("group", [32, 64, 128, 256, 48, -1])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
@@ -435,6 +436,7 @@ def test_an_export_has_the_very_weights(
     assert bundle.manifest.source["types"]["F32"]["formats"] == {"8/64/symmetric": 2, "float32": 5}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", METHODS)
 def test_an_export_computes_what_transformers_does(tmp_path: Path, method: str) -> None:
     config = config_of(method, 4, 32, False)

@@ -74,6 +74,7 @@ def test_each_head_gets_the_form_of_keys_and_of_values_that_makes_less_noise(
     assert made.forms == (channels, rotated, PageForm.PLAIN, rotated | channels)
 
 
+@pytest.mark.slow
 def test_a_loud_channel_that_no_query_reads_is_noise_only_once_it_is_spread(
     tmp_path: Path,
 ) -> None:
@@ -220,6 +221,7 @@ def _noise_of_rows(form: PageForm, qkv: np.ndarray) -> np.ndarray:
         cache.close()
 
 
+@pytest.mark.slow
 def test_the_same_bundle_gets_the_same_forms(source: Path, bundle: Bundle) -> None:
     again = export(source, "again")
     assert again.manifest.forms == bundle.manifest.forms

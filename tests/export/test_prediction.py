@@ -73,6 +73,7 @@ def test_a_model_without_a_norm_before_its_layers_is_refused_first(
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.slow
 def test_a_fit_recovers_the_layers_own_matrix_where_the_stream_is_its_own(fitted: Path) -> None:
     """KVP-1: the first layer after those computed gets exactly what its own matrix makes."""
     bundle = Bundle.open(fitted)

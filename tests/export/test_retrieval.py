@@ -111,6 +111,7 @@ def test_a_bundle_without_them_is_read_and_one_with_others_refused(
         cache.close()
 
 
+@pytest.mark.slow
 def test_a_context_that_is_too_short_tells_nothing(tmp_path: Path) -> None:
     least = TIMES * LEAST_TOKENS
     for context in (least - 1, least + 1):

@@ -94,6 +94,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_in_a_model_error(name: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -42,6 +42,7 @@ sys.exit(main())
 KVQ = (sys.executable, "-c", SCRIPT)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("delay_ms", range(0, 700, 50))
 def test_an_early_interrupt_is_130_and_one_line(delay_ms: int, tmp_path: Path) -> None:
     process = subprocess.Popen(
@@ -63,6 +64,7 @@ def test_an_early_interrupt_is_130_and_one_line(delay_ms: int, tmp_path: Path) -
     assert ("error" in complaint) == (process.returncode == 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"], ["--completion", "bash"]])
 def test_a_full_disk_is_named(words: list[str]) -> None:

@@ -74,6 +74,7 @@ def test_a_client_that_leaves_while_its_request_is_read_is_noticed(
         go_on.set()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("unit", ["a b ", "a", "<|im_end|>", "\ue000"])
 def test_a_huge_prompt_is_refused_early_and_holds_up_nobody(unit: str) -> None:
     """The slowest answer of `/health` was 17 s; here it is allowed one of this process's CPU."""

@@ -95,6 +95,7 @@ def test_the_extra_takes_the_models_of_this_checkout() -> None:
     assert int(match[1]) == int(theirs["version"].split(".")[1]) == int(match[2]) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -83,6 +83,7 @@ def child(home: Path, program: str, *words: str) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported(tmp_path: Path) -> None:
     done = child(tmp_path, IMPORT_ALL)
     assert done.returncode == 0, done.stderr
@@ -91,6 +92,7 @@ def test_every_module_can_be_imported(tmp_path: Path) -> None:
     assert modules == "[]\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [

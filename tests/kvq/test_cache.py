@@ -45,6 +45,7 @@ from pairs import (
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("use_native", "widths", "share"),
     [

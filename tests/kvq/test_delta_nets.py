@@ -551,6 +551,7 @@ def test_no_device_has_them() -> None:
 HELD, LIVE, WANTED, OLDEST, BASES = (HEADER + 4 * i for i in (0, 1, 2, 9, 10))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("at", "number"),
     [

@@ -171,6 +171,7 @@ def test_any_edits_are_those_of_a_list(bits: int, edits: int) -> None:
     cache.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bits", [(8, 8), (4, 2), (16, 16)])
 @pytest.mark.parametrize("pairs", [8, 3])
 def test_both_caches_see_an_edited_text_alike(bits: tuple[int, int], pairs: int) -> None:

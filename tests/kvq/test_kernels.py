@@ -82,6 +82,7 @@ def test_pages_are_packed_to_the_reference_bytes(kernels: str, dim: int, side: i
         assert (stored == planes(codes, 8, side)).all(), (name, axis)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dim", [16, 48, *HEAD_DIMS])
 def test_carried_keys_are_packed_to_the_reference_bytes(kernels: str, dim: int) -> None:

@@ -113,6 +113,7 @@ def test_native_reads_what_numpy_reads(read: str, rows: int) -> None:
     pair.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("read", [*SHARES, "blasst:octaves=3"])
 def test_a_draft_reads_what_its_rows_would_read_one_by_one(read: str) -> None:
     pair = filled(read)
@@ -154,6 +155,7 @@ def test_a_prompt_reads_everything() -> None:
     whole.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("kernels_restored")
 @pytest.mark.parametrize("isa", native.isas() if native.available() else [])
 @pytest.mark.parametrize(("rows", "softcap"), [(1, 0.0), (5, 30.0), (70, 0.0)])

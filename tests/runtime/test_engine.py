@@ -108,6 +108,7 @@ def _looks_at_itself(tensors: dict[str, np.ndarray]) -> None:
         tensors[f"model.layers.0.self_attn.{side}_proj.weight"][:, 0] = 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["onnx", "float"])
 def test_what_weighs_nothing_is_missed_by_no_logit(shelf: Shelf, name: str) -> None:
     """A token is looked for so hard that other pages stand 30 octaves below; nearer ones count."""

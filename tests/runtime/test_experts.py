@@ -105,6 +105,7 @@ def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
     assert len(entered) == 2
 
 
+@pytest.mark.slow
 def test_experts_that_no_token_chose_are_rounded_too(source: Path, tmp_path: Path) -> None:
     options = ExportOptions(quality=False, calibration_text="one")
     bundle = export_model(source, tmp_path / "bundle", options)
@@ -115,6 +116,7 @@ def test_experts_that_no_token_chose_are_rounded_too(source: Path, tmp_path: Pat
     assert 0 < apart.min() < apart.max() < 0.2
 
 
+@pytest.mark.slow
 def test_where_widths_are_mixed_experts_keep_the_narrowest(source: Path, tmp_path: Path) -> None:
     weights = WeightFormat(mean_bits=4.5)
     bundle = export_model(source, tmp_path / "mixed", ExportOptions(weights=weights, quality=False))

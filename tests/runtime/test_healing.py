@@ -534,6 +534,7 @@ def nano(shelf: Shelf) -> str:
     return str(shelf.embedded("nano"))
 
 
+@pytest.mark.slow
 def test_a_line_that_ends_goes_on_below(
     nano: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

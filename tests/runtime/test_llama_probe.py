@@ -124,6 +124,7 @@ def test_everything_that_opens_llama_cpp_says_so(
     assert install.starts == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["sys.exit(1)", "raise ImportError", killed_by("SIGTERM")])
 def test_other_ends_are_left_to_whoever_loads_it(install: Install, what: str) -> None:
     """They are errors with words of their own, or none of the build's, and may be over then."""
@@ -162,6 +163,7 @@ def migrate(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "instructions", lambda: frozenset({"sse2", "amx_tile"}))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [replace, touch, move, migrate])
 def test_another_build_or_processor_is_tried_again(
     install: Install,

@@ -208,6 +208,7 @@ def test_random_traces_of_chats_answer_as_plain_decoding_does(
     assert len(near) < 40 or np.mean(near) > 0.5
 
 
+@pytest.mark.slow
 def test_a_prefix_is_computed_again_once(
     engine: Engine, answers: list[list[int]], case: str
 ) -> None:

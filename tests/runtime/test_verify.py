@@ -22,6 +22,7 @@ def distributions(seed: int, count: int) -> NDArray[np.float64]:
     return np.random.default_rng(seed).dirichlet(np.ones(SIZE), count)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("siblings", [1, 2, 3])
 def test_drawn_guesses_leave_the_distribution_as_it_is(siblings: int) -> None:
     """Guesses of one place are drawn without replacement, as trees by a drafter's chances are."""
@@ -65,6 +66,7 @@ def test_certain_guesses_are_kept_as_often_as_the_model_says_the_same() -> None:
     assert kept[2] == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -91,6 +91,7 @@ def test_greedy_answers_are_those_of_plain_decoding(embedded: Engine, name: str,
     assert kept > 0 or name == "auto"
 
 
+@pytest.mark.slow
 def test_auto_is_the_drafter_where_answers_stay_the_same(shelf: Shelf) -> None:
     """Not on a backend whose products round differently for several rows; and not if unwanted."""
     path = shelf.bundle(max_position_embeddings=2048)
@@ -162,6 +163,7 @@ def test_sampled_answers_are_those_of_plain_decoding(embedded: Engine, name: str
             assert answered(drafted, prompt, 30, **settings) == wanted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["budget", "oldest", "h2o", "snapkv", "zipcache", "kv-adaquant"])
 @pytest.mark.parametrize("room", [3, 8])
 def test_a_cache_under_pressure_becomes_what_plain_decoding_makes_it(

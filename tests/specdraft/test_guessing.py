@@ -127,6 +127,7 @@ def test_the_free_drafter_comes_first_and_each_learns_from_its_own() -> None:
     assert heard == [(1, 0), (2, 1), (2, 2), (2, 3), (3, 3)]
 
 
+@pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize("policy", ["budget", "snapkv", "kv-adaquant"])
 @pytest.mark.parametrize("kind", ["quantspec", "early:layer=2"])
@@ -218,6 +219,7 @@ def rules(seed: int) -> RuleBackend:
     return backend
 
 
+@pytest.mark.slow
 def test_sampled_answers_have_the_distribution_of_plain_decoding() -> None:
     """QS-5, through the whole session: three tokens by chi-square."""
     backend = rules(0)

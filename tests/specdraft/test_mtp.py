@@ -160,6 +160,7 @@ def reference_head(bundle: Bundle, ids: np.ndarray, rounds: int = 1) -> list[np.
     return head_logits(bundle.config, bundle.read_weight, head.read_weight, ids, rounds)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_head_computes_what_its_formula_says(shelf: Shelf, kind: str) -> None:
     """Over three rounds, each of which reads what the one before made."""
@@ -211,6 +212,7 @@ def test_backends_compute_what_the_reference_does(shelf: Shelf, name: str, kind:
 # What sessions make of it
 
 
+@pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize(
     ("case", "reads", "backend"),

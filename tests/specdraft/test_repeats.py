@@ -53,6 +53,7 @@ def test_all_runs_are_found_after_any_edits(history: list, least: int, longest: 
                 endless.append(endless[end + place])
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(st.lists(token, max_size=9), st.lists(token, min_size=256, max_size=400), st.integers(1, 4))
 def test_many_tokens_at_once_are_as_one_by_one(before: list, many: list, least: int) -> None:

@@ -72,6 +72,7 @@ def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the chat slows by 12.5% beside 8 tokens completed every 0.5 s" in out
 
 
+@pytest.mark.slow
 def test_what_the_suite_cannot_do_is_refused(
     bundle: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,7 @@ def test_the_command_keeps_what_it_found(
         tuning.apply()
 
 
+@pytest.mark.slow
 def test_auto_threads_are_measured_once(
     bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

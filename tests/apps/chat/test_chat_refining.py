@@ -31,6 +31,7 @@ def test_what_was_predicted_is_computed_while_nobody_waits() -> None:
     assert "30 predicted tokens are computed: all is exact" in shown(app)
 
 
+@pytest.mark.slow
 def test_a_question_stops_it_and_it_goes_on_afterwards() -> None:
     client = FakeClient(FakeOptions(tok_ms=1))
 

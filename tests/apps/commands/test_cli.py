@@ -50,6 +50,7 @@ def test_help_loads_nothing_heavy(home: dict[str, str]) -> None:
     assert all(f"    {name} " in finished.stdout for name in COMMANDS)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_exported_already_loads_no_exporter(
     checkpoint: Path, home: dict[str, str]
 ) -> None:

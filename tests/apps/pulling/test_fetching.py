@@ -65,6 +65,7 @@ def test_a_packages_file_is_unpacked_and_nothing_else(package: Source, downloads
     assert list(downloads.iterdir()) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "why"),
     [

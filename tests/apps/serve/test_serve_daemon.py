@@ -185,6 +185,7 @@ def test_a_state_folder_that_cannot_be_written(
     assert "there is no model at /nowhere" in complaint
 
 
+@pytest.mark.slow
 def test_a_daemon_is_asked_and_ended_from_elsewhere(
     bundle: str, home: dict[str, str], tmp_path: Path
 ) -> None:

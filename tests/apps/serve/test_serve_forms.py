@@ -301,6 +301,7 @@ def calling(schema: dict[str, Any], choice: Any) -> dict[str, Any]:
     return {"tools": [tool], "tool_choice": choice}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("more", "param"),
     [
@@ -391,6 +392,7 @@ def test_calls_are_told_by_value(form: str) -> None:
 BARE = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("said", "content"),
     [
@@ -530,6 +532,7 @@ def test_a_call_that_must_be_is_made(form: str, choice: Any) -> None:
             assert len(calls) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["hermes", *NOTED])
 def test_several_calls_that_must_be_are_for_those_who_ask(form: str) -> None:
     """A model of random tokens seldom ends where it may go on: as small ones do."""
@@ -556,6 +559,7 @@ def test_a_call_that_must_be_is_whole_or_left_out(wild: Server) -> None:
         assert streamed(sdk, **asked) == ({0: ""}, {0: []}, {0: "length"})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["hermes", *NOTED])
 def test_a_schema_and_tools_leave_the_choice(form: str) -> None:
     asked = {"type": "json_schema", "json_schema": {"name": "trip", "schema": {"const": "text"}}}

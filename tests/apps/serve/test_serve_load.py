@@ -231,6 +231,7 @@ class Loud:
         return ""
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_up_nobody_and_misses_nothing() -> None:
     loud = Rule(detokenizer=Loud)
     with running(loud.load, sessions=2) as server:

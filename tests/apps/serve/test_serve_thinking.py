@@ -215,6 +215,7 @@ HARMONY_CALL = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("before", [True, False])
 def test_a_call_may_be_a_message_of_its_own_behind_a_thought(special: bool, before: bool) -> None:
