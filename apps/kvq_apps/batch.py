@@ -290,7 +290,7 @@ async def answer_all(
 
 def run(arguments: Namespace) -> int:
     """`kvq run --batch FILE --out FILE`; the exit code is 2 where a line has an error."""
-    asked = _asked_for(arguments)
+    asked = _batch_request(arguments)
     prompts, out = Path(arguments.batch_file), Path(arguments.out)
     settings = json.dumps(
         [asked.model, options.given(arguments, **{name: name for name in _TELLING}),
@@ -344,7 +344,7 @@ def _answer(
         answering.answer_all(asked, prompts, arguments, keep)
 
 
-def _asked_for(arguments: Namespace) -> BatchRequest:
+def _batch_request(arguments: Namespace) -> BatchRequest:
     """What the flags ask for. Raises `UsageError` for what a batch cannot do."""
     file, out = arguments.batch_file, arguments.out
     if out is None:

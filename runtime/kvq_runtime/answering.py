@@ -195,8 +195,8 @@ class Answering(Generic[C]):
             steps += (yield from self.stepping(generation))[0]
         return steps
 
-    def fits_beside(self, answers: int, max_tokens: int | None, begin_with: bytes = b"") -> bool:
-        """Whether so many answers of so many tokens can be written side by side; see `beside`."""
+    def branches_fit(self, answers: int, max_tokens: int | None, begin_with: bytes = b"") -> bool:
+        """Whether so many answers of so many tokens can be written at once: `branch_answers`."""
         if max_tokens is None or not self._backend.takes_trees:
             return False
         # The last token of an answer needs no row, and `begin_with` may be as many as it has bytes.
@@ -204,7 +204,7 @@ class Answering(Generic[C]):
         return answers > 1 and rows <= min(self.config.draft_tokens, self.sequence.room)
 
     @contextmanager
-    def beside(
+    def branch_answers(
         self, seeds: Sequence[int], options: GenerationOptions, *, distinct: bool = False
     ) -> Generator[BranchAnswers[C]]:
         """Answers to the text so far, one for each seed; `BranchAnswers.kept` becomes the text's.
@@ -219,9 +219,9 @@ class Answering(Generic[C]):
             for number, seed in enumerate(seeds)
         ]
         with self.sequence.branch() as branch:
-            beside = BranchAnswers(branch, answers)
-            yield beside
-            self.sequence.append(beside.commit())
+            branched = BranchAnswers(branch, answers)
+            yield branched
+            self.sequence.append(branched.commit())
 
     def reading(self, max_tokens: int | None = None, aids: Aids[C] | None = None) -> Work[C, float]:
         """Brings one piece of what is due into the cache; its seconds. See `Sequence.advancing`."""

@@ -376,13 +376,13 @@ def test_answers_written_side_by_side_have_room_for_the_cut() -> None:
     for max_tokens in range(1, 6):
         session = open_session(SMALL, script=small(b")", b":", *[b"x"] * 9), begins=1)
         session.prefill(small(b"f"))
-        if session.fits_beside(2, max_tokens, b"):"):
+        if session.branches_fit(2, max_tokens, b"):"):
             fitting.append(max_tokens)
             options = GenerationOptions(max_tokens=max_tokens, sampling=GREEDY, begin_with=b"):")
-            with session.beside([1, 2], options) as beside:
-                while beside.going:
-                    run(beside.stepping())
-                beside.kept = 1
+            with session.branch_answers([1, 2], options) as branched:
+                while branched.going:
+                    run(branched.stepping())
+                branched.kept = 1
             assert list(session.tokens) == small(b"f", b")", b":", *[b"x"] * max_tokens)
     assert fitting == list(range(1, session.config.draft_tokens // 2))
 

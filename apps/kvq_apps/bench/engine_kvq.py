@@ -32,7 +32,7 @@ from kvq_apps.bench.engines import (
 )
 from kvq_apps.bench.ort_twin import ort_twin
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends import WHOLE, Backend, Mode, Pass, missing, open_backend, plain_rows
+from kvq_runtime.backends import WHOLE, Backend, Mode, Pass, missing, open_backend, sequence_pass
 from kvq_runtime.backends.paged import PagedCache, class_fields
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.config import Sampling
@@ -241,7 +241,7 @@ class KvqSequence(InProcess):
     def _run(self, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
         """A pass as a session asks for it that samples as it does by default."""
         rows = replace(
-            plain_rows(self._cache, ids, wanted),
+            sequence_pass(self._cache, ids, wanted),
             exact_rows=Sampling().exact_rows,
             mode=self._mode,
         )

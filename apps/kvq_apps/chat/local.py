@@ -43,7 +43,7 @@ class LocalClient:
         self._engine_options = engine_options
         self._session_options: dict[str, Any] = {**session_options}
         self._opens = ""
-        self._beside: BranchAnswers[Any] | None = None
+        self._branched: BranchAnswers[Any] | None = None
         self._open_drafts = ExitStack()
         self._before: Rounds | None = None
         self._engine: Engine | None = None
@@ -79,8 +79,8 @@ class LocalClient:
         prompt, (_, session) = self._prompt(turn), self._opened()
         seed = secrets.randbits(32) if turn.seed is None else turn.seed
         seeds = range(seed, seed + count)
-        if session.fits_beside(count, turn.max_tokens):
-            return self._answer_beside(turn, prompt, seeds, stream)
+        if session.branches_fit(count, turn.max_tokens):
+            return self._answer_branched(turn, prompt, seeds, stream)
         reasons: list[str] = []
         for draft, each in enumerate(seeds):
             session.reseed(each)
@@ -89,8 +89,8 @@ class LocalClient:
 
     def keep(self, draft: int) -> None:
         """What was written side by side is in the cache; of others what the last one shares."""
-        if self._beside is not None:
-            self._beside.kept = draft
+        if self._branched is not None:
+            self._branched.kept = draft
         self._settle()
 
     def _prompt(self, turn: Turn) -> list[int]:
@@ -170,7 +170,7 @@ class LocalClient:
         thoughts.begin(self._thinking.text(begun))
         return thoughts
 
-    def _answer_beside(
+    def _answer_branched(
         self, turn: Turn, prompt: list[int], seeds: Sequence[int], stream: Stream
     ) -> list[str]:
         """A token of each answer in every pass; they stay until one is kept."""
@@ -185,10 +185,10 @@ class LocalClient:
             max_tokens=turn.max_tokens, sampling=turn.sampling, shown=self._shown_tokens
         )
         thoughts = [self._thoughts(prompt, stream, draft) for draft in range(len(seeds))]
-        self._beside = self._open_drafts.enter_context(session.beside(seeds, options))
+        self._branched = self._open_drafts.enter_context(session.branch_answers(seeds, options))
         count, spent_s = 0, 0.0
-        while self._beside.going and not stream.cancelled():
-            steps, seconds = run(self._beside.stepping(stream.cancelled))
+        while self._branched.going and not stream.cancelled():
+            steps, seconds = run(self._branched.stepping(stream.cancelled))
             count, spent_s = count + len(steps), spent_s + seconds
             for draft, step in steps:
                 thoughts[draft].token(step.text)
@@ -201,7 +201,7 @@ class LocalClient:
 
     def _settle(self) -> None:
         """Ends what drafts left open."""
-        self._beside = None
+        self._branched = None
         self._open_drafts.close()
 
     def begin(self) -> None:

@@ -141,7 +141,7 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
     room = ANSWER_TOKENS.get(task, 0)
     several = task in RECALL_TASKS
     lengths = _lengths(engine, arguments, room) if several else (one_length(engine, arguments),)
-    asked = asked_by(arguments, files, **answers)
+    asked = choices_of(arguments, files, **answers)
 
     def measure(opened: "Opened", progress: Any) -> "Measurement":
         context_tokens = max(lengths) + room
@@ -236,7 +236,7 @@ def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
     texts = arguments.kv.split(",") if options.written(arguments, "kv") else table.SETTINGS
     pairs = dict.fromkeys(parse_kv(text) for text in texts)
     context_tokens = one_length(engine, arguments)
-    asked = asked_by(arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens)
+    asked = choices_of(arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens)
     material = asked.material(engine.tokenizer, table.TASKS, context_tokens, texts=files)
     with output.Progress() as progress:
         rows = table.measure_table(
@@ -286,7 +286,7 @@ def one_length(engine: "Engine", arguments: Namespace, default: int = DEFAULT_CO
     return length
 
 
-def asked_by(arguments: Namespace, files: Sequence[str], **defaults: int) -> "EvaluationChoices":
+def choices_of(arguments: Namespace, files: Sequence[str], **defaults: int) -> "EvaluationChoices":
     """What the flags ask for; `defaults` where they say nothing."""
     from kvq_apps.evaluation import execution
     from kvq_apps.evaluation.choices import EvaluationChoices

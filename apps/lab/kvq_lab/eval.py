@@ -12,7 +12,7 @@ from kvq.errors import UsageError, argument
 from kvq_apps import flags, options, output
 from kvq_apps.commands.eval import (
     DEFAULT_WINDOWS,
-    asked_by,
+    choices_of,
     head,
     judge,
     one_length,
@@ -89,7 +89,7 @@ def _edit(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
     from kvq_apps.evaluation.documents import training_texts
     from kvq_lab.edit_quality import edit_cases, editing
 
-    asked = asked_by(arguments, files)
+    asked = choices_of(arguments, files)
     context_tokens = one_length(engine, arguments)
 
     def measure(opened: "Opened", progress: "Progress") -> "Measurement":
@@ -110,7 +110,7 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
     from kvq_apps.ngram_file import writer_for
 
     context = min(one_length(engine, arguments, DRAFTS_CONTEXT), engine.model.context_length)
-    wanted = asked_by(arguments, files, limit=DRAFTS_PLACES, line_tokens=DRAFTS_TOKENS)
+    wanted = choices_of(arguments, files, limit=DRAFTS_PLACES, line_tokens=DRAFTS_TOKENS)
     length = wanted.line_tokens
     counts = arguments.drafts or (1, 3, 5)
     texts = [text for file in files for text in training_texts(file)]
@@ -144,7 +144,7 @@ def _predict(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> in
     most = engine.model.context_length - predicting.FOLLOWING_TOKENS
     context = min(one_length(engine, arguments, PREDICT_CONTEXT), most)
     texts = [text for file in files for text in training_texts(file)]
-    count = asked_by(arguments, files, limit=PREDICT_PASSAGES).limit
+    count = choices_of(arguments, files, limit=PREDICT_PASSAGES).limit
     asked = predicting.passages(engine.tokenizer, texts, count=count, context=context)
     own = options.session_options(arguments)
     with output.Progress() as progress:
@@ -174,7 +174,7 @@ def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
 
     refuse(arguments, "--sweep", "kv-budget", "kv-offload", "kv-policy")
     context_tokens = one_length(engine, arguments)
-    asked = asked_by(
+    asked = choices_of(
         arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens, limit=DEFAULT_SWEEP_LINES
     )
     tasks = _sweep_tasks(arguments.tasks, asked)

@@ -279,7 +279,7 @@ class SequencePass(Generic[C]):
     states: NDArray[np.float32] | None = None
 
 
-def plain_rows(cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> SequencePass[C]:
+def sequence_pass(cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> SequencePass[C]:
     """Tokens `ids` [T] right after those in the cache."""
     return SequencePass(
         cache=cache,
@@ -386,7 +386,7 @@ def forward_chain(
     For measuring and calibrating; what generates text has a `Sequence`.
     """
     cache.begin(len(ids))
-    rows = plain_rows(cache, ids, wanted)
+    rows = sequence_pass(cache, ids, wanted)
     logits = backend.forward(Pass(rows=(rows,), rope_long=rope_long))[0]
     cache.commit(range(len(ids)))
     return logits

@@ -100,7 +100,7 @@ class Job:
                 yield from self._written(session, index, begin_with, request.writer)
                 index += request.choices
                 continue
-            if session.fits_beside(request.choices, request.max_tokens, begin_with):
+            if session.branches_fit(request.choices, request.max_tokens, begin_with):
                 yield from self._side_by_side(session, index, begin_with, decoding)
                 index += request.choices
                 continue
@@ -153,19 +153,19 @@ class Job:
     def _side_by_side(
         self, session: Session[Any], index: int, begin_with: bytes, decoding: Decoding
     ) -> Work[Any, None]:
-        """All choices of a prompt, a token of each in every pass; see `beside`."""
+        """All choices of a prompt, a token of each in every pass; see `branch_answers`."""
         request, started = self.request, monotonic()
         options = request.options(begin_with)
         seeds = [request.seed + i for i in range(request.choices)]
-        with session.beside(seeds, options, distinct=request.distinct) as beside:
+        with session.branch_answers(seeds, options, distinct=request.distinct) as branched:
             indents = [IndentLimit(request.indent) for _ in range(request.choices)]
-            while beside.going:
-                steps, seconds = yield from beside.stepping()
+            while branched.going:
+                steps, seconds = yield from branched.stepping()
                 self._measure(seconds, len(steps), 0)
                 for choice, step in steps:
                     args = index + choice, step, indents[choice], started, decoding.stop_ids
                     if self._write(*args) is not None:
-                        beside.leave(choice)
+                        branched.leave(choice)
 
     def _written(
         self, session: Session[Any], index: int, begin_with: bytes, writer: Writer

@@ -46,8 +46,8 @@ class GenerationRequest:
     follows a change of an earlier prompt is kept as it was computed (PIE), not only what stands
     before. `predict`: what of the prompt is predicted, as `Engine.session` takes it; None: as the
     server does. `distinct`: the choices of a prompt begin with different tokens, see
-    `Session.beside`. `writer`: who writes the choices of a prompt side by side instead, each known
-    when all are; there may be fewer of them.
+    `Session.branch_answers`. `writer`: who writes the choices of a prompt side by side instead,
+    each known when all are; there may be fewer of them.
     """
 
     prompts: tuple[tuple[int, ...], ...]

@@ -19,7 +19,7 @@ from kvq_models.config import ModelConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for
 from kvq_runtime import backends
-from kvq_runtime.backends import Pass, SequencePass, llama_library, plain_rows
+from kvq_runtime.backends import Pass, SequencePass, llama_library, sequence_pass
 from kvq_runtime.backends.llama_cache import STATE_PREFIX, LlamaCppCache
 from kvq_runtime.backends.llama_cpp import LlamaCppBackend
 from kvq_runtime.backends.llama_layout import reported_caches
@@ -231,7 +231,7 @@ def test_a_tree_of_drafts_is_refused(engine: Engine) -> None:
 def push(engine: Engine, cache: Any, ids: np.ndarray, commit: int | None = None) -> np.ndarray:
     """One forward pass at the end of `cache`; the logits of the last token."""
     cache.begin(len(ids))
-    rows = plain_rows(cache, np.asarray(ids), np.array([len(ids) - 1]))
+    rows = sequence_pass(cache, np.asarray(ids), np.array([len(ids) - 1]))
     logits = engine.backend.forward(Pass(rows=(rows,)))[0]
     cache.commit(range(len(ids) if commit is None else commit))
     return logits[0]
