@@ -57,7 +57,7 @@ CONV_STATE_BYTES = 40
 DELTA_STATE_BYTES = 40
 # Of `kvq_config.probes`: KVQ_SAMPLES.
 SAMPLES = 1 << 20
-# Of the budget's bytes the page table may take so many, where a policy decides by what attention
+# Of the bytes for pages their table may take so many, where a policy decides by what attention
 # looks at: heads then give up different pages of one column, and those that look back keep nearly
 # all. A row goes only with every page in it: a table too short takes from these what they keep.
 TABLE_SHARE = 0.05
@@ -305,7 +305,7 @@ class Geometry:
             first = self.pages_bytes(self._columns_closed_by(self.draft_tokens))
             smallest = self.columns_within(free, 2, 2, self._row_bytes)
             if self.probes:
-                rows = int(num_bytes * TABLE_SHARE) // self._row_bytes
+                rows = int(free * TABLE_SHARE) // self._row_bytes
                 smallest = min(max(smallest, rows), self.wanted_columns)
             columns = min(smallest, (free - first) // self._row_bytes)
         return columns, self.regions_for(columns, room)
