@@ -176,14 +176,6 @@ class Geometry:
         return self.probes + self.heard_readers + SAMPLES * self.samples
 
     @property
-    def evidence(self) -> str:
-        """In words, what is kept for policies to decide by."""
-        if not self.probes:
-            return "nothing"
-        heads, spread = kept_heads(self.shape), "new and old" if self.samples else "new"
-        return f"{heads} query heads of {spread} tokens, {self.heard_readers} readers"
-
-    @property
     def keeps_places(self) -> bool:
         """Whether convolutions or delta nets beside attention keep places to go back to."""
         return self.conv is not None or self.delta is not None
@@ -381,6 +373,17 @@ class Arena(Geometry):
     def pool_bytes(self) -> int:
         """Bytes left for pages."""
         return self.num_bytes - self.regions.num_bytes
+
+    @property
+    def evidence(self) -> str:
+        """In words, what is kept for policies to decide by, and of how many pages a stream."""
+        if not self.probes:
+            return "nothing"
+        heads, spread = kept_heads(self.shape), "new and old" if self.samples else "new"
+        return (
+            f"{heads} query heads of {spread} tokens, {self.heard_readers} readers, "
+            f"{self.max_columns} columns"
+        )
 
     @property
     def whole_tokens(self) -> int:

@@ -196,6 +196,21 @@ def test_a_saved_session_goes_on_the_same(engine: Engine, tmp_path: Path) -> Non
         wider.load(tmp_path / "one.kvq")
 
 
+def test_a_session_of_another_page_table_is_refused_by_name(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is that was saved when tables had fewer rows."""
+    tight = {"context_tokens": 2048, "kv_budget": "200KiB"}
+    with engine.session(**tight) as session:
+        session.prefill([1, 2, 3])
+        session.save(tmp_path / "session")
+    monkeypatch.setattr("kvq.sizing.TABLE_SHARE", 0.01)
+    words = r"another evidence: .* \d+ columns, this session has .* \d+ columns; open"
+    with engine.session(**tight) as other, pytest.raises(SnapshotError, match=words):
+        other.load(tmp_path / "session")
+
+
+
 def test_a_tight_budget_is_never_exceeded(engine: Engine) -> None:
     with engine.session(k_bits=8, v_bits=8, kv_budget="200tok") as session:
         session.prefill(prompt(400))
