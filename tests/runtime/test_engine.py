@@ -210,7 +210,6 @@ def test_a_session_of_another_page_table_is_refused_by_name(
         other.load(tmp_path / "session")
 
 
-
 def test_a_tight_budget_is_never_exceeded(engine: Engine) -> None:
     with engine.session(k_bits=8, v_bits=8, kv_budget="200tok") as session:
         session.prefill(prompt(400))
