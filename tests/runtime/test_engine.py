@@ -200,7 +200,7 @@ def test_a_session_of_another_page_table_is_refused_by_name(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one is that was saved when tables had fewer rows."""
-    tight = {"context_tokens": 2048, "kv_budget": "200KiB"}
+    tight = {"context_tokens": 512, "kv_budget": "184KiB"}
     with engine.session(**tight) as session:
         session.prefill([1, 2, 3])
         session.save(tmp_path / "session")
