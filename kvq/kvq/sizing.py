@@ -295,11 +295,10 @@ class Geometry:
             free = room - room // granule_bytes(self.shape.head_dim) * 4
             # No more rows than leave the pages a draft can close at full width.
             first = self.pages_bytes(self._columns_closed_by(self.draft_tokens))
-            smallest = self.columns_within(free, 2, 2, self._row_bytes)
+            wanted = self.columns_within(free, 2, 2, self._row_bytes)
             if self.probes:
-                rows = int(free * TABLE_SHARE) // self._row_bytes
-                smallest = min(max(smallest, rows), self.wanted_columns)
-            columns = min(smallest, (free - first) // self._row_bytes)
+                wanted = max(wanted, int(free * TABLE_SHARE) // self._row_bytes)
+            columns = min(wanted, self.wanted_columns, (free - first) // self._row_bytes)
         return columns, self.regions_for(columns, room)
 
     def room_for_pages(self, num_bytes: int) -> int:

@@ -5,18 +5,17 @@ its bytes and its damage. Steps down the pages' convex hulls are taken where the
 byte, over all pages, layers and heads (`kvq.hull`).
 
 Damage is the squared change of the attention output. Two terms make it up. What the probes see: to
-first order, keys rounded to steps s change the output by S_t |V_t - X| times a logit noise of
-sum_d q_d^2 s_d^2 / 12, values by S_t s_t; an evicted page by what renormalising without it does
+first order, keys rounded to steps s change the output by S_t |V_t - X| times a logit noise of sum_d
+q_d^2 s_d^2 / 12, values by S_t s_t; an evicted page by what renormalising without it does
 (`Evidence.attention`). Few rows see a page, so every estimate is taken half way, in logarithms, to
 the mean of its head (`tempered`). Rounding errors of pages are independent; evictions are not: what
 is gone points the same way, so the i-th eviction of a head costs 2i - 1 times what it does alone
-(`eviction_prices`). And what probes
-do not see: a later query may look for one token of the page, as a question looks for its answer.
-Few heads do that, and an export knows which (`Evidence.retrieval`): such a query gives the token
-the share of its attention that repeats gave theirs. `prior` is the chance of one, per query and
-over all pages together. Without the second term a page nobody has asked for yet is free to evict,
-and retrieval fails first; were it alike in all heads, pages of those that look for nothing would be
-kept for it.
+(`eviction_prices`). And what probes do not see: a later query may look for one token of the page,
+as a question looks for its answer. Few heads do that, and an export knows which
+(`Evidence.retrieval`): such a query gives the token the share of its attention that repeats gave
+theirs. `prior` is the chance of one, per query and over all pages together. Without the second term
+a page nobody has asked for yet is free to evict, and retrieval fails first; were it alike in all
+heads, pages of those that look for nothing would be kept for it.
 
 Layers differ in what an error costs in the end: it counts relative to the layer's mean output, and
 `EDGE` times as much in the first and last layer. Prices in nats, measured at export layer by layer
@@ -50,8 +49,8 @@ Costs = NDArray[np.float64]
 RUNGS = np.array([(k, v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS] + [(0, 0)], np.int32)
 # What a head's share is taken for where no export measured it.
 UNKNOWN_SHARE = 0.14
-# The square of what a query that looks for a token doubts it by: a wrong logit moves its attention
-# by so much of what absence would.
+# A logit that is off by e moves a token's attention a by a (1 - a) e, where its absence takes a:
+# (1 - a)^2, with a at one half, since a head that is sure of a repeat is less so of an answer.
 DOUBT = 0.25
 EDGE = 4.0
 RECENT = 4
