@@ -16,7 +16,7 @@ from kvq_runtime.generation import GenerationOptions, Step
 from kvq_runtime.metrics import SessionStats
 from kvq_runtime.passes import Call, Work
 from kvq_runtime.serving.indent import IndentLimit
-from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, Report, TokenLog
+from kvq_runtime.serving.outbox import Delta, Failed, Finished, Outbox, Report, TokenLog
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.slots import Slot
 from kvq_runtime.session import Session
@@ -110,7 +110,6 @@ class Job:
                 options = request.options(begin_with, choice)
                 yield from self._answer(session, index, options, decoding, aids)
                 index += 1
-        self.outbox.put(Done(report=self.report()))
 
     def fail(self, error: Exception) -> None:
         """Tells the client that nothing more will come."""

@@ -17,7 +17,7 @@ from kvq_runtime.backends import Backend
 from kvq_runtime.passes import Passed, SharedPassError, Work, forward_all
 from kvq_runtime.serving.counts import Counts
 from kvq_runtime.serving.job import Decoding, Job
-from kvq_runtime.serving.outbox import Failed
+from kvq_runtime.serving.outbox import Done, Failed
 from kvq_runtime.serving.request import PoolError, leaving
 from kvq_runtime.serving.scheduler import Scheduler
 from kvq_runtime.serving.slots import Slot, Slots
@@ -123,8 +123,8 @@ class SessionPool(Generic[S]):
 
     @property
     def busy(self) -> bool:
-        """Whether a job runs, or is about to."""
-        return bool(self._runs or self._arriving)
+        """Whether a job has a slot, begun or not."""
+        return bool(self.running)
 
     @property
     def queue(self) -> tuple[int, int]:
@@ -319,16 +319,19 @@ class SessionPool(Generic[S]):
             else:
                 run.job.call = next(run.work) if answer is None else run.work.send(answer)
         except StopIteration:
-            self._end(run, served)
+            self._end(run, served, done=True)
         except Exception as error:  # noqa: BLE001  one request's fault must not end the pool
             self._log_fault(error)
             self._end(run, served, failed=True)
             run.job.fail(error)
 
-    def _end(self, run: _Run, served: Served, *, failed: bool = False) -> None:
+    def _end(self, run: _Run, served: Served, *, done: bool = False, failed: bool = False) -> None:
+        """Counts `run` before its client hears that it is `done`, and frees its slot."""
         del self._runs[id(run.job)]
         report = run.job.report()
         self.counts.add(report, failed=failed)
+        if done:
+            run.job.outbox.put(Done(report=report))
         logger.info(
             "a request ended: %d prompt tokens, %d of them cached, %d new, first after %.0f ms",
             report.prompt_tokens, report.cached_tokens, report.new_tokens, report.ttft_ms,

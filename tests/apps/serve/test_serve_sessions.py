@@ -7,12 +7,15 @@ import stat
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvq_apps.serve.server import Server
+from kvq_runtime.serving.counts import Counts
 from kvq_runtime.serving.saving import SavedSessions, as_ids
 from kvq_runtime.serving.slots import Slot, Slots
 from kvq_runtime.snapshot import SnapshotError
@@ -335,6 +338,41 @@ def test_a_short_answer_may_end_while_leaving(rule: Rule) -> None:
         wait_until(lambda: server.pool.draining)
         backend.open()
         assert Reply(read_all(stream)).json["choices"][0]["text"] == rule.text("abc", 4)
+
+
+def test_what_has_a_slot_and_has_not_begun_is_answered_while_leaving(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(running(rule.load, sessions=1, grace_s=PATIENCE_S))
+        held, begin = Event(), server.pool._begin
+
+        def late(*job_and_model: Any) -> None:
+            assert held.wait(PATIENCE_S)
+            begin(*job_and_model)
+
+        monkeypatch.setattr(server.pool, "_begin", late)
+        stack.callback(held.set)
+        stream = stack.enter_context(send(server, COMPLETIONS, {"prompt": "abc", "max_tokens": 4}))
+        wait_until(lambda: server.pool.queue == (0, 1))
+        server.stop()
+        wait_until(lambda: server.pool.draining)
+        assert server.pool.busy
+        held.set()
+        assert Reply(read_all(stream)).json["choices"][0]["text"] == rule.text("abc", 4)
+
+
+def test_what_a_client_has_heard_of_is_counted(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = Counts.add
+
+    def late(*args: Any, **options: Any) -> None:
+        sleep(0.2)
+        add(*args, **options)
+
+    monkeypatch.setattr(Counts, "add", late)
+    with running(rule.load) as server:
+        ask(server, COMPLETIONS, {"prompt": "abc", "max_tokens": 4})
+        assert server.pool.counts.new_tokens == 4
 
 
 @pytest.mark.slow
