@@ -116,6 +116,10 @@ class Cache:
         self.plan = arena.plan
         self.budget_bytes = arena.num_bytes
         self.context_tokens = arena.context_tokens
+        # Most tokens one forward pass may bring.
+        self.chunk_tokens = arena.pass_tokens
+        # Whether places to go back to can be marked: any place can be gone back to where not.
+        self.keeps_places = arena.keeps_places
         self.policy = policy_named(spec.policy)
         self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
         # Of every layer the first tokens that have gone with its window.
@@ -145,11 +149,6 @@ class Cache:
     def parts(self) -> "tuple[Cache, ...]":
         """The caches of a sequence by class of layers: this one."""
         return (self,)
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Most tokens one forward pass may bring."""
-        return self.arena.pass_tokens
 
     @property
     def tokens(self) -> int:
@@ -224,13 +223,17 @@ class Cache:
         stored and what `attend` gives is zeros; the policy learns nothing from such a pass.
         """
         self._check_rows(tokens, parents, view, at)
-        if silent and (others := self._others):
-            raise CacheError(f"layers beside {others} cannot be left out of a pass")
-        if any(not 0 <= layer < self.shape.num_layers for layer in silent):
-            raise CacheError(f"layers {tuple(silent)} are not among {self.shape.num_layers}")
+        if silent:
+            self._check_silent(silent)
         self._make_room(tokens)
         self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
         assert self.engine.used_bytes <= self.budget_bytes
+
+    def _check_silent(self, layers: Sequence[int]) -> None:
+        if others := self._others:
+            raise CacheError(f"layers beside {others} cannot be left out of a pass")
+        if any(not 0 <= layer < self.shape.num_layers for layer in layers):
+            raise CacheError(f"layers {tuple(layers)} are not among {self.shape.num_layers}")
 
     def _make_room(self, tokens: int) -> None:
         """Gives up what `tokens` more rows need: what nobody sees, then what the policy says.
@@ -292,7 +295,7 @@ class Cache:
             raise UsageError(f"view {view!r} is not known; choose {' or '.join(VIEWS)}")
         if parents is not None and len(parents) != tokens:
             raise CacheError(f"{len(parents)} parents were given for {tokens} rows")
-        rows, room = self.branch_rows, self.arena.draft_tokens
+        rows, room = self.engine.branch_rows, self.arena.draft_tokens
         if rows + tokens > room and (rows or parents is not None):
             raise BudgetError(
                 f"a branch of this session holds {room} rows, {rows} + {tokens} were given; open "
@@ -522,16 +525,14 @@ class Cache:
         self.engine.trim(tokens)
         self._behind[:] = np.minimum(self._behind, self.tokens)
 
-    def mark(self, tokens: int) -> bool:
+    def mark(self, tokens: int) -> None:
         """Somebody will go back to the first `tokens` tokens, which may be still to come.
 
         Convolutions and delta nets remember the two places that were marked, or gone back to, last
-        before others. False where there are none of either: any place can be gone back to.
+        before others. Nothing happens where there are none of either, see `keeps_places`.
         """
-        if self.arena.conv is None and self.arena.delta is None:
-            return False
-        self.engine.mark(tokens)
-        return True
+        if self.keeps_places:
+            self.engine.mark(tokens)
 
     def why_not_edit(self) -> str | None:
         """Why nothing in the middle can be replaced, or None."""

@@ -390,9 +390,14 @@ class ClassedCache:
                     part.trim(tokens)
                 tokens = min(tokens, part.tokens)
 
-    def mark(self, tokens: int) -> bool:
-        """See `Cache.mark`; the first class remembers."""
-        return self.parts[0].mark(tokens)
+    @property
+    def keeps_places(self) -> bool:
+        """See `Cache`; the first class remembers."""
+        return self.parts[0].keeps_places
+
+    def mark(self, tokens: int) -> None:
+        """See `Cache.mark`."""
+        self.parts[0].mark(tokens)
 
     def why_not_edit(self) -> str | None:
         """Why nothing in the middle can be replaced, or None."""

@@ -20,6 +20,7 @@ line into flags.
 
 import collections.abc
 import re
+import typing
 
 _MARK = re.compile("\ue000([^\ue001=]*)(?:=([^\ue001]*))?\ue001")
 
@@ -105,3 +106,13 @@ class SnapshotError(KvqError):
 
 class BackendError(KvqError):
     """A backend, a library or a feature of it is missing."""
+
+
+def closed(error: collections.abc.Callable[[], KvqError]) -> typing.Any:
+    """Stands where something was that is closed: who asks anything of it is told by an error."""
+
+    class Closed:
+        def __getattr__(self, _: str) -> typing.NoReturn:
+            raise error()
+
+    return Closed()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvq.abi import ABI, POINTERS, SIGNATURES, Layout, Read, Stats, as_attention, as_config
 from kvq.config import PAGE_TOKENS, AttentionParams
-from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, argument
+from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, argument, closed
 from kvq.files import room_on_disk
 from kvq.formats import constant_bytes, format_bytes, grid_bytes
 from kvq.reference_delta import DeltaWeights
@@ -30,6 +30,8 @@ LIBRARY = "libkvq_native" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platfo
 _GET_WHEEL = "pip install --force-reinstall --no-deps --only-binary :all: kvq-runtime"
 _BUILD = "install g++, then: pip install -e ."
 EVIDENCE_FACTS = 8
+_MOST = 1 << 31
+_CLOSED: Any = closed(lambda: CacheError("this cache was closed: open another one"))
 VIEWS = {"full": 0, "hi": 1}
 
 log = logging.getLogger("kvq")
@@ -167,6 +169,8 @@ class NativeCache:
         self.arena = arena
         self._library = library()
         self._stats = Stats()
+        # The same, for whoever asks an open cache.
+        self._held: Stats = self._stats
         handle, forms = c_int64(), np.array(arena.spec.forms, np.uint8)
         with _second_tier(arena.file_bytes) as file:
             _check(
@@ -191,17 +195,11 @@ class NativeCache:
     def close(self) -> None:
         if self.handle:
             self._library.kvq_cache_close(self.handle)
-            self.handle = 0
+            self.handle, self._held = 0, _CLOSED
 
     def __del__(self) -> None:
         if getattr(self, "handle", 0):
             self.close()
-
-    @property
-    def _held(self) -> Stats:
-        if not self.handle:
-            raise CacheError("this cache was closed: open another one")
-        return self._stats
 
     @property
     def tokens(self) -> int:
@@ -359,9 +357,10 @@ class NativeCache:
     def _call(self, name: str, *arguments: Any) -> None:
         """`kvq_cache_NAME` of this cache. Raises `CacheError`."""
         for number in arguments:
-            if isinstance(number, int):
-                _int32(number)
-        _check(getattr(self._library, f"kvq_cache_{name}")(self.handle, *arguments))
+            if isinstance(number, int) and not -_MOST <= number < _MOST:
+                raise _beyond(number)
+        if status := getattr(self._library, f"kvq_cache_{name}")(self.handle, *arguments):
+            raise _refusal(status)
 
     def demote_entering(self, widths: NDArray[np.uint8]) -> None:
         widths = np.ascontiguousarray(widths, np.uint8)
@@ -462,7 +461,11 @@ def pointer(x: NDArray[Any]) -> Any:
 
 def _check(status: int) -> None:
     if status:
-        raise CacheError(f"the cache refused: {library().kvq_status_text(status).decode()}")
+        raise _refusal(status)
+
+
+def _refusal(status: int) -> CacheError:
+    return CacheError(f"the cache refused: {library().kvq_status_text(status).decode()}")
 
 
 @contextmanager
@@ -488,6 +491,10 @@ def _second_tier(num_bytes: int) -> Generator[int]:
 
 def _int32(number: int) -> int:
     """`number`, which ctypes would wrap without a word. Raises `CacheError` where it had to."""
-    if not -(1 << 31) <= number < 1 << 31:
-        raise CacheError(f"{number} is beyond what a cache counts with, 32 bits")
+    if not -_MOST <= number < _MOST:
+        raise _beyond(number)
     return number
+
+
+def _beyond(number: int) -> CacheError:
+    return CacheError(f"{number} is beyond what a cache counts with, 32 bits")

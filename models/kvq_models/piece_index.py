@@ -6,7 +6,8 @@ Knows no control tokens, no text of a prompt and no logits.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,14 +27,24 @@ class Opening:
     ends: Mapping[int, int]
 
 
-class PieceIndex:
-    """Token ids sorted by the bytes they stand for; ids without bytes are left out."""
+NO_PIECES: Mapping[int, bytes] = {}
 
-    def __init__(self, pieces: Iterable[tuple[int, bytes]] = ()) -> None:
-        rows = sorted((piece, token) for token, piece in pieces if piece)
-        self._pieces = [piece for piece, _ in rows]
-        self._ids: Ids = np.array([token for _, token in rows], np.int64)
-        self._longest = max(map(len, self._pieces), default=0)
+
+class PieceIndex:
+    """Token ids by the bytes they stand for; ids without bytes are left out.
+
+    Those that begin with one byte are put in order when that byte is first asked for: a text is
+    gone on from after few of a large vocabulary's.
+    """
+
+    def __init__(self, pieces: Mapping[int, bytes] = NO_PIECES) -> None:
+        self._pieces = pieces
+        self._longest = max(map(len, pieces.values()), default=0)
+        self._by_first_byte = defaultdict[int, list[int]](list)
+        for token, piece in pieces.items():
+            if piece:
+                self._by_first_byte[piece[0]].append(token)
+        self._ordered: dict[int, list[int]] = {}
 
     def extends(self, text: bytes) -> bool:
         """Whether some token is longer than `text` and begins with it."""
@@ -52,9 +63,10 @@ class PieceIndex:
             ends: dict[int, int] = {}
             for end in range(start + 1, min(len(text), start + self._longest) + 1):
                 if spelled[end]:
-                    ends |= dict.fromkeys(self._equal(text[start:end]).tolist(), end)
+                    ends |= dict.fromkeys(self._equal(text[start:end]), end)
             inside = np.fromiter(ends, np.int64, len(ends))
-            ids = np.sort(np.concatenate([inside, self._longer(text[start:])]))
+            beyond = np.array(self._longer(text[start:]), np.int64)
+            ids = np.sort(np.concatenate([inside, beyond]))
             spelled[start] = len(ids) > 0
             openings.append(Opening(ids=ids, ends=ends))
         return openings[::-1]
@@ -74,12 +86,23 @@ class PieceIndex:
             place = ends[token]
         return ids
 
-    def _equal(self, piece: bytes) -> Ids:
-        first = bisect_left(self._pieces, piece)
-        return self._ids[first : bisect_right(self._pieces, piece, first)]
+    def _equal(self, piece: bytes) -> list[int]:
+        ids, told = self._beginning_like(piece), self._pieces.__getitem__
+        first = bisect_left(ids, piece, key=told)
+        return ids[first : bisect_right(ids, piece, first, key=told)]
 
-    def _longer(self, beginning: bytes) -> Ids:
-        first = bisect_right(self._pieces, beginning)
-        size = len(beginning)
-        last = bisect_right(self._pieces, beginning, first, key=lambda piece: piece[:size])
-        return self._ids[first:last]
+    def _longer(self, beginning: bytes) -> list[int]:
+        if not beginning:
+            return [token for token, piece in self._pieces.items() if piece]
+        ids, pieces, size = self._beginning_like(beginning), self._pieces, len(beginning)
+        first = bisect_right(ids, beginning, key=pieces.__getitem__)
+        last = bisect_right(ids, beginning, first, key=lambda token: pieces[token][:size])
+        return ids[first:last]
+
+    def _beginning_like(self, text: bytes) -> list[int]:
+        """Ids of all pieces that share the first byte of `text`, in the order of their bytes."""
+        first = text[0]
+        if first not in self._ordered:
+            ids = self._by_first_byte.get(first, [])
+            self._ordered[first] = sorted(ids, key=self._pieces.__getitem__)
+        return self._ordered[first]

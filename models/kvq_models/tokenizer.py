@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -66,6 +66,10 @@ class Vocabulary(Protocol):
 
     def piece_bytes(self, token: int) -> bytes:
         """The bytes a token stands for; none for ids without a name."""
+        ...
+
+    def every_piece(self) -> dict[int, bytes]:
+        """Every id it can name, and the bytes it stands for."""
         ...
 
     def piece(self, token: int) -> str | None:
@@ -171,8 +175,10 @@ class Tokenizer:
     @cached_property
     def pieces(self) -> PieceIndex:
         """The tokens that are text, by their bytes; made when first asked for."""
-        told, ids = self._vocabulary.piece_bytes, range(self.vocab_size)
-        return PieceIndex((token, told(token)) for token in ids if token not in self._control)
+        pieces = self._vocabulary.every_piece()
+        for token in self._control:
+            pieces.pop(token, None)
+        return PieceIndex(pieces)
 
     @property
     def chat_template(self) -> str | None:
@@ -285,30 +291,22 @@ class JsonVocabulary:
 
         Raises CheckpointError when `tokenizer_json` is not one, ModelError for its decoder.
         """
-        definition = _definition(tokenizer_json)
-        added: list[dict[str, Any]] = definition.get("added_tokens") or []
-        try:
-            self._added: dict[int, bytes] = {
-                token["id"]: token["content"].encode("utf-8") for token in added
-            }
-            told = [token.get("special") for token in added]
-            for token in added:
-                token["special"] = _is_control(token) or token["id"] in control
-            # Writing a large vocabulary takes as long as a third of reading it.
-            if told != [token["special"] for token in added]:
-                tokenizer_json = json.dumps(definition)
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"tokenizer.json cannot be used: {error!r}") from error
-        self.special: Mapping[int, str] = {
-            token["id"]: token["content"] for token in added if token["special"]
-        }
         self._library = _load(tokenizer_json)
+        added = self._library.get_added_tokens_decoder()
+        special = {token for token in added if token in control or _is_control(added[token])}
+        # A file that an export wrote flags them all; reading another twice takes as long again.
+        if any(not added[token].special for token in special):
+            self._library = _load(_flagged(tokenizer_json, special))
+        self._added = {token: one.content.encode("utf-8") for token, one in added.items()}
+        self.special: Mapping[int, str] = {token: added[token].content for token in sorted(special)}
         self._library.no_truncation()
         self._library.no_padding()
         # Held by whoever encodes, and by whoever is next: a long text keeps nobody out.
         self._library_lock, self._next_lock = Lock(), Lock()
-        self._rstrips = [token["content"] for token in added if token.get("rstrip")]
-        self._piece_bytes, self.strips_space = piece_decoder(definition.get("decoder"))
+        self._rstrips = [one.content for one in added.values() if one.rstrip]
+        decoder: Any = self._library.decoder
+        state = None if decoder is None else json.loads(decoder.__getstate__())
+        self._piece_bytes, self.strips_space = piece_decoder(state)
 
     @property
     def size(self) -> int:
@@ -353,8 +351,15 @@ class JsonVocabulary:
         """See `Vocabulary.piece_bytes`."""
         if token in self._added:
             return self._added[token]
-        piece = self.piece(token)
+        piece = self._library.id_to_token(token)
         return b"" if piece is None else self._piece_bytes(piece)
+
+    def every_piece(self) -> dict[int, bytes]:
+        """See `Vocabulary.every_piece`."""
+        named = self._library.id_to_token  # of which the library has no faster list
+        pieces = ((token, named(token)) for token in range(self.size))
+        told = self._piece_bytes
+        return {token: told(piece) for token, piece in pieces if piece is not None} | self._added
 
     def piece(self, token: int) -> str | None:
         """See `Vocabulary.piece`."""
@@ -418,9 +423,17 @@ def _check_unicode(text: str) -> None:
         ) from error
 
 
-def _is_control(token: Mapping[str, Any]) -> bool:
+def _is_control(token: tokenizers.AddedToken) -> bool:
     """Whether an added token steers the model: flagged special, or written like one."""
-    return bool(token.get("special")) or looks_like_control(token["content"])
+    return token.special or looks_like_control(token.content)
+
+
+def _flagged(tokenizer_json: str, special: set[int]) -> str:
+    """The same file, in which these added tokens are flagged special."""
+    definition = json.loads(tokenizer_json)
+    for token in definition["added_tokens"]:
+        token["special"] = token["id"] in special
+    return json.dumps(definition)
 
 
 def _read_tokenizer(folder: Path) -> str:
@@ -436,18 +449,19 @@ def _read_tokenizer(folder: Path) -> str:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _definition(text: str) -> dict[str, Any]:
+def _check_definition(text: str) -> None:
+    """Raises CheckpointError for what is no description of a tokenizer at all."""
     try:
         definition: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"tokenizer.json is not JSON: {error}") from error
     if not isinstance(definition, dict) or "model" not in definition:
         raise CheckpointError("tokenizer.json does not describe a tokenizer: it has no model")
-    return cast(dict[str, Any], definition)
 
 
 def _load(text: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:
+        _check_definition(text)
         raise CheckpointError(f"tokenizer.json cannot be used: {error}") from error

@@ -182,7 +182,7 @@ class Answering(Generic[C]):
         self._meter.chose(accepted.prompt_tokens, len(sequence) - held, chosen_s)
         if accepted.prompt_tokens:
             self._prompt_end = held + accepted.prompt_tokens
-        if passed.rows and generation.drafts:
+        if drafting.drafter is not None and generation.drafts and passed.rows:
             drafting.observe(draft, accepted, passed)
             drafted_s += watch.lap()
             self._meter.drafted(len(draft.ids), len(accepted.path), drafted_s)

@@ -5,12 +5,12 @@ An edit in the middle leaves gaps: tokens that are pending although tokens behin
 
 import logging
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import CacheError, UsageError
+from kvq.errors import CacheError, UsageError, closed
 from kvq_runtime.backends import C
 from kvq_runtime.passes import Logits
 from kvq_runtime.staleness import Ages, EditCounts, Staleness
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 MOST_GAPS = 16
 # After an edit there is room for so many tokens more, or for what the context takes.
 TOKENS_AHEAD = 256
+
+_CLOSED: Any = closed(lambda: UsageError("this session is closed; open another one on the engine"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,7 @@ class SequenceState:
 class Encoding(Generic[C]):
     """The keys and values of a text's first tokens in a cache, and how old each of them is.
 
+    Every use of the cache raises `UsageError` after `close`.
     `logits` are those of the last cached token; None: it goes through the model again before one is
     chosen. `recomputed_tokens` were held, and could not be kept by going back.
     """
@@ -47,17 +50,9 @@ class Encoding(Generic[C]):
         self.logits: Logits | None = None
         self.staleness = Staleness()
         self.recomputed_tokens = 0
-        self._cache = cache
+        self.cache = cache
         self._context_tokens = context_tokens
-        self._closed = False
         self._edits = self._edited_tokens = self._recomputed_edits = 0
-
-    @property
-    def cache(self) -> C:
-        """The cache. Raises `UsageError` after `close`."""
-        if self._closed:
-            raise UsageError("this session is closed; open another one on the engine")
-        return self._cache
 
     @property
     def tokens(self) -> int:
@@ -139,9 +134,9 @@ class Encoding(Generic[C]):
 
     def close(self) -> None:
         """Frees the cache's memory."""
-        if not self._closed:
-            self._closed = True
-            self._cache.close()
+        closing, self.cache = self.cache, _CLOSED
+        if closing is not _CLOSED:
+            closing.close()
 
     def _open(self, start: int, stop: int) -> None:
         """Cached tokens `start` to `stop` are pending again; what follows stays if it can."""

@@ -232,7 +232,7 @@ class Continuation:
         if self.beginning.take(token) and self.room > 0:
             return None
         self.new += 1
-        if self.is_end(token) or self._stops.found is not None or self.beginning.ended:
+        if token in self._stop_ids or self._stops.found is not None or self.beginning.ended:
             self.finish_reason = "stop"
         elif self.new == self._most or self.room <= 0:
             self.finish_reason = "length"
@@ -269,6 +269,8 @@ class Generation:
         self._history = list(history)
         self._so_far = Continuation(vocabulary, options, room)
         self._rank = options.first_rank
+        every = options.logprobs or options.top_logprobs > 0
+        self._exact_rows = 0 if every else options.sampling.exact_rows
         self._generator = generator
 
     @property
@@ -290,12 +292,9 @@ class Generation:
     @property
     def exact_rows(self) -> int:
         """How many of the largest logits decide what comes next; 0: all of them may."""
-        options = self._options
-        every = (
-            options.logprobs or options.top_logprobs or self._so_far.beginning.allowed is not None
-        )
-        rows = options.sampling.exact_rows
-        return 0 if every or rows == 0 else max(rows, self._rank + 1)
+        if self._exact_rows == 0 or self._so_far.beginning.allowed is not None:
+            return 0
+        return max(self._exact_rows, self._rank + 1)
 
     @property
     def begun(self) -> bool:
@@ -357,7 +356,7 @@ class Generation:
             token=token,
             text=text,
             logprob=log_probability(logits, token) if options.logprobs else None,
-            top=likeliest(logits, options.top_logprobs),
+            top=likeliest(logits, options.top_logprobs) if options.top_logprobs else (),
             finish_reason=so_far.finish_reason,
             stop_string=so_far.stop_string,
         )

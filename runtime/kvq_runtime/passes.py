@@ -66,7 +66,7 @@ def run(work: Work[C, T]) -> T:
         call = next(work)
         while True:
             try:
-                passed = forward_all((call,))[0]
+                (passed,) = _forward((call,))
             except BaseException as error:  # noqa: BLE001  the branch must forget its rows
                 call = work.throw(error)
             else:

@@ -79,7 +79,10 @@ def candidates(
     filters; None: none. Raises `BackendError` for NaN
     logits and `UsageError` when a bias leaves no token.
     """
-    logits = _penalized(_biased(logits, sampling), sampling, history)
+    if sampling.logit_bias:
+        logits = _biased(logits, sampling)
+    if sampling.penalizes:
+        logits = _penalized(logits, sampling, history)
     if allowed is not None:
         places, probabilities = _filtered(logits[allowed], sampling)
         return allowed[places], probabilities
@@ -135,8 +138,6 @@ def _filtered(logits: Floats, sampling: Sampling) -> tuple[Ids, NDArray[np.float
 
 
 def _biased(logits: Floats, sampling: Sampling) -> Floats:
-    if not sampling.logit_bias:
-        return logits
     ids = np.fromiter(sampling.logit_bias, np.int64)
     if ids.min() < 0 or ids.max() >= len(logits):
         raise UsageError(
@@ -156,7 +157,7 @@ def _penalized(logits: Floats, sampling: Sampling, history: Sequence[int]) -> Fl
     the token is there (OpenAI's formula).
     """
     window = sampling.repeat_window_tokens
-    if not sampling.penalizes or window == 0 or not history:
+    if window == 0 or not history:
         return logits
     recent, counts = np.unique(np.asarray(history[-window:], np.int64), return_counts=True)
     logits = logits.copy()

@@ -45,6 +45,9 @@ class TokenSequence(Generic[C]):
         self._unchanged, self._told = 0, object()
         # Those of its cached tokens, for a drafter that reads them.
         self.states: States | None = None
+        limit = backend.model.short_rope_tokens
+        # Whether its passes use the long-context rotary table of a model that has two.
+        self.rope_long = limit is not None and config.context_tokens > limit
         # A tight budget leaves room for shorter pieces only.
         self.chunk_tokens = min(config.chunk_tokens, self.cache.chunk_tokens)
 
@@ -79,12 +82,6 @@ class TokenSequence(Generic[C]):
     def room(self) -> int:
         """Tokens the context can still take."""
         return self.config.context_tokens - len(self._tokens)
-
-    @property
-    def rope_long(self) -> bool:
-        """Whether its passes use the long-context rotary table of a model that has two."""
-        limit = self._backend.model.short_rope_tokens
-        return limit is not None and self.config.context_tokens > limit
 
     def append(self, ids: Iterable[int]) -> None:
         """Adds tokens to the pending end. Raises `UsageError` for one the model does not have."""
@@ -213,8 +210,8 @@ class TokenSequence(Generic[C]):
 
         What is pending, or the last token once more where its logits were dropped by a rollback.
         """
-        if self._last_again:
-            return self._tokens[-1:]
+        if not self.pending_tokens:
+            return self._tokens[-1:] if self.encoding.logits is None else []
         end = self._tokens[self.cache.tokens :]
         for start, stop in reversed(self.encoding.gaps):
             end[:0] = self._tokens[start:stop]
@@ -222,13 +219,11 @@ class TokenSequence(Generic[C]):
 
     def ready(self) -> list[int]:
         """Makes all that is due pending; the tokens, more where a cache goes back in steps."""
-        if self._last_again:
+        due = self.due()
+        if due and not self.pending_tokens:
             self.encoding.trim(len(self._tokens) - 1)
-        return self.due()
-
-    @property
-    def _last_again(self) -> bool:
-        return bool(self._tokens) and not self.pending_tokens and self.encoding.logits is None
+            due = self.due()
+        return due
 
     @contextmanager
     def branch(self, at: int | None = None) -> Generator[Branch[C]]:
@@ -260,9 +255,9 @@ class TokenSequence(Generic[C]):
         if prediction is not None and not self.encoding.gaps:
             going_on = self.encoding.staleness.is_predicted(start - 1)
             stop, mode = prediction.piece(start, stop, going_on=going_on)
-        stop = end_of_piece(
-            self._tokens, start, stop, self._backend.model.stop_ids, self.cache.mark
-        )
+        if self.cache.keeps_places:
+            ends = self._backend.model.stop_ids
+            stop = end_of_piece(self._tokens, start, stop, ends, self.cache.mark)
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0

@@ -52,22 +52,13 @@ class Staleness:
     Added to that is `PREDICTED` or, of a token that saw one such, `BEHIND`, or `OVER` of one that
     saw another stale one, and `NEXT` of the first `NEXT_TOKENS` behind an edit.
     `ages` int32 [n] are those of the first tokens; all after them are 0. A text that was never
-    edited has none.
+    edited has none. `gaps` are where tokens are not encoded: (first, after the last) of each run,
+    left to right; `missing` counts these tokens.
     """
 
     def __init__(self, ages: Ages | None = None) -> None:
         self.ages: Ages = np.zeros(0, np.int32) if ages is None else ages.astype(np.int32)
-        self._gaps: list[tuple[int, int]] = _runs(self.ages < 0)
-
-    @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """Where tokens are not encoded: (first, after the last) of each run, left to right."""
-        return self._gaps
-
-    @property
-    def missing(self) -> int:
-        """Tokens in gaps."""
-        return sum(stop - start for start, stop in self._gaps)
+        self._find_gaps()
 
     @property
     def stale(self) -> int:
@@ -135,6 +126,8 @@ class Staleness:
 
     def encoded(self, start: int, stop: int, *, predicted: bool = False) -> None:
         """Tokens `start` to `stop` went through the model, or were `predicted` by its beginning."""
+        if not predicted and not len(self.ages):
+            return
         age = PREDICTED if predicted else self._age_after(start)
         if start < len(self.ages) or age:
             ages = np.zeros(max(stop, len(self.ages)), np.int32)
@@ -150,7 +143,7 @@ class Staleness:
 
     def cut(self, num_tokens: int) -> int:
         """Only the first `num_tokens` are left, without a gap at their end; how many these are."""
-        gaps = [start for start, stop in self._gaps if start < num_tokens <= stop]
+        gaps = [start for start, stop in self.gaps if start < num_tokens <= stop]
         kept = gaps[0] if gaps else num_tokens
         if kept < len(self.ages):
             self._set(self.ages[:kept])
@@ -160,7 +153,11 @@ class Staleness:
         """What is as in a text without edits, at the end, needs no age."""
         aged = np.flatnonzero(ages)
         self.ages = ages[: aged[-1] + 1 if len(aged) else 0].copy()
-        self._gaps = _runs(self.ages < 0)
+        self._find_gaps()
+
+    def _find_gaps(self) -> None:
+        self.gaps = _runs(self.ages < 0)
+        self.missing = sum(stop - start for start, stop in self.gaps)
 
 
 def _runs(holds: NDArray[np.bool_]) -> list[tuple[int, int]]:

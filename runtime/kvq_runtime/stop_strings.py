@@ -20,6 +20,8 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """Text that is safe to show after `text` arrived; sets `found` when a stop appeared."""
+        if not self._stops:
+            return text
         self._held += text
         places = [(self._held.find(stop), stop) for stop in self._stops]
         hits = [(place, -len(stop), stop) for place, stop in places if place >= 0]
@@ -39,7 +41,7 @@ class StopStrings:
 
     def _undecided(self) -> int:
         """Length of the longest end of the held text that begins some stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
+        longest = max(map(len, self._stops)) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             end = self._held[-length:]
             if any(stop.startswith(end) for stop in self._stops):

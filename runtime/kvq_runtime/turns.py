@@ -12,14 +12,14 @@ def end_of_piece(
     start: int,
     stop: int,
     ends: Collection[int],
-    mark: Callable[[int], bool],
+    mark: Callable[[int], None],
 ) -> int:
     """Where a piece of tokens `start` to `stop` ends, so that it can be gone back there.
 
     Behind the first turn of a chat, often a system prompt, which other chats begin with too;
     and behind the newest, before an answer that is written again, or shortened when it is told,
     and before messages that are changed. A turn ends where an answer would, with one of `ends`.
-    Caches that go back anywhere are not asked to: see `SequenceCache.mark`.
+    `mark` is that of a cache which keeps places, see `SequenceCache`.
     """
     last = len(tokens) - 1
     if stop - start < 2 or not ends:
@@ -31,6 +31,5 @@ def end_of_piece(
     places = [place for place in islice(backwards, MARKED_TURNS) if place > start]
     # The one that is marked last is kept longest: here it is used once more.
     for place in (*reversed(places), first):
-        if not mark(place):
-            return stop
+        mark(place)
     return min(place for place in (first, *places, stop) if place > start)

@@ -27,6 +27,8 @@ def accept(
     same place, and in the end for the draw (arXiv 2211.17192, algorithm 1; for several guesses of
     one place 2305.09781, section 4.3). No probabilities are asked for where one token is left.
     """
+    if not draft.ids:
+        return draw(ids, probabilities, generator), None
     if draft.probabilities is None or len(ids) == 1:
         token = draw(ids, probabilities, generator)
         return token, draft.after(place, token)

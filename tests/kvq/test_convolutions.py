@@ -129,7 +129,8 @@ class Both:
 
     def mark(self, tokens: int) -> None:
         for cache in self.caches:
-            assert cache.mark(tokens)
+            assert cache.keeps_places
+            cache.mark(tokens)
 
     def reload(self) -> None:
         """Both become new caches that were told what these hold."""

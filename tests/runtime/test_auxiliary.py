@@ -207,4 +207,4 @@ def test_weights_are_shared_and_a_cache_of_its_own_is_given_back(base: Path, sma
             session.predict = "off"
             assert session.stats().auxiliary_bytes == 0
             with pytest.raises(UsageError, match="closed"):
-                _ = reader.sequence.cache
+                _ = reader.sequence.cache.tokens

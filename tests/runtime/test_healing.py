@@ -141,7 +141,7 @@ PIECE = st.lists(ALPHABET, max_size=4).map(bytes)
 @settings(max_examples=200, deadline=None)
 @given(st.lists(PIECE, max_size=12), PIECE)
 def test_openings_are_what_trying_every_token_finds(pieces: list[bytes], text: bytes) -> None:
-    index = PieceIndex(enumerate(pieces))
+    index = PieceIndex(dict(enumerate(pieces)))
     openings = index.openings(text)
     assert len(openings) == len(text)
     for place, opening in enumerate(openings):
@@ -388,7 +388,7 @@ def test_answers_written_side_by_side_have_room_for_the_cut() -> None:
 
 
 def test_bytes_that_no_token_spells_are_refused() -> None:
-    index = PieceIndex([(1, b"ab"), (2, b"cd")])
+    index = PieceIndex({1: b"ab", 2: b"cd"})
     session = open_session(SMALL, pieces=lambda: index)
     session.prefill(small(b"a"))
     with pytest.raises(UsageError, match=r"no tokens of this model spell b'ax'"):

@@ -128,9 +128,13 @@ class RuleCache:
         assert not self._rows
         del self.ids[tokens:]
 
-    def mark(self, tokens: int) -> bool:
+    @property
+    def keeps_places(self) -> bool:
         """See `SequenceCache`: a rule goes back anywhere."""
         return False
+
+    def mark(self, tokens: int) -> None:
+        """See `SequenceCache`."""
 
     def why_not_edit(self) -> str | None:
         """Nothing keeps a rule from it."""

@@ -156,7 +156,7 @@ class SequenceCache(Protocol):
     its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
     `tokens` tokens: fewer, where a cache cannot go back
     exactly; the loop computes what is missing again. `mark` says that somebody will go back to
-    `tokens` tokens, and is answered whether that makes it more likely that these can be kept.
+    `tokens` tokens: where a cache `keeps_places` it is more likely then that these can be kept.
     """
 
     @property
@@ -208,7 +208,10 @@ class SequenceCache(Protocol):
 
     def trim(self, tokens: int, /) -> None: ...
 
-    def mark(self, tokens: int, /) -> bool: ...
+    @property
+    def keeps_places(self) -> bool: ...
+
+    def mark(self, tokens: int, /) -> None: ...
 
     def state(self) -> bytes: ...
 

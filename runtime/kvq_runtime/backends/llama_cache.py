@@ -92,6 +92,7 @@ class LlamaCppCache:
         )
         self._rotates_keys = keys_are_rotated(lines)
         self.chunk_tokens = batch_size(config.context_tokens, config.chunk_tokens)
+        self.keeps_places = False
         self._batch = _Batch(self._functions, self.chunk_tokens)
         try:
             layout.check(lines, config.plan, config.context_tokens, config.chunk_tokens)
@@ -214,9 +215,8 @@ class LlamaCppCache:
         if tokens < self.tokens:
             self._truncate(tokens)
 
-    def mark(self, tokens: int) -> bool:
+    def mark(self, tokens: int) -> None:
         """See `SequenceCache`: llama.cpp is not told."""
-        return False
 
     def state(self) -> bytes:
         """A snapshot of everything held; `load_state` of an equal cache restores it."""

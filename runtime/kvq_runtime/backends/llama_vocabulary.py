@@ -94,6 +94,10 @@ class LlamaVocabulary:
                 return piece.raw[:count]
             room = -count
 
+    def every_piece(self) -> dict[int, bytes]:
+        """See `Vocabulary.every_piece`."""
+        return {token: self.piece_bytes(token) for token in range(self.size)}
+
     def piece(self, token: int) -> str | None:
         """See `Vocabulary.piece`."""
         return self._pieces[token] if 0 <= token < len(self._pieces) else None

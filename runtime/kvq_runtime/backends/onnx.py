@@ -137,23 +137,24 @@ class OnnxBackend(PagedBackend):
 
     def forward(self, one_pass: Pass[PagedCache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`: one run of the graph, the sequences' rows one after the other."""
-        rows = one_pass.rows
+        rows, mode, exact_rows = one_pass.rows, one_pass.mode, one_pass.exact_rows
         feeds = _own_rows(rows[0]) if len(rows) == 1 else _joint_rows(rows)
         for index, name in enumerate(self._caches):
             feeds[name] = np.array([own.cache.handles[index] for own in rows], np.int64)
         feeds["sequence_rows"] = np.array([len(own.ids) for own in rows], np.int64)
         if self._has_long_rope:
             feeds["rope_long"] = np.array([one_pass.rope_long], np.int64)
-        if self.ranks_by_halves and one_pass.exact_rows:
-            feeds["exact_rows"] = np.array([one_pass.exact_rows], np.int64)
-        feeds |= self._mode_feeds(one_pass.mode)
+        if self.ranks_by_halves and exact_rows:
+            feeds["exact_rows"] = np.array([exact_rows], np.int64)
+        if mode != WHOLE:
+            feeds |= self._mode_feeds(mode)
         if self._has_states:
             feeds |= _state_feeds(rows)
         try:
-            logits = self._run(feeds, rows, one_pass.exact_rows)
+            logits = self._run(feeds, rows, exact_rows)
         except _run_errors() as error:
             raise CacheError(f"the model could not be computed: {_told(error)}") from error
-        if one_pass.mode.head_tokens:
+        if mode.head_tokens:
             logits = _for_all(logits, self.model.vocab_size)
         wanted = [len(own.wanted) for own in rows]
         if logits.shape != (sum(wanted), self.model.vocab_size):
@@ -166,7 +167,7 @@ class OnnxBackend(PagedBackend):
         session = self._session
         if session is None:
             raise BackendError("this model is closed; open it again with Engine.open")
-        if any(own.states is not None for own in rows):
+        if self._has_states and any(own.states is not None for own in rows):
             logits, states = session.run(["logits", "states"], feeds)
             _tell_states(rows, states)
             return logits
@@ -197,9 +198,7 @@ class OnnxBackend(PagedBackend):
         return whole
 
     def _mode_feeds(self, mode: Mode) -> dict[str, Any]:
-        """What the graph is told of how much to read; nothing where that is all."""
-        if mode == WHOLE:
-            return {}
+        """What the graph is told of how much to read, where that is not all."""
         layers = np.zeros(self.bundle.config.num_layers, np.int64)
         layers[list(mode.skipped)] = SKIP
         layers[list(mode.predicted)] = KEYS_AND_VALUES
