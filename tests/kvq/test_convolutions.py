@@ -5,7 +5,8 @@ The oracle keeps every row of the text for good, and computes each path by itsel
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from caches import geometry, open_cache
 from kvq import native
 from kvq.cache import Cache
-from kvq.config import AttentionParams, Budget, CacheShape, ConvShape, KvPlan
+from kvq.config import Budget, ConvShape, KvPlan
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
 from kvq.reference_conv import least_missed, products, seen_rows, short_conv
 from kvq.sizing import (
@@ -24,16 +25,24 @@ from kvq.sizing import (
     Arena,
     CacheSpec,
 )
+from mixers import (
+    CHUNK,
+    DRAFT,
+    SHAPE,
+    Twins,
+    attend,
+    forget_drafts_in_part,
+    keep_a_chunk_as_a_draft,
+    refuse_edits_and_silence,
+)
 from snapshot_bytes import HEADER, damaged
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
-SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 # More channels than native code takes at once, and no multiple of them.
 CONV = ConvShape(num_layers=3, width=300, taps=3)
 PLAN = KvPlan(k_bits=4, v_bits=4)
-CONTEXT, CHUNK, DRAFT = 4000, 64, 8
-FREQUENCIES = np.ones(8, np.float32)
+CONTEXT = 4000
 
 
 def spec(conv: ConvShape = CONV, plan: KvPlan = PLAN, context_tokens: int = CONTEXT) -> CacheSpec:
@@ -48,30 +57,22 @@ def spec(conv: ConvShape = CONV, plan: KvPlan = PLAN, context_tokens: int = CONT
     )
 
 
-@dataclass
-class Both:
-    """A native and a numpy cache that are told the same, and all rows of the text so far.
+class Row(NamedTuple):
+    """What enters each convolution, float32 [layers, 3 width]."""
 
-    `text` holds of every committed token what enters each convolution, float32 [layers, 3 width].
-    """
+    parent: int
+    entered: np.ndarray
 
-    arena: Arena
-    seed: int = 0
-    text: list[np.ndarray] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        conv = self.arena.conv
-        assert conv is not None
-        self.conv, self.draw = conv, np.random.default_rng(self.seed)
-        self.caches = tuple(Cache(self.arena, engine=engine) for engine in ("native", "numpy"))
-        shape = (conv.num_layers, conv.width, conv.taps)
+class Both(Twins[Row]):
+    """The oracle is each row's own path alone."""
+
+    def __init__(self, arena: Arena, seed: int = 0) -> None:
+        super().__init__(arena, seed)
+        assert arena.conv is not None
+        self.conv = arena.conv
+        shape = (self.conv.num_layers, self.conv.width, self.conv.taps)
         self.weight = self.draw.normal(size=shape).astype(np.float32)
-        self.branch: list[tuple[int, np.ndarray]] = []
-
-    @property
-    def tokens(self) -> int:
-        (count,) = {cache.tokens for cache in self.caches}
-        return count
 
     def rows(self, count: int) -> np.ndarray:
         shape = (count, self.conv.num_layers, 3 * self.conv.width)
@@ -82,7 +83,7 @@ class Both:
         first = len(self.branch)
         chain = range(first - 1, first + count - 1)
         rows = self.rows(count)
-        self.branch += zip(chain if parents is None else parents, rows, strict=True)
+        self.branch += map(Row, chain if parents is None else parents, rows)
         wanted = np.stack([self.alone(row) for row in range(first, first + count)], axis=1)
         for cache in self.caches:
             cache.begin(count, parents)
@@ -94,72 +95,14 @@ class Both:
 
     def alone(self, row: int) -> np.ndarray:
         """What a row of the branch gives when its path is the whole text: [layers, width]."""
-        path: list[np.ndarray] = []
-        own = self.branch[row][1]
-        while row >= 0:
-            path.append(self.branch[row][1])
-            row = self.branch[row][0]
-        seen = np.stack([*self.text, *reversed(path)])[-self.conv.taps :]
+        path = [self.branch[own] for own in self.path_to(row)]
+        seen = np.stack([one.entered for one in (*self.text, *path)])[-self.conv.taps :]
         found = []
         for layer in range(self.conv.num_layers):
             last = seen_rows(products(seen[:, layer]), self.conv.taps)[-1:]
-            found.append(short_conv(own[None, layer], self.weight[layer], last)[0])
+            own = path[-1].entered[None, layer]
+            found.append(short_conv(own, self.weight[layer], last)[0])
         return np.stack(found)
-
-    def commit(self, path: Sequence[int] | int) -> None:
-        for cache in self.caches:
-            cache.commit(path)
-        rows = range(path) if isinstance(path, int) else path
-        self.text += [self.branch[row][1] for row in rows]
-        self.branch = []
-        assert self.tokens == len(self.text)
-
-    def rewind(self, rows: int) -> None:
-        for cache in self.caches:
-            cache.rewind(rows)
-        del self.branch[rows:]
-
-    def trim(self, tokens: int) -> int:
-        """How many tokens are gone that could have stayed."""
-        for cache in self.caches:
-            cache.trim(tokens)
-        assert self.tokens <= tokens
-        del self.text[self.tokens :]
-        return tokens - self.tokens
-
-    def mark(self, tokens: int) -> None:
-        for cache in self.caches:
-            assert cache.keeps_places
-            cache.mark(tokens)
-
-    def reload(self) -> None:
-        """Both become new caches that were told what these hold."""
-        states = [cache.state() for cache in self.caches]
-        self.close()
-        self.caches = tuple(Cache(self.arena, engine=engine) for engine in ("native", "numpy"))
-        for cache, state in zip(self.caches, states, strict=True):
-            cache.load_state(state)
-            assert cache.state() == state
-        assert self.tokens == len(self.text)
-
-    def grow(self, tokens: int) -> None:
-        """Reads so many tokens more, chunk by chunk."""
-        while tokens:
-            count = min(tokens, CHUNK)
-            self.add(count)
-            self.commit(count)
-            tokens -= count
-
-    def close(self) -> None:
-        for cache in self.caches:
-            cache.close()
-
-
-def attend(cache: Cache, count: int) -> None:
-    for layer in range(SHAPE.num_layers):
-        params = AttentionParams(layer=layer, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
-        qkv = np.ones((count, 64), np.float32)
-        cache.attend(params, qkv, np.arange(count, dtype=np.int64), FREQUENCIES)
 
 
 @pytest.fixture
@@ -173,8 +116,7 @@ def test_steps_equal_chunks_and_the_text_alone(taps: int) -> None:
     shape = ConvShape(num_layers=2, width=24, taps=taps)
     with closing(Both(spec(shape).resolved())) as both:
         for count in (1, 1, 5, CHUNK, DRAFT, 1, DRAFT + 1, 64, 2):
-            both.add(count)
-            both.commit(count)
+            both.step(count)
 
 
 def test_a_path_of_a_tree_is_kept_and_goes_on(both: Both) -> None:
@@ -182,35 +124,15 @@ def test_a_path_of_a_tree_is_kept_and_goes_on(both: Both) -> None:
     both.add(4, [-1, 0, 0, -1])
     both.add(3, [2, 3, 4])
     both.commit([0, 2, 4, 6])
-    both.add(1)
-    both.commit(1)
+    both.step()
 
 
 def test_drafts_are_forgotten_in_part(both: Both) -> None:
-    both.grow(70)
-    both.add(5)
-    both.rewind(2)
-    both.add(3)
-    both.commit(4)
-    both.add(DRAFT)
-    both.rewind(0)
-    both.add(2)
-    both.commit(2)
+    forget_drafts_in_part(both)
 
 
 def test_a_chunk_is_kept_whole_or_as_a_draft(both: Both) -> None:
-    both.grow(5)
-    both.add(20)
-    for cache in both.caches:
-        with pytest.raises(CacheError):
-            cache.commit(DRAFT + 1)
-        with pytest.raises(CacheError):
-            cache.rewind(19)
-    both.rewind(DRAFT - 1)
-    both.add(1)
-    both.commit(DRAFT)
-    both.add(1)
-    both.commit(1)
+    keep_a_chunk_as_a_draft(both)
 
 
 def test_the_newest_tokens_can_be_gone_back_to(both: Both) -> None:
@@ -219,8 +141,7 @@ def test_the_newest_tokens_can_be_gone_back_to(both: Both) -> None:
         assert both.trim(both.tokens - back) == 0
         both.add(1)
         both.commit(0)
-    both.add(1)
-    both.commit(1)
+    both.step()
     assert both.trim(2) == 2  # the beginning has no rows before it
     both.grow(7)
     assert both.trim(2) == 0
@@ -282,8 +203,7 @@ def test_a_place_at_the_edge_of_passes_is_remembered() -> None:
 def test_decoding_leaves_places_too(both: Both) -> None:
     both.grow(10)
     for _ in range(CONV_STEP_TOKENS // 3 + 20):
-        both.add(3)
-        both.commit(3)
+        both.step(3)
     place = CONV_STEP_TOKENS + 20
     assert both.trim(place) in (20, 21, 22)
 
@@ -309,36 +229,7 @@ def test_random_traces(seed: int) -> None:
     with closing(Both(spec(shape, plan, 1500).resolved(), seed)) as both:
         draw = np.random.default_rng(seed + 100)
         for _ in range(80):
-            room = 1400 - both.tokens
-            match int(draw.integers(8)):
-                case 0 if room > CHUNK:
-                    both.grow(int(draw.integers(1, CHUNK)))
-                case 1 | 2 if room > DRAFT:
-                    rows = int(draw.integers(1, DRAFT + 1))
-                    both.add(
-                        rows, [int(draw.integers(-1, row)) if row else -1 for row in range(rows)]
-                    )
-                    path = [int(draw.integers(rows))]
-                    while both.branch[path[0]][0] >= 0:
-                        path.insert(0, both.branch[path[0]][0])
-                    both.commit(path)
-                case 3 | 4 if room > DRAFT:
-                    rows = int(draw.integers(1, DRAFT + 1))
-                    both.add(rows)
-                    kept = int(draw.integers(rows + 1))
-                    both.rewind(kept)
-                    if kept < DRAFT:
-                        both.add(1)
-                        kept += 1
-                    both.commit(kept)
-                case 5:
-                    both.trim(max(0, both.tokens - int(draw.integers(12))))
-                case 6:
-                    both.trim(int(draw.integers(both.tokens + 1)))
-                case 7:
-                    both.reload()
-                case _:
-                    both.trim(both.tokens // 2)
+            both.random_step(draw, DRAFT, limit=1300)
 
 
 def test_what_is_not_finite_is_refused(both: Both) -> None:
@@ -386,16 +277,7 @@ def test_what_is_no_convolution_of_the_cache_is_refused(both: Both) -> None:
 
 
 def test_nothing_in_the_middle_is_replaced_and_no_layer_left_out(both: Both) -> None:
-    both.grow(20)
-    for cache in both.caches:
-        assert "convolutions" in (cache.why_not_edit() or "")
-        with pytest.raises(CacheError, match="convolutions remember"):
-            cache.edit(8, 9, 1)
-        with pytest.raises(CacheError, match="beside convolutions"):
-            cache.begin(1, silent=[0])
-        assert cache.tokens == 20
-    with pytest.raises(CacheError):
-        both.caches[0].engine.edit(8, 9, 1)
+    refuse_edits_and_silence(both, "convolutions")
 
 
 def test_no_device_has_them() -> None:

@@ -7,7 +7,7 @@ to the last bit.
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from caches import geometry, open_cache
 from kvq import native
 from kvq.cache import Cache
-from kvq.config import FOLD_TOKENS, AttentionParams, Budget, CacheShape, DeltaShape, KvPlan
+from kvq.config import FOLD_TOKENS, Budget, DeltaShape, KvPlan
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
 from kvq.reference_delta import DeltaWeights, Recurrence, base_of
 from kvq.sizing import (
@@ -28,17 +28,26 @@ from kvq.sizing import (
     delta_newest,
     delta_state_bytes,
 )
+from mixers import (
+    CHUNK,
+    DRAFT,
+    ENGINES,
+    SHAPE,
+    Twins,
+    attend,
+    forget_drafts_in_part,
+    keep_a_chunk_as_a_draft,
+    refuse_edits_and_silence,
+)
 from snapshot_bytes import HEADER, damaged
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
-SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 SHARED = DeltaShape(num_layers=2, key_heads=2, value_heads=4, key_dim=16, value_dim=48, taps=4)
 ALONE = DeltaShape(num_layers=1, key_heads=3, value_heads=3, key_dim=32, value_dim=16, taps=2)
 PLAN = KvPlan(k_bits=4, v_bits=4)
-CONTEXT, CHUNK, DRAFT = 1500, 64, 8
+CONTEXT = 1500
 STATES = LEAST_DELTA_STATES + DELTA_PLACES
-ENGINES = ("native", "numpy")
 # Outputs are of the order of 1.
 TOLERANCE = 2e-4
 
@@ -76,25 +85,14 @@ class Row:
     given: tuple[np.ndarray, ...] = ()
 
 
-@dataclass
-class Both:
-    """A native and a numpy cache that are told the same, and all rows of the text so far."""
+class Both(Twins[Row]):
+    """What both gave of the text is compared, in the end, with decoding it alone."""
 
-    arena: Arena
-    seed: int = 0
-    text: list[Row] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        assert self.arena.delta is not None
-        self.delta, self.draw = self.arena.delta, np.random.default_rng(self.seed)
-        self.caches = tuple(Cache(self.arena, engine=engine) for engine in ENGINES)
+    def __init__(self, arena: Arena, seed: int = 0) -> None:
+        super().__init__(arena, seed)
+        assert arena.delta is not None
+        self.delta = arena.delta
         self.weights = [weights_of(self.delta, self.draw) for _ in range(self.delta.num_layers)]
-        self.branch: list[Row] = []
-
-    @property
-    def tokens(self) -> int:
-        (count,) = {cache.tokens for cache in self.caches}
-        return count
 
     def entering(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows and gates of so many tokens, [T, layers, ...]."""
@@ -125,50 +123,6 @@ class Both:
             for t, parent in enumerate(chain if parents is None else parents)
         ]
 
-    def commit(self, path: Sequence[int] | int) -> None:
-        for cache in self.caches:
-            cache.commit(path)
-        rows = range(path) if isinstance(path, int) else path
-        self.text += [self.branch[row] for row in rows]
-        self.branch = []
-        assert self.tokens == len(self.text)
-
-    def rewind(self, rows: int) -> None:
-        for cache in self.caches:
-            cache.rewind(rows)
-        del self.branch[rows:]
-
-    def trim(self, tokens: int) -> int:
-        """How many tokens are gone that could have stayed."""
-        for cache in self.caches:
-            cache.trim(tokens)
-        assert self.tokens <= tokens
-        del self.text[self.tokens :]
-        return tokens - self.tokens
-
-    def mark(self, tokens: int) -> None:
-        for cache in self.caches:
-            assert cache.keeps_places
-            cache.mark(tokens)
-
-    def reload(self) -> None:
-        """Both become new caches that were told what these hold."""
-        states = [cache.state() for cache in self.caches]
-        self.close()
-        self.caches = tuple(Cache(self.arena, engine=engine) for engine in ENGINES)
-        for cache, state in zip(self.caches, states, strict=True):
-            cache.load_state(state)
-            assert cache.state() == state
-        assert self.tokens == len(self.text)
-
-    def grow(self, tokens: int) -> None:
-        """Reads so many tokens more, chunk by chunk."""
-        while tokens:
-            count = min(tokens, CHUNK)
-            self.add(count)
-            self.commit(count)
-            tokens -= count
-
     def check(self) -> None:
         """All that was kept is what decoding the text gives, and what a recurrence does."""
         rows, gates = (np.stack([row.entered[side] for row in self.text]) for side in (0, 1))
@@ -184,18 +138,6 @@ class Both:
                     np.testing.assert_array_equal(found[:, 0], given[:, t])
                     alone.commit(1)
 
-    def close(self) -> None:
-        for cache in self.caches:
-            cache.close()
-
-
-def attend(cache: Cache, count: int) -> None:
-    for layer in range(SHAPE.num_layers):
-        params = AttentionParams(layer=layer, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
-        qkv = np.ones((count, 64), np.float32)
-        positions = cache.tokens + np.arange(count, dtype=np.int64)
-        cache.attend(params, qkv, positions, np.ones(8, np.float32))
-
 
 @pytest.fixture
 def both() -> Iterator[Both]:
@@ -207,8 +149,7 @@ def both() -> Iterator[Both]:
 def test_steps_equal_chunks_and_the_text_alone(delta: DeltaShape) -> None:
     with closing(Both(spec(delta).resolved())) as both:
         for count in (1, 1, 5, CHUNK, DRAFT, 1, DRAFT + 1, 64, 2, 7, 33):
-            both.add(count)
-            both.commit(count)
+            both.step(count)
         both.check()
 
 
@@ -232,49 +173,22 @@ def test_a_path_of_a_tree_is_kept_and_goes_on() -> None:
         # Two long paths, which part before the first fold.
         both.add(20, [-1, 0, 0, *range(1, 18)])
         both.add(10, [18, 19, 2, 3, *range(20, 26)])
-        path = [29]
-        while both.branch[path[0]].parent >= 0:
-            path.insert(0, both.branch[path[0]].parent)
+        path = both.path_to(29)
         assert len(path) > 2 * FOLD_TOKENS - 5
         both.commit(path)
-        both.add(1)
-        both.commit(1)
+        both.step()
         both.add(40)
         both.commit(37)
-        both.add(2)
-        both.commit(2)
+        both.step(2)
         both.check()
 
 
 def test_drafts_are_forgotten_in_part(both: Both) -> None:
-    both.grow(70)
-    both.add(5)
-    both.rewind(2)
-    both.add(3)
-    both.commit(4)
-    both.add(DRAFT)
-    both.rewind(0)
-    both.add(2)
-    both.commit(2)
-    both.check()
+    forget_drafts_in_part(both)
 
 
 def test_a_chunk_is_kept_whole_or_as_a_draft(both: Both) -> None:
-    both.grow(5)
-    both.add(20)
-    for cache in both.caches:
-        with pytest.raises(CacheError):
-            cache.commit(DRAFT + 1)
-        with pytest.raises(CacheError):
-            cache.rewind(19)
-    both.rewind(DRAFT - 1)
-    both.add(1)
-    both.commit(DRAFT)
-    both.add(40)
-    both.rewind(0)
-    both.add(1)
-    both.commit(1)
-    both.check()
+    keep_a_chunk_as_a_draft(both)
 
 
 @pytest.mark.sampled
@@ -285,11 +199,9 @@ def test_as_many_tokens_as_are_folded_can_be_gone_back(tokens: int) -> None:
         both.grow(tokens)
         assert both.trim(tokens - FOLD_TOKENS) == 0
         for _ in range(2 * FOLD_TOKENS):
-            both.add(1)
-            both.commit(1)
+            both.step()
         assert both.trim(both.tokens - FOLD_TOKENS) == 0
-        both.add(3)
-        both.commit(3)
+        both.step(3)
         both.check()
 
 
@@ -310,8 +222,7 @@ def test_a_place_that_was_gone_back_to_is_remembered(both: Both) -> None:
     for _ in range(2):
         both.grow(4 * CHUNK)
         for _ in range(3 * FOLD_TOKENS):
-            both.add(1)
-            both.commit(1)
+            both.step()
         assert both.trim(system) == system % FOLD_TOKENS
     both.check()
 
@@ -323,8 +234,7 @@ def test_the_places_that_were_wanted_last_are_remembered(both: Both) -> None:
         both.mark(place)
     both.grow(7 * CHUNK)
     for _ in range(3 * FOLD_TOKENS):
-        both.add(1)
-        both.commit(1)
+        both.step()
     both.reload()
     # All four of them, the third place included, which two would not have had room for.
     for place in (third, second, first):
@@ -377,8 +287,7 @@ def test_without_places_little_is_computed_again(delta: DeltaShape, tokens: int)
         both.grow(tokens)
         for back in range(1, FOLD_TOKENS + 1):
             for _ in range(2 * FOLD_TOKENS):
-                both.add(1)
-                both.commit(1)
+                both.step()
             kept = both.tokens - back
             lost = both.trim(kept)
             # The rows of a fold are there, of which a convolution sees those before its own.
@@ -441,33 +350,7 @@ def test_random_traces(seed: int) -> None:
         for _ in range(50):
             if draw.random() < 0.3:
                 both.mark(int(draw.integers(1, 350)))
-            match int(draw.integers(8)) if both.tokens < 350 else 6:
-                case 0:
-                    both.grow(int(draw.integers(1, CHUNK)))
-                case 1 | 2:
-                    rows = int(draw.integers(1, most + 1))
-                    both.add(
-                        rows, [int(draw.integers(-1, row)) if row else -1 for row in range(rows)]
-                    )
-                    path = [int(draw.integers(rows))]
-                    while both.branch[path[0]].parent >= 0:
-                        path.insert(0, both.branch[path[0]].parent)
-                    both.commit(path)
-                case 3 | 4:
-                    rows = int(draw.integers(1, most + 1))
-                    both.add(rows)
-                    kept = int(draw.integers(rows + 1))
-                    both.rewind(kept)
-                    if kept < most:
-                        both.add(1)
-                        kept += 1
-                    both.commit(kept)
-                case 5:
-                    both.trim(max(0, both.tokens - int(draw.integers(12))))
-                case 6:
-                    both.trim(int(draw.integers(both.tokens + 1)))
-                case _:
-                    both.reload()
+            both.random_step(draw, most, limit=350)
         both.grow(3)
         both.check()
 
@@ -529,16 +412,7 @@ def test_a_shape_that_is_none_is_refused(sizes: tuple[int, ...]) -> None:
 
 
 def test_nothing_in_the_middle_is_replaced_and_no_layer_left_out(both: Both) -> None:
-    both.grow(20)
-    for cache in both.caches:
-        assert "delta nets" in (cache.why_not_edit() or "")
-        with pytest.raises(CacheError, match="delta nets remember"):
-            cache.edit(8, 9, 1)
-        with pytest.raises(CacheError, match="beside delta nets"):
-            cache.begin(1, silent=[0])
-        assert cache.tokens == 20
-    with pytest.raises(CacheError):
-        both.caches[0].engine.edit(8, 9, 1)
+    refuse_edits_and_silence(both, "delta nets")
 
 
 def test_no_device_has_them() -> None:
