@@ -82,7 +82,8 @@ class Encoding(Generic[C]):
 
     def passed(self, first: int, stop: int, logits: Logits | None, *, predicted: bool) -> None:
         """Tokens `first` to `stop` are cached now; `logits` are the last one's."""
-        self.staleness.encoded(first, stop, predicted=predicted)
+        if predicted or len(self.staleness.ages):
+            self.staleness.encoded(first, stop, predicted=predicted)
         self.logits = logits if stop == self.cache.tokens else None
 
     def trim(self, num_tokens: int) -> None:

@@ -126,8 +126,6 @@ class Staleness:
 
     def encoded(self, start: int, stop: int, *, predicted: bool = False) -> None:
         """Tokens `start` to `stop` went through the model, or were `predicted` by its beginning."""
-        if not predicted and not len(self.ages):
-            return
         age = PREDICTED if predicted else self._age_after(start)
         if start < len(self.ages) or age:
             ages = np.zeros(max(stop, len(self.ages)), np.int32)

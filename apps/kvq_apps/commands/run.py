@@ -11,6 +11,7 @@ from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes
 from kvq_apps import flags, options, output, text_input
 from kvq_apps.interrupt import INTERRUPTED, interruptible
+from kvq_runtime.config import DEFAULT_MAX_TOKENS
 
 if TYPE_CHECKING:
     from kvq_apps.thinking import Thinks
@@ -74,7 +75,7 @@ def run(arguments: Namespace) -> int:
         return batch.run(arguments)
     _check_flags(arguments)
     model, prompt = model_and_prompt(arguments)
-    options.max_tokens(arguments.predict, None)  # refused before a model is loaded
+    most = options.max_tokens(arguments.predict, DEFAULT_MAX_TOKENS)
     pieces = _pieces(arguments)
     sampling, constraint = options.sampling(arguments), _constraint(arguments)
     session_options = options.session_options(arguments) | options.given(arguments, seed="seed")
@@ -92,12 +93,12 @@ def run(arguments: Namespace) -> int:
         ids, begin_with, thinks = _prompt_ids(engine, arguments, prompt)
         if thinks is not None:
             constraint = thinks.constraint(thinks.said(constraint))
-        meter = Meter()
+        meter = Meter() if arguments.usage or arguments.json else None
         answer = _answer(
-            session, ids, begin_with, arguments, sampling, constraint, cancel, pieces, thinks
+            session, ids, begin_with, arguments, most, sampling, constraint, cancel, pieces, thinks
         )
         report = _report(engine, session, answer)
-        report["joules"] = meter.joules()
+        report["joules"] = None if meter is None else meter.joules()
         report["prompt_tokens"] = len(ids) + bool(begin_with)
     code = _first_fence(answer.text) if arguments.extract else None
     if arguments.json:
@@ -258,6 +259,7 @@ def _answer(
     ids: list[int],
     begin_with: bytes,
     arguments: Namespace,
+    most: int | None,
     sampling: Any,
     constraint: "Constraint | None",
     cancel: Callable[[], bool],
@@ -265,8 +267,6 @@ def _answer(
     thinks: "Thinks | None",
 ) -> _Answer:
     """Generates to the end; `pieces` gets the text as it comes."""
-    from kvq_runtime.config import DEFAULT_MAX_TOKENS
-
     answer = _Answer()
     with output.Progress(quiet=not sys.stderr.isatty() or len(ids) < 2048) as progress:
         complete = session.prefill(ids, progress=progress, cancel=cancel)
@@ -274,7 +274,7 @@ def _answer(
         output.print_note("")
         return answer
     steps = session.generate(
-        options.max_tokens(arguments.predict, DEFAULT_MAX_TOKENS),
+        most,
         sampling=sampling,
         stop_strings=arguments.stop or (),
         begin_with=begin_with,
