@@ -84,7 +84,7 @@ struct View {
     int32_t first_token;
     uint64_t mask;  // bit i: slot i is visible, in this view
 };
-static_assert(sizeof(View) == 24, "kvq/sizing.py counts these bytes too");
+static_assert(sizeof(View) == 24, "kvq/geometry.py counts these bytes too");
 
 // Where one page of one (layer, KV head) lies. Widths 0, 0: evicted. The last two are the page's
 // history of attention received, as `mass_code` (0: never observed).

@@ -49,7 +49,7 @@ struct State {
     int64_t peak;
     PoolState pool;
 };
-static_assert(sizeof(State) == 200, "kvq/sizing.py counts these bytes too");
+static_assert(sizeof(State) == 200, "kvq/geometry.py counts these bytes too");
 
 // Whose queries are kept: 1 for the layers', and 1 for each layer that reads the last one's keys.
 constexpr int probe_kinds(const kvq_config& c) { return c.probes & (KVQ_SAMPLES - 1); }

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvq.config import FOLD_TOKENS, AttentionParams
 from kvq.formats import PAGE_VERSION
-from kvq.sizing import CONV_CHECKPOINTS, Geometry, Regions
+from kvq.geometry import CONV_CHECKPOINTS, Geometry, Regions
 
 # The `KVQ_ABI` this module was written for.
 ABI = 27

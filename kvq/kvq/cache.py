@@ -16,13 +16,14 @@ from kvq.cache_engine import ON_HOST, open_engine
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError, argument
 from kvq.formats import REACH, bytes_per_token, format_bytes, sized
+from kvq.geometry import WINDOW_MARGIN_TOKENS, Tiers
 from kvq.native import VIEWS
 from kvq.policies import Attention, Constants, Evidence, policy_named
 from kvq.policies.spend import evictions
 from kvq.reference import stored_rows
 from kvq.reference_delta import DeltaWeights
 from kvq.selectors import rule_named
-from kvq.sizing import WINDOW_MARGIN_TOKENS, Arena, Tiers
+from kvq.sizing import Arena
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from kvq import native
 from kvq.config import AttentionParams
 from kvq.errors import UsageError
+from kvq.geometry import Tiers
 from kvq.reference_delta import DeltaWeights
 from kvq.selectors import ReadRule
-from kvq.sizing import Arena, Tiers
+from kvq.sizing import Arena
 
 ENGINES = {
     "native": "kvq.native:NativeCache",

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from kvq.cache import Cache, Holdings
 from kvq.config import AttentionParams, Budget, KvPlan
 from kvq.errors import CacheError, SnapshotError, UsageError, argument
+from kvq.geometry import require_budget
 from kvq.reference_delta import DeltaWeights
-from kvq.sizing import DEFAULT_TOKENS, Arena, CacheSpec, longest_context, require_budget
+from kvq.sizing import DEFAULT_TOKENS, Arena, CacheSpec, longest_context
 
 WeightNorms = Callable[[], NDArray[np.float64]]
 Feedback = NDArray[np.float32]
@@ -195,12 +196,12 @@ class ClassedArena:
 
     @property
     def evidence(self) -> str:
-        """What each class keeps for policies to decide by; see `kvq.sizing.Geometry`."""
+        """What each class keeps for policies to decide by; see `kvq.geometry.Geometry`."""
         return "; ".join(part.evidence for part in self.parts)
 
     @property
     def keeps_places(self) -> bool:
-        """Whether some class keeps places to go back to; see `kvq.sizing.Geometry`."""
+        """Whether some class keeps places to go back to; see `kvq.geometry.Geometry`."""
         return any(part.keeps_places for part in self.parts)
 
 

@@ -21,10 +21,11 @@ from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, argument, closed
 from kvq.files import room_on_disk
 from kvq.formats import constant_bytes, format_bytes, grid_bytes
+from kvq.geometry import Geometry, Regions, Tiers
 from kvq.reference_delta import DeltaWeights
 from kvq.selectors import ReadRule
 from kvq.settings import cache_folder, environment
-from kvq.sizing import Arena, Geometry, Regions, Tiers
+from kvq.sizing import Arena
 
 LIBRARY = "libkvq_native" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _GET_WHEEL = "pip install --force-reinstall --no-deps --only-binary :all: kvq-runtime"
@@ -149,7 +150,7 @@ def pack(
 
 
 def layout(geometry: Geometry, num_bytes: int, columns: int) -> dict[str, Any]:
-    """The library's own count of an arena's bytes, to be compared with `kvq.sizing`'s."""
+    """The library's own count of an arena's bytes, to be compared with `kvq.geometry`'s."""
     config, out = as_config(geometry), Layout()
     library().kvq_layout_of(ctypes.byref(config), num_bytes, columns, ctypes.byref(out))
     found = {field[0]: getattr(out, field[0]) for field in Layout._fields_}

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvq.config import PAGE_TOKENS, AttentionParams, PageForm
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import PAGE_VERSION, constant_bytes
+from kvq.geometry import GAP_VIEWS, Tiers
 from kvq.reference import (
     KEYS,
     OBSERVED_MASS,
@@ -42,7 +43,7 @@ from kvq.reference_delta import DeltaRows, DeltaWeights
 from kvq.reference_pages import NO_PLACES, Page, PageTable, Places, Rows, View, grid_axis
 from kvq.reference_probes import Look, Looks, Probe, Probes, record
 from kvq.selectors import READ_ALL, ReadRule
-from kvq.sizing import GAP_VIEWS, Arena, Tiers
+from kvq.sizing import Arena
 
 # Query rows that pass over the pages together.
 BLOCK_ROWS = 16

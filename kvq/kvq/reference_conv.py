@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvq.config import ConvShape
 from kvq.errors import CacheError, SnapshotError
-from kvq.sizing import CONV_BACK_ROWS, CONV_CHECKPOINTS, CONV_STEP_TOKENS, MOST_WANTED
+from kvq.geometry import CONV_BACK_ROWS, CONV_CHECKPOINTS, CONV_STEP_TOKENS, MOST_WANTED
 
 Float = NDArray[np.float32]
 

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from kvq.config import FOLD_TOKENS, DeltaShape
 from kvq.errors import CacheError, SnapshotError
+from kvq.geometry import LEAST_DELTA_STATES, MOST_WANTED, delta_newest, most_delta_newest
 from kvq.reference import normalize
 from kvq.reference_conv import MixedRows, least_missed, padded, wanted_first
-from kvq.sizing import LEAST_DELTA_STATES, MOST_WANTED, delta_newest, most_delta_newest
 
 Float = NDArray[np.float32]
 

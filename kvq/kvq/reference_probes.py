@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.formats import NEWEST_PROBES, PROBE_ROWS, PROBE_STRIDE, kept_heads, newest_slots
+from kvq.geometry import Geometry
 from kvq.reference import (
     MEAN_SHARE,
     PEAK_STEP,
@@ -23,7 +24,6 @@ from kvq.reference import (
     sampled_token,
 )
 from kvq.reference_pages import Page
-from kvq.sizing import Geometry
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from kvq_runtime.staleness import Ages, EditCounts, Staleness
 
 logger = logging.getLogger(__name__)
 
-# A cache keeps room for what filling so many gaps takes; see `kvq.sizing.GAP_VIEWS`.
+# A cache keeps room for what filling so many gaps takes; see `kvq.geometry.GAP_VIEWS`.
 MOST_GAPS = 16
 # After an edit there is room for so many tokens more, or for what the context takes.
 TOKENS_AHEAD = 256

@@ -16,15 +16,9 @@ from kvq import native
 from kvq.cache import Cache
 from kvq.config import Budget, ConvShape, KvPlan
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
+from kvq.geometry import CONV_BACK_ROWS, CONV_CHECKPOINTS, CONV_STEP_TOKENS, MOST_WANTED
 from kvq.reference_conv import least_missed, products, seen_rows, short_conv
-from kvq.sizing import (
-    CONV_BACK_ROWS,
-    CONV_CHECKPOINTS,
-    CONV_STEP_TOKENS,
-    MOST_WANTED,
-    Arena,
-    CacheSpec,
-)
+from kvq.sizing import Arena, CacheSpec
 from mixers import (
     CHUNK,
     DRAFT,

@@ -17,17 +17,15 @@ from kvq import native
 from kvq.cache import Cache
 from kvq.config import FOLD_TOKENS, Budget, DeltaShape, KvPlan
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
-from kvq.reference_delta import DeltaWeights, Recurrence, base_of
-from kvq.sizing import (
+from kvq.geometry import (
     DELTA_PLACES,
     LEAST_DELTA_STATES,
     MOST_WANTED,
-    PLACES_SHARE,
-    Arena,
-    CacheSpec,
     delta_newest,
     delta_state_bytes,
 )
+from kvq.reference_delta import DeltaWeights, Recurrence, base_of
+from kvq.sizing import PLACES_SHARE, Arena, CacheSpec
 from mixers import (
     CHUNK,
     DRAFT,

@@ -19,8 +19,9 @@ from kvq.formats import (
     format_bytes,
     granule_bytes,
 )
+from kvq.geometry import Geometry, Regions
 from kvq.policies import POLICIES, policy_named
-from kvq.sizing import Geometry, Regions, tight_plan
+from kvq.sizing import tight_plan
 from pairs import attention, forward, pack_heads, random_heads
 
 MANY = settings(deadline=None, database=None, derandomize=True, max_examples=200)

@@ -13,7 +13,8 @@ from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan
 from kvq.errors import CacheError, UsageError
 from kvq.formats import page_bytes
-from kvq.sizing import WINDOW_MARGIN_TOKENS, CacheSpec
+from kvq.geometry import WINDOW_MARGIN_TOKENS
+from kvq.sizing import CacheSpec
 
 SHAPE = CacheShape(num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16)
 WINDOWS = (100, 0, 100)

@@ -204,7 +204,7 @@ def test_a_session_of_another_page_table_is_refused_by_name(
     with engine.session(**tight) as session:
         session.prefill([1, 2, 3])
         session.save(tmp_path / "session")
-    monkeypatch.setattr("kvq.sizing.TABLE_SHARE", 0.01)
+    monkeypatch.setattr("kvq.geometry.TABLE_SHARE", 0.01)
     words = r"another evidence: .* \d+ columns, this session has .* \d+ columns; open"
     with engine.session(**tight) as other, pytest.raises(SnapshotError, match=words):
         other.load(tmp_path / "session")

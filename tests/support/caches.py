@@ -4,7 +4,8 @@ from typing import Any
 
 from kvq.cache import Cache
 from kvq.config import Budget, CacheShape, KvPlan
-from kvq.sizing import DELTA_PLACES, CacheSpec, Geometry
+from kvq.geometry import DELTA_PLACES, Geometry
+from kvq.sizing import CacheSpec
 
 
 def open_cache(

@@ -133,7 +133,7 @@ def _located(name: str) -> Path:
 def _bundle(bundle: "Bundle") -> dict[str, Any]:
     from kvq.config import DEFAULT_DRAFT_TOKENS
     from kvq.formats import bytes_per_token, seen_tokens
-    from kvq.sizing import Geometry, conv_bytes, delta_row_bytes, delta_state_bytes
+    from kvq.geometry import Geometry, conv_bytes, delta_row_bytes, delta_state_bytes
 
     config, manifest = bundle.config, bundle.manifest.to_json()
     experts = bundle.experts

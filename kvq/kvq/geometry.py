@@ -1,0 +1,387 @@
+"""How the bytes of an arena divide: its regions, its page table, its pages. Holds no data.
+
+The native library counts the same bytes (`kvq_layout_of`); a test compares them region by region.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvq.config import FOLD_TOKENS, PAGE_TOKENS, CacheShape, ConvShape, DeltaShape, KvPlan
+from kvq.errors import BudgetError
+from kvq.formats import (
+    ALIGNMENT,
+    aligned,
+    format_bytes,
+    granule_bytes,
+    kept_heads,
+    page_bytes,
+    probe_slots,
+    sized,
+)
+
+# What a layer's window has passed is kept this much longer: a rollback by no more loses nothing.
+WINDOW_MARGIN_TOKENS = 4 * PAGE_TOKENS
+# `sizeof` of the library's structs.
+STATE_BYTES = 200
+VIEW_BYTES = 24
+ENTRY_BYTES = 40
+PROBE_BYTES = 8
+BRANCH_ROW_BYTES = 24
+CONV_STATE_BYTES = 40
+DELTA_STATE_BYTES = 40
+# Of `kvq_config.probes`: KVQ_SAMPLES.
+SAMPLES = 1 << 20
+# Of the bytes for pages their table may take so many, where a policy decides by what attention
+# looks at: heads then give up different pages of one column, and those that look back keep nearly
+# all. A row goes only with every page in it: a table too short takes from these what they keep.
+TABLE_SHARE = 0.05
+LAYER_BYTES = 552
+# Rotary frequencies of a layer that those bytes have room for; a head may have more.
+LAYER_PAIRS = 128
+# Bytes of what a floating-point row is: token, position, how far it has moved.
+PLACE_BYTES = 12
+# Views that columns share beyond one each: so many, and one more per column. Of them an edit leaves
+# free what filling gaps may take.
+SPARE_VIEWS, GAP_VIEWS = 64, 32
+# Convolutions: committed rows kept beyond those that the next row needs, so that going back by no
+# more computes nothing again; places further back that may be gone back to; and how many tokens
+# decoding passes from one such place to the next.
+CONV_BACK_ROWS = 8
+CONV_CHECKPOINTS = 16
+CONV_STEP_TOKENS = 256
+# Of the places that are kept those that were wanted last, at most: marked, or gone back to.
+MOST_WANTED = 8
+# Delta nets: states that are needed, that by which the next token is computed and the one before
+# it; and of how many places further back they are kept, in a budget that holds the whole context.
+LEAST_DELTA_STATES = 2
+DELTA_PLACES = 4
+# Of a budget that cannot hold its context a chunk's rows on their way take at most this share, or
+# as much as those of `SHORT_CHUNK_TOKENS`: what they take is the pages'.
+CHUNK_SHARE = 1 / 32
+SHORT_CHUNK_TOKENS = 128
+# Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
+SLACK_BYTES = 8 * ALIGNMENT
+
+
+class Tiers(NamedTuple):
+    """Where the bytes of a device's cache are.
+
+    Allocated on the device; of pages that lie in the host's memory instead; copied from there to
+    the device by the newest pass.
+    """
+
+    device_bytes: int = 0
+    offloaded_bytes: int = 0
+    streamed_bytes: int = 0
+
+
+class Regions(NamedTuple):
+    """Bytes of the regions that lie before an arena's pages, in their order."""
+
+    state: int
+    forms: int
+    entering: int
+    views: int
+    entries: int
+    constant_owners: int
+    granule_owners: int
+    places: int
+    tail: int
+    branch: int
+    probes: int
+    probe_rows: int
+    layers: int
+    conv_state: int
+    conv_rows: int
+    delta_state: int
+    delta_rows: int
+    delta_states: int
+    staging_positions: int
+    staging: int
+    rope: int
+    partials: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of them, each up to where the next may begin."""
+        return sum(map(aligned, self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What decides how an arena's bytes divide, whatever their number.
+
+    `chunk_tokens`: tokens of a prompt that go through the model at once. `draft_tokens`: rows of
+    the tail kept free for a branch. `splits`: parts a KV head's pages are divided into for
+    threads. `probes`: query rows are kept, for policies that ask what attention looks at,
+    `samples`: not of the newest tokens alone but of the whole text as well.
+    `value_groups`: what a page has room for scales of, see `kvq.formats.value_groups`. `windows`:
+    the sliding window of every layer whose pages go when it has passed them, 0 for one that sees
+    all; empty: no page goes. `conv`: the convolutions beside the layers that attend, `delta`: the
+    delta nets, of which `delta_states` states are kept. `readers`: layers of no keys that read
+    those of the last layer, and whose queries are probes like its own.
+    """
+
+    shape: CacheShape
+    plan: KvPlan
+    context_tokens: int
+    chunk_tokens: int
+    draft_tokens: int
+    splits: int
+    probes: bool
+    samples: bool = False
+    value_groups: int = PAGE_TOKENS
+    windows: tuple[int, ...] = ()
+    conv: ConvShape | None = None
+    delta: DeltaShape | None = None
+    delta_states: int = LEAST_DELTA_STATES + DELTA_PLACES
+    readers: int = 0
+
+    @property
+    def heard_readers(self) -> int:
+        """Readers whose queries are kept."""
+        return self.readers if self.probes else 0
+
+    @property
+    def probe_kinds(self) -> int:
+        """Whose queries are kept, and of which tokens, as `kvq_config.probes` says it."""
+        return self.probes + self.heard_readers + SAMPLES * self.samples
+
+    @property
+    def keeps_places(self) -> bool:
+        """Whether convolutions or delta nets beside attention keep places to go back to."""
+        return self.conv is not None or self.delta is not None
+
+    @property
+    def pass_tokens(self) -> int:
+        """Most tokens one forward pass may bring: a chunk, or a draft."""
+        return max(self.chunk_tokens, self.draft_tokens)
+
+    @property
+    def tail_rows(self) -> int:
+        """Floating-point rows of a stream, sinks and the room for a draft included."""
+        if not self.plan.quantized:
+            return max(self.context_tokens, self.draft_tokens)
+        return self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS + self.draft_tokens
+
+    @property
+    def streams(self) -> int:
+        """(layer, KV head) pairs."""
+        return self.shape.streams
+
+    @property
+    def wanted_columns(self) -> int:
+        """Pages per stream that the whole context needs."""
+        paged = self.context_tokens - self.plan.sink_tokens - self.plan.tail_tokens
+        return _pages(paged) if self.plan.quantized and paged > 0 else 0
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Smallest budget that opens: sinks, tail, scratch and the pages a draft can close."""
+        return self.bytes_for_columns(self._columns_closed_by(self.draft_tokens))
+
+    def held_pages(self, columns: int) -> int:
+        """Most pages that are held of so many per stream: of a layer with a window the newest."""
+        if not self.windows:
+            return columns * self.streams
+        newest = (self.window_columns(window) if window else columns for window in self.windows)
+        return self.shape.num_kv_heads * sum(min(columns, most) for most in newest)
+
+    def window_columns(self, window_tokens: int) -> int:
+        """Most pages per stream of a layer with such a window.
+
+        They hold what the first row of a pass sees, what a rollback may want again, and the pass;
+        at both ends a page is there in part. A draft is looked at as of its first row.
+        """
+        behind = window_tokens + WINDOW_MARGIN_TOKENS + self.draft_tokens
+        return _pages(behind + self.pass_tokens) + 2
+
+    def column_bytes(self, k_bits: int, v_bits: int) -> int:
+        """Bytes of one page of every stream."""
+        return self.streams * self._page_bytes(k_bits, v_bits)
+
+    def columns_within(self, num_bytes: int, k_bits: int, v_bits: int, row_bytes: int = 0) -> int:
+        """Most pages per stream, up to what the context needs, that fit `num_bytes`.
+
+        Each also takes `row_bytes` per stream of all.
+        """
+        page = self._page_bytes(k_bits, v_bits)
+        return (
+            bisect_right(
+                range(self.wanted_columns + 1),
+                num_bytes,
+                key=lambda columns: columns * row_bytes + self.held_pages(columns) * page,
+            )
+            - 1
+        )
+
+    def closing_pages(self, tail_rows: int, tokens: int) -> int:
+        """Pages per stream that close when `tokens` more join `tail_rows` floating-point rows."""
+        rows = tail_rows + tokens - self.plan.sink_tokens - self.plan.tail_tokens
+        return max(0, rows) // PAGE_TOKENS if self.plan.quantized else 0
+
+    def regions_for(self, columns: int, pool_bytes: int) -> Regions:
+        """Everything but pages: state, tables, tail, probes, scratch."""
+        shape, dim = self.shape, self.shape.head_dim
+        slots = probe_slots(self.draft_tokens, samples=self.samples) if self.probes else 0
+        askers = shape.num_layers + self.readers
+        split_rows = self.splits * self.draft_tokens * shape.num_heads
+        return Regions(
+            state=STATE_BYTES,
+            forms=self.streams,
+            entering=self.streams * 2,
+            views=(2 * columns + SPARE_VIEWS) * VIEW_BYTES,
+            entries=columns * self.streams * ENTRY_BYTES,
+            constant_owners=columns * self.streams * 4,
+            granule_owners=pool_bytes // granule_bytes(dim) * 4,
+            places=self.tail_rows * PLACE_BYTES,
+            tail=self.streams * self.tail_rows * dim * 4,
+            branch=self.draft_tokens * BRANCH_ROW_BYTES,
+            probes=slots * (1 + self.readers) * PROBE_BYTES,
+            probe_rows=slots * askers * shape.num_kv_heads * kept_heads(shape) * dim * 2,
+            layers=askers * _layer_bytes(dim) if slots else 0,
+            conv_state=CONV_STATE_BYTES + 4 * CONV_CHECKPOINTS if self.conv else 0,
+            conv_rows=conv_bytes(self.conv, self.draft_tokens),
+            delta_state=DELTA_STATE_BYTES + 4 * self.delta_states if self.delta else 0,
+            delta_rows=delta_row_bytes(self.delta, self.draft_tokens, self.delta_states),
+            delta_states=delta_state_bytes(self.delta, self.delta_states),
+            staging_positions=self.pass_tokens * 4,
+            staging=shape.num_kv_heads * self.pass_tokens * dim * 4 * self.plan.quantized,
+            rope=self.pass_tokens * dim * 4,
+            partials=split_rows * (dim + 2) * 4,
+        )
+
+    def bytes_for_columns(self, columns: int) -> int:
+        """Smallest budget in which `columns` pages per stream fit at the plan's widths."""
+        least = columns * self._row_bytes + self.pages_bytes(columns) if columns else 0
+        # The table of granule owners takes 4 bytes for each granule of the room it lies in itself.
+        table = 4 * (least // (granule_bytes(self.shape.head_dim) - 4) + 1)
+        return self.regions_for(0, 0).num_bytes + least + table + SLACK_BYTES
+
+    def divide(self, num_bytes: int) -> tuple[int, Regions]:
+        """(page columns the table holds, regions before the pages). Raises `BudgetError`."""
+        require_budget(num_bytes, self.minimum_bytes)
+        room = num_bytes - self.regions_for(0, 0).num_bytes - SLACK_BYTES
+        columns = 0
+        if self.wanted_columns:
+            free = room - room // granule_bytes(self.shape.head_dim) * 4
+            # No more rows than leave the pages a draft can close at full width.
+            first = self.pages_bytes(self._columns_closed_by(self.draft_tokens))
+            wanted = self.columns_within(free, 2, 2, self._row_bytes)
+            if self.probes:
+                wanted = max(wanted, int(free * TABLE_SHARE) // self._row_bytes)
+            columns = min(wanted, self.wanted_columns, (free - first) // self._row_bytes)
+        return columns, self.regions_for(columns, room)
+
+    def room_for_pages(self, num_bytes: int) -> int:
+        """Bytes that `num_bytes` leave for pages. Raises `BudgetError`."""
+        return num_bytes - self.divide(num_bytes)[1].num_bytes
+
+    def takes_chunk(self, num_bytes: int) -> bool:
+        """Whether the pages one chunk closes fit `num_bytes`; those of a shortest one always do."""
+        if self.chunk_tokens <= PAGE_TOKENS:
+            return True
+        if num_bytes < self.minimum_bytes:
+            return False
+        columns = self._columns_closed_by(self.pass_tokens)
+        return not columns or self.room_for_pages(num_bytes) >= self.pages_bytes(columns)
+
+    def crowds(self, num_bytes: int) -> bool:
+        """Whether a chunk's rows take more of so many bytes than a shorter chunk is worth.
+
+        Measured at an eighth of the fp16 bytes of 2048 tokens: with 128 tokens in place of 256
+        Qwen2.5-Coder loses .78 as much (x/ 1.09), SmolLM2 .90 (x/ 1.05); their prompts take .97
+        and 1.11 times as long.
+        """
+        regions = self.regions_for(0, 0)
+        rows = regions.staging_positions + regions.staging + regions.rope
+        return self.chunk_tokens > SHORT_CHUNK_TOKENS and rows > num_bytes * CHUNK_SHARE
+
+    def with_shorter_chunk(self) -> "Geometry":
+        """With half the tokens in a chunk, a page of them at least."""
+        return replace(self, chunk_tokens=max(PAGE_TOKENS, self.chunk_tokens // 2))
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of one column of the page table."""
+        return 2 * VIEW_BYTES + self.streams * (ENTRY_BYTES + 4)
+
+    def _page_bytes(self, k_bits: int, v_bits: int) -> int:
+        return page_bytes(self.shape.head_dim, k_bits, v_bits, self.value_groups)
+
+    def pages_bytes(self, columns: int) -> int:
+        """Bytes of what is held of so many pages per stream at the plan's widths."""
+        return self.held_pages(columns) * self._page_bytes(self.plan.k_bits, self.plan.v_bits)
+
+    def _columns_closed_by(self, tokens: int) -> int:
+        """Most pages per stream that a pass of so many tokens closes."""
+        return min(_pages(tokens), self.wanted_columns)
+
+
+def require_budget(num_bytes: int, minimum_bytes: int) -> None:
+    """Raises `BudgetError` for a budget below the smallest that opens."""
+    if num_bytes < minimum_bytes:
+        raise BudgetError(
+            f"{format_bytes(num_bytes)} of KV budget cannot hold the least that this model keeps, "
+            f"its first and newest tokens in 16 bits and a page of {PAGE_TOKENS} quantised ones; "
+            f"{sized(minimum_bytes)} can"
+        )
+
+
+def conv_bytes(conv: ConvShape | None, draft_tokens: int) -> int:
+    """Bytes of the rows that convolutions remember.
+
+    The newest committed ones, those of a branch, the newest of a chunk, and of every place that may
+    be gone back to, of which one is on the way into a chunk, those before it.
+    """
+    if conv is None:
+        return 0
+    newest = conv.before + CONV_BACK_ROWS
+    rows = 2 * newest + draft_tokens + (CONV_CHECKPOINTS + 1) * conv.before
+    return conv.num_layers * rows * conv.width * 4
+
+
+def most_delta_newest(delta: DeltaShape) -> int:
+    """Committed rows of a delta net that are kept at most: see `delta_newest`."""
+    return delta.before + 2 * FOLD_TOKENS
+
+
+def delta_newest(delta: DeltaShape, states: int) -> int:
+    """Committed rows of a delta net that are kept beside so many states.
+
+    Two folds', and what convolutions see there: so far can be gone back without computing anything
+    again. Who keeps no place to go back to has one fold's, and computes what lies further back.
+    """
+    if states > LEAST_DELTA_STATES:
+        return most_delta_newest(delta)
+    return max(delta.before, FOLD_TOKENS)
+
+
+def delta_row_bytes(delta: DeltaShape | None, draft_tokens: int, states: int) -> int:
+    """Bytes of the rows that delta nets remember: the newest, a branch's, the newest of a chunk.
+
+    Of a chunk these begin at the last base but one at the latest, whose state it makes.
+    """
+    if delta is None:
+        return 0
+    newest = delta_newest(delta, states)
+    rows = newest + draft_tokens + max(newest, 2 * FOLD_TOKENS - 1)
+    return delta.num_layers * rows * delta.row_width * 4
+
+
+def delta_state_bytes(delta: DeltaShape | None, states: int) -> int:
+    """Bytes of so many states of delta nets, each with the rows that convolutions see before it."""
+    if delta is None:
+        return 0
+    return states * delta.num_layers * (delta.state_width + delta.before * delta.conv_width) * 4
+
+
+def _layer_bytes(head_dim: int) -> int:
+    """Bytes of what is kept of a layer's attention, to repeat it."""
+    return LAYER_BYTES + 4 * max(0, head_dim // 2 - LAYER_PAIRS)
+
+
+def _pages(tokens: int) -> int:
+    """Pages that so many tokens fill or begin."""
+    return -(-tokens // PAGE_TOKENS)
