@@ -48,3 +48,8 @@ def activations(rows: int, columns: int, seed: int = 1) -> Float:
     x[rows // 2, : columns // 3] = np.float32(1e-38)
     x[-1, : columns // 2] = 0
     return x
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Squared, and of the whole."""
+    return float(np.square(found - expected).sum() / np.square(expected).sum())
