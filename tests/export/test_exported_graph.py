@@ -25,7 +25,7 @@ from kvq_models.config import Attention, Dense, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for
 from kvq_runtime.bundle import Bundle
-from kvq_runtime.manifest import DATA_FILE
+from kvq_runtime.manifest import DATA_FILE, MODEL_FILE
 from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
 from matrices import relative_error
 from tiny import altered
