@@ -67,6 +67,9 @@ class Unquantized(Bundle):
         """Bytes of all weights in float32."""
         return FLOAT_BYTES * sum(prod(row.shape) for row in self.model.original.sources.values())
 
+    def read_ahead(self) -> None:
+        """See `ModelFiles`: nothing is."""
+
     def weights_json(self) -> dict[str, Any]:
         """Bytes and width of the weights as they are computed with."""
         return {"bytes": self.weight_bytes_per_step, "bits": 8 * FLOAT_BYTES}

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -250,6 +251,21 @@ class Bundle:
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer with its control tokens, or None for a bundle that takes ids only."""
+        return self._tokenizer.result()
+
+    def read_ahead(self) -> None:
+        """See `ModelFiles`: a large vocabulary takes as long as ONNX Runtime and its graph."""
+        _ = self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> "Future[Tokenizer | None]":
+        beside = ThreadPoolExecutor(max_workers=1)
+        try:
+            return beside.submit(self._read_tokenizer)
+        finally:
+            beside.shutdown(wait=False)
+
+    def _read_tokenizer(self) -> Tokenizer | None:
         if TOKENIZER_FILE not in self.manifest.files:
             return None
         return Tokenizer.from_bundle(self.path, ControlTokens.from_json(self.manifest.tokens))

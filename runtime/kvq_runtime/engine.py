@@ -57,6 +57,7 @@ class Engine:
         if self.threads < 1:
             raise UsageError(about="threads", value=self.threads, possible="give 1 or more")
         self.files = files
+        files.read_ahead()
         self.backend = backends.open_backend(
             backend,
             files,

@@ -204,6 +204,9 @@ class GgufFile:
         values = self.contents.metadata.get(key)
         return values if isinstance(values, np.ndarray) else np.zeros(0, np.int32)
 
+    def read_ahead(self) -> None:
+        """See `ModelFiles`: llama.cpp reads the vocabulary with the weights."""
+
     def weights_json(self) -> dict[str, Any]:
         """Bytes of all tensors, and number and bytes of each type."""
         types: dict[str, dict[str, int]] = {}

@@ -184,6 +184,26 @@ def test_ids_without_a_token_decode_to_nothing(byte_level: Tokenizer) -> None:
     assert byte_level.decode([tiny.VOCAB_SIZE - 1, 10**6]) == ""
 
 
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_pieces_are_those_of_every_id_but_control_tokens(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    told = {token: tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
+    text = {token: piece for token, piece in told.items() if not tokenizer.is_control(token)}
+    assert len(told) > len(text) > 256
+    by_length = sorted(text, key=lambda token: len(text[token]))
+    for token in (*by_length[::7], *by_length[-5:]):
+        (opening, *_) = tokenizer.pieces.openings(text[token])
+        whole = {same for same, end in opening.ends.items() if end == len(text[token])}
+        assert whole == {same for same, piece in text.items() if piece == text[token]}
+        assert set(opening.ids.tolist()) - set(opening.ends) == {
+            longer
+            for longer, piece in text.items()
+            if piece.startswith(text[token]) and len(piece) > len(text[token])
+        }
+
+
 def test_start_tokens(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
     assert byte_level.encode("ab", start=True) == byte_level.encode("ab")
     assert byte_fallback.encode("ab", start=True) == [1, *byte_fallback.encode("ab")]

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq.errors import BundleError
+from kvq.errors import BundleError, CheckpointError
 from kvq.reference_linear import PanelFormat
 from kvq_runtime import file_hashes
 from kvq_runtime.bundle import Bundle
-from kvq_runtime.manifest import DATA_FILE, MANIFEST_FILE, MODEL_FILE, checksum
+from kvq_runtime.manifest import (
+    DATA_FILE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    TOKENIZER_FILE,
+    checksum,
+)
 from shelf import cut
 
 
@@ -195,3 +201,15 @@ def test_a_step_reads_all_weights_but_the_embedding(bundle: str) -> None:
     stored = opened.manifest.weights
     panel = PanelFormat.of(stored.formats["embed"], (384, 128)).panel_bytes
     assert opened.weight_bytes_per_step == stored.num_bytes - (384 // 16 - 1) * panel
+
+
+def test_what_is_read_ahead_is_read_once_and_its_faults_are_the_callers(folder: Path) -> None:
+    bundle = Bundle.open(folder)
+    bundle.read_ahead()
+    assert bundle.tokenizer() is bundle.tokenizer() is not None
+    cut(folder / TOKENIZER_FILE, 2)
+    damaged = Bundle(path=folder, manifest=bundle.manifest)
+    damaged.read_ahead()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="not JSON"):
+            damaged.tokenizer()

@@ -86,6 +86,10 @@ class ModelFiles(Protocol):
         """What experts take of the graph's weights; None for a model without any."""
         ...
 
+    def read_ahead(self) -> None:
+        """Begins to read what every engine asks for, beside whoever opens the weights."""
+        ...
+
     def weights_json(self) -> dict[str, Any]:
         """Bytes and types of the weights, for reports."""
         ...
