@@ -206,7 +206,9 @@ def test_a_step_reads_all_weights_but_the_embedding(bundle: str) -> None:
 def test_what_is_read_ahead_is_read_once_and_its_faults_are_the_callers(folder: Path) -> None:
     bundle = Bundle.open(folder)
     bundle.read_ahead()
-    assert bundle.tokenizer() is bundle.tokenizer() is not None
+    found = bundle.tokenizer()
+    assert found is not None
+    assert found is bundle.tokenizer()
     cut(folder / TOKENIZER_FILE, 2)
     damaged = Bundle(path=folder, manifest=bundle.manifest)
     damaged.read_ahead()

@@ -1,5 +1,6 @@
 """A native and a numpy cache with layers that mix without attention, and are told the same."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,7 +27,7 @@ class Row(Protocol):
 R = TypeVar("R", bound=Row)
 
 
-class Twins(Generic[R]):
+class Twins(ABC, Generic[R]):
     """Both caches, the rows of their branch, and those of the text so far.
 
     Whoever derives from it says in `add` what a pass of such layers is, and in `check` what all
@@ -43,9 +44,9 @@ class Twins(Generic[R]):
     def open(self) -> None:
         self.caches = tuple(Cache(self.arena, engine=engine) for engine in ENGINES)
 
+    @abstractmethod
     def add(self, count: int, parents: Sequence[int] | None = None) -> None:
         """A pass, in which both are compared."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """All that was kept; nothing is left to compare where `add` compares it with an oracle."""
