@@ -43,7 +43,8 @@ class Encoding(Generic[C]):
 
     Every use of the cache raises `UsageError` after `close`.
     `logits` are those of the last cached token; None: it goes through the model again before one is
-    chosen. `recomputed_tokens` were held, and could not be kept by going back.
+    chosen. `recomputed_tokens` were held, and could not be kept by going back; `edited_tokens` are
+    new ones in the midst of what was kept.
     """
 
     def __init__(self, cache: C, context_tokens: int) -> None:
@@ -52,7 +53,7 @@ class Encoding(Generic[C]):
         self.recomputed_tokens = 0
         self.cache = cache
         self._context_tokens = context_tokens
-        self._edits = self._edited_tokens = self._recomputed_edits = 0
+        self._edits = self.edited_tokens = self._recomputed_edits = 0
 
     @property
     def tokens(self) -> int:
@@ -69,7 +70,7 @@ class Encoding(Generic[C]):
         """What edits of this text were so far."""
         return EditCounts(
             edits=self._edits,
-            edited_tokens=self._edited_tokens,
+            edited_tokens=self.edited_tokens,
             recomputed_edits=self._recomputed_edits,
             stale_tokens=self.staleness.stale,
             predicted_tokens=self.staleness.predicted,
@@ -100,7 +101,7 @@ class Encoding(Generic[C]):
         But for the next `again` tokens, which leave a gap as the `count` new ones do.
         """
         self._edits += 1
-        self._edited_tokens += count
+        self.edited_tokens += count
         reason = self.cache.why_not_edit()
         if reason is None and len(self.gaps) >= MOST_GAPS:
             reason = f"{MOST_GAPS} edits wait for a pass"

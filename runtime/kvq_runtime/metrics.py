@@ -130,6 +130,17 @@ class Meter:
         if all_tokens > prompt_tokens:
             self._ttft_s, self._prompt_s, self._waiting = self._prompt_s, 0.0, False
 
+    @property
+    def rounds(self) -> Rounds:
+        """What passes over generated tokens came to so far."""
+        return Rounds(
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
+            draft_ms=self._draft_s * 1e3,
+            pass_ms=self._pass_s * 1e3,
+            choose_ms=self._choose_s * 1e3,
+        )
+
     def stats(self, **held: Any) -> SessionStats:
         """Everything measured so far; `held` are the fields that somebody else counts."""
         decode_s = self._draft_s + self._pass_s + self._choose_s
@@ -139,13 +150,7 @@ class Meter:
             ttft_ms=self._ttft_s * 1e3,
             prefill_tok_s=_rate(self._prefilled_tokens, self._prefill_s),
             decode_tok_s=_rate(self._decoded_tokens, decode_s),
-            rounds=Rounds(
-                drafted_tokens=self._drafted_tokens,
-                accepted_tokens=self._accepted_tokens,
-                draft_ms=self._draft_s * 1e3,
-                pass_ms=self._pass_s * 1e3,
-                choose_ms=self._choose_s * 1e3,
-            ),
+            rounds=self.rounds,
             tokens_per_round=_rate(self._decoded_tokens, self._rounds),
             bandwidth_gb_s=_rate(self._decode_bytes, decode_s) / 1e9,
             **held,

@@ -20,7 +20,7 @@ from kvq_runtime.config import Sampling, check_seed
 from kvq_runtime.constraint import Constraint
 from kvq_runtime.generation import Cancel, GenerationOptions, Step, never
 from kvq_runtime.hunks import Hunk
-from kvq_runtime.metrics import SessionStats
+from kvq_runtime.metrics import Rounds, SessionStats
 from kvq_runtime.passes import run
 
 Progress = Callable[[int, int], None]
@@ -297,6 +297,11 @@ class Session(Answering[C]):
         what = "the session in memory"
         snapshot.check_agrees(what, taken.identity, self._identity())
         self._become(what, taken.state)
+
+    @property
+    def rounds(self) -> Rounds:
+        """What passes over generated tokens came to so far; `stats` counts the cache as well."""
+        return self._meter.rounds
 
     def stats(self) -> SessionStats:
         """Counts, rates and bytes so far."""

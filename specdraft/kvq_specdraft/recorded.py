@@ -1,8 +1,9 @@
 """The method that measured best on this model, as its bundle records it; else `branches`."""
 
 from dataclasses import dataclass
+from functools import cache
 
-from kvq_runtime.alternatives import AlternativesRequest, Line
+from kvq_runtime.alternatives import AlternativesRequest, Line, Writer
 from kvq_runtime.backends import C
 from kvq_runtime.branch import Branch
 from kvq_runtime.passes import Work
@@ -17,6 +18,11 @@ class Recorded:
 
     def writing(self, branch: Branch[C], asked: AlternativesRequest) -> Work[C, list[Line]]:
         """What the recorded method writes."""
-        from kvq_specdraft import writer_named
+        return (yield from _named(asked.recorded or UNRECORDED).writing(branch, asked))
 
-        return (yield from writer_named(asked.recorded or UNRECORDED).writing(branch, asked))
+
+@cache
+def _named(name: str) -> Writer:
+    from kvq_specdraft import writer_named
+
+    return writer_named(name)

@@ -129,7 +129,7 @@ class LocalClient:
     def _encode(self, turn: Turn, prompt: list[int], stream: Stream) -> int | None:
         """Has the session hold `prompt`; how much of it it held, None if that was stopped."""
         _, session = self._opened()
-        self._before = session.stats().rounds
+        self._before = session.rounds
         self._think = turn.think
         cached = session.align(prompt, edits=self._goes_back(turn.edited))
         stream.measured(self._stats(prompt, cached, 0))

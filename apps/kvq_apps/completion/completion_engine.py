@@ -46,6 +46,7 @@ NEAR_CHARACTERS = 6
 # How long a request waits before it asks whether it is still wanted.
 POLL_S = 0.005
 _OUTBOX_BYTES = 1 << 20
+_GREEDY = Sampling(temperature=0.0)
 
 
 class CompletionEngine:
@@ -133,13 +134,15 @@ class CompletionEngine:
         since = perf_counter()
         job, news = self._asked(document, place, "completion", self._tokens)
         texts, logprobs = [""] * self._drafts, [0.0] * self._drafts
+        report = None
         for event in self._events(job, news, cancel):
             if isinstance(event, Delta):
                 texts[event.index] += event.text
                 logprobs[event.index] += sum(log.logprob for log in event.logs)
-        if job.cancelled:
+            elif isinstance(event, Done):
+                report = event.report
+        if report is None:
             return Completion(drafts=(), why_not="cancelled")
-        report = job.report()
         kept = to_show(document, place, zip(texts, logprobs, strict=True))
         return Completion(
             drafts=tuple(kept),
@@ -180,7 +183,7 @@ class CompletionEngine:
         request = GenerationRequest(
             prompts=(tuple(ids),),
             healed=((tuple(ids), begin_with),),
-            sampling=Sampling(temperature=0.0),
+            sampling=_GREEDY,
             seed=0,
             rank=PRIORITIES[priority],
             choices=self._drafts,
@@ -198,7 +201,7 @@ class CompletionEngine:
         return job, news
 
     def _events(self, job: Job, news: Event, cancel: Cancel) -> Iterator[outbox.Event | None]:
-        """What the pool says of `job` until it is done or cancelled; None: nothing for a while.
+        """What the pool says of `job`, until it is done or cancelled; None: nothing for a while.
 
         Raises what the pool failed with.
         """
@@ -212,9 +215,9 @@ class CompletionEngine:
                 news.clear()
             if isinstance(event, Failed):
                 raise event.error
+            yield event
             if isinstance(event, Done):
                 return
-            yield event
 
     def _prompt(self, prefix: str, suffix: str) -> tuple[list[int], bytes]:
         """Ids of a prompt that fits, and the bytes that what follows must begin with."""

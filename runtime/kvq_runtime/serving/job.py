@@ -13,7 +13,7 @@ from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq_runtime.alternatives import Writer
 from kvq_runtime.answering import Aids
 from kvq_runtime.generation import GenerationOptions, Step
-from kvq_runtime.metrics import SessionStats
+from kvq_runtime.metrics import NO_ROUNDS, SessionStats
 from kvq_runtime.passes import Call, Work
 from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Failed, Finished, Outbox, Report, TokenLog
@@ -57,7 +57,8 @@ class Job:
         self._cached = 0
         self._new = 0
         self._session: Session[Any] | None = None
-        self._before = SessionStats()
+        self._edits_before = 0
+        self._rounds_before = NO_ROUNDS
 
     @property
     def rank(self) -> int:
@@ -87,7 +88,8 @@ class Job:
     def _work(self, slot: Slot, decoding: Decoding, aids: Aids[Any]) -> Work[Any, None]:
         request, session = self.request, slot.session
         self._session = session
-        self._before = session.stats()
+        self._edits_before = session.sequence.encoding.edited_tokens
+        self._rounds_before = session.rounds
         self._queued_s = monotonic() - self._arrived
         index = 0
         for ids, begin_with in request.read:
@@ -115,14 +117,15 @@ class Job:
         """Tells the client that nothing more will come."""
         self.outbox.put(Failed(error=error))
 
-    def report(self) -> Report:
-        """The numbers so far."""
+    def report(self, stats: SessionStats | None = None) -> Report:
+        """The numbers so far; `stats` are the session's, if somebody has just counted them."""
         session = self._session
-        stats = SessionStats() if session is None else session.stats()
+        if stats is None:
+            stats = SessionStats() if session is None else session.stats()
         return Report(
             prompt_tokens=sum(map(len, self.request.prompts)),
             cached_tokens=self._cached,
-            edited_tokens=stats.edits.edited_tokens - self._before.edits.edited_tokens,
+            edited_tokens=stats.edits.edited_tokens - self._edits_before,
             new_tokens=self._new,
             queued_ms=self._queued_s * 1e3,
             ttft_ms=self._ttft_s * 1e3,
@@ -131,7 +134,7 @@ class Job:
             prefill_tok_s=self._encoded / self._prompt_s if self._prompt_s else 0.0,
             decode_tok_s=self._decoded / self._decode_s if self._decode_s else 0.0,
             context_tokens=0 if session is None else len(session.tokens),
-            rounds=stats.rounds - self._before.rounds,
+            rounds=stats.rounds - self._rounds_before,
             stats=stats,
         )
 
@@ -179,14 +182,15 @@ class Job:
             exact=False,
         )
         self._measure(monotonic() - started, sum(len(one.ids) for one in found), 0)
+        stats = session.stats()
         for choice, one in enumerate(found, index):
             self._new += len(one.ids)
             each = zip(one.ids, one.logprobs, strict=True) if request.logprobs else ()
             logs = tuple(TokenLog(token=token, logprob=logprob) for token, logprob in each)
             self.outbox.put(Delta(index=choice, text=one.text, logs=logs))
-            self._finish(choice, one.finish_reason)
+            self._finish(choice, one.finish_reason, stats=stats)
         for choice in range(index + len(found), index + request.choices):
-            self._finish(choice, "stop")
+            self._finish(choice, "stop", stats=stats)
 
     def _answer(
         self,
@@ -248,7 +252,14 @@ class Job:
         limit_ms = self.request.time_limit_ms
         return limit_ms > 0 and "\n" in text and (monotonic() - started) * 1e3 > limit_ms
 
-    def _finish(self, index: int, reason: str, stop_string: str | None = None) -> None:
+    def _finish(
+        self,
+        index: int,
+        reason: str,
+        stop_string: str | None = None,
+        stats: SessionStats | None = None,
+    ) -> None:
+        report = self.report(stats)
         self.outbox.put(
-            Finished(index=index, reason=reason, stop_string=stop_string, report=self.report())
+            Finished(index=index, reason=reason, stop_string=stop_string, report=report)
         )

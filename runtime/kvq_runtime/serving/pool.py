@@ -226,7 +226,7 @@ class SessionPool(Generic[S]):
             for job in self._scheduler.drop(lambda job: job.cancelled):
                 self._cancelled(job)
             admitted = list(iter(self._scheduler.admit, None))
-            if served.slots.saved.writer.has_room:
+            if self._arriving and served.slots.saved.writer.has_room:
                 admitted, self._arriving = [*self._arriving, *admitted], []
             jobs = [] if admitted else self._scheduler.next()
             if not jobs and not admitted:

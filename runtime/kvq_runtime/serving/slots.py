@@ -27,6 +27,7 @@ class Slot:
 
     def __init__(self, session: Session[Any]) -> None:
         self.session = session
+        self._whole_tokens = session.config.budget_tokens
         self.tokens: Ids = as_ids(())
         self.owner = ""
         self.saved: SavedSession | None = None
@@ -112,7 +113,7 @@ class Slot:
         self.dirty = False
 
     def _overflows(self, num_tokens: int) -> bool:
-        return num_tokens > self.session.config.budget_tokens
+        return num_tokens > self._whole_tokens
 
 
 class Slots:
@@ -189,21 +190,21 @@ class Slots:
 
     def save_idle(self, idle_s: float) -> bool:
         """Saves one session that has been idle for so long; False when there is none."""
-        if not self.saved.writer.has_room:
-            return False
         before = monotonic() - idle_s
         for slot in self.all:
             if not slot.busy and slot.dirty and slot.released_at <= before:
+                if not self.saved.writer.has_room:
+                    return False
                 self._save(slot)
                 return True
         return False
 
     def next_save_s(self, idle_s: float) -> float | None:
         """Seconds until `save_idle` will find something, or None: nothing, or no room yet."""
-        if not self.saved.writer.has_room:
-            return None
         dirty = [slot.released_at for slot in self.all if not slot.busy and slot.dirty]
-        return max(0.0, min(dirty) + idle_s - monotonic()) if dirty else None
+        if not dirty or not self.saved.writer.has_room:
+            return None
+        return max(0.0, min(dirty) + idle_s - monotonic())
 
     def next_refresh_s(self, idle_s: float) -> float | None:
         """Seconds until `refresh_idle` will find something, or None: nothing."""
