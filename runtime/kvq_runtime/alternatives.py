@@ -59,7 +59,7 @@ class Line:
     @property
     def choices(self) -> Ids | None:
         """The tokens that may come next; None: every token."""
-        return self.so_far.beginning.allowed
+        return self.so_far.allowed
 
     def allowed(self, scores: NDArray[np.floating]) -> NDArray[np.floating]:
         """`scores` [V] where a token may come next, minus infinity elsewhere."""

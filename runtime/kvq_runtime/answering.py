@@ -158,7 +158,7 @@ class Answering(Generic[C]):
         sequence, drafting = self.sequence, (aids or self._aids).drafting
         # A cache that could not go back as far as a rollback did may owe a whole prompt.
         due = sequence.ready()
-        while sequence.encoding.gaps or len(due) > sequence.chunk_tokens:
+        while sequence.encoding.staleness.gaps or len(due) > sequence.chunk_tokens:
             yield from self.reading(aids=aids)
             due = sequence.ready()
         held = len(sequence)
@@ -168,7 +168,7 @@ class Answering(Generic[C]):
             drafted_s = watch.lap()
             passed = yield from branch.extend(
                 [*due, *draft.ids],
-                _joined(first, draft.parents),
+                None if draft.parents is None else _joined(first, draft.parents),
                 rows=range(first - 1, first + len(draft.ids)),
                 exact_rows=generation.exact_rows,
             )
@@ -293,13 +293,11 @@ class Answering(Generic[C]):
     def _measure(self, reached: int, count: int, seconds: float) -> None:
         """A pass brought `count` tokens into the cache, the text's first `reached` among them."""
         if reached > self._prompt_end:
-            self._meter.decoded(count, seconds, self.sequence.cache.used_bytes)
+            self._meter.decoded(count, seconds, self.sequence.encoding.cache.used_bytes)
         else:
             self._meter.prefilled(count, seconds)
 
 
-def _joined(due: int, parents: Sequence[int] | None) -> list[int] | None:
+def _joined(due: int, parents: Sequence[int]) -> list[int]:
     """Parents of `due` tokens in a row and, after the last of them, those of a draft."""
-    if parents is None:
-        return None
     return [*range(-1, due - 1), *(due + parent for parent in parents)]

@@ -61,11 +61,6 @@ class Encoding(Generic[C]):
         return self.cache.tokens - self.staleness.missing
 
     @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """Pending tokens with cached ones behind them: (first, after the last) of each run."""
-        return self.staleness.gaps
-
-    @property
     def edit_counts(self) -> EditCounts:
         """What edits of this text were so far."""
         return EditCounts(
@@ -103,7 +98,7 @@ class Encoding(Generic[C]):
         self._edits += 1
         self.edited_tokens += count
         reason = self.cache.why_not_edit()
-        if reason is None and len(self.gaps) >= MOST_GAPS:
+        if reason is None and len(self.staleness.gaps) >= MOST_GAPS:
             reason = f"{MOST_GAPS} edits wait for a pass"
         held = self.cache.tokens
         try:
@@ -120,11 +115,11 @@ class Encoding(Generic[C]):
 
     def compact(self) -> None:
         """Opens what edits have left of a page, until the next tokens fit without giving any up."""
-        while len(self.gaps) < MOST_GAPS:
+        while len(self.staleness.gaps) < MOST_GAPS:
             room = self._context_tokens - self.cache.tokens
             ahead = min(room, TOKENS_AHEAD) + self.staleness.missing
             runs = self.cache.crowded(ahead)
-            if not runs or len(self.gaps) + len(runs) > MOST_GAPS:
+            if not runs or len(self.staleness.gaps) + len(runs) > MOST_GAPS:
                 return
             for start, stop in reversed(runs):
                 self._open(start, stop)

@@ -192,8 +192,9 @@ class Accepted:
 class Continuation:
     """What comes after a text, token by token: its text, and why it ended. Chooses nothing.
 
-    `new` counts the tokens that are not the forced beginning's, `beginning` knows which may come
-    next. Raises `UsageError` for a `begin_with` that no tokens spell and for an empty stop string.
+    `new` counts the tokens that are not the forced beginning's, `beginning` knows which may
+    come next, where not all may. Raises `UsageError` for a `begin_with` that no tokens spell and
+    for an empty stop string.
     """
 
     def __init__(self, vocabulary: Vocabulary, options: GenerationOptions, room: int) -> None:
@@ -203,8 +204,10 @@ class Continuation:
         self.room = room
         self._most = options.max_tokens
         self._stop_ids = vocabulary.stop_ids if options.stop_ids is None else options.stop_ids
-        self.beginning: Beginning | Guide = Beginning(vocabulary.pieces, options.begin_with)
-        if options.grammar is not None:
+        self.beginning: Beginning | Guide | None = None
+        if options.begin_with or options.grammar is not None:
+            self.beginning = Beginning(vocabulary.pieces, options.begin_with)
+        if self.beginning is not None and options.grammar is not None:
             self.beginning = options.grammar.guide(self.beginning, self._stop_ids)
         self._detokenizer = vocabulary.detokenizer()
         if options.shown:
@@ -221,6 +224,11 @@ class Continuation:
         other._stops = copy(self._stops)
         return other
 
+    @property
+    def allowed(self) -> NDArray[np.int64] | None:
+        """The tokens that may come next, in the order of their ids; None: every token."""
+        return None if self.beginning is None else self.beginning.allowed
+
     def is_end(self, token: int) -> bool:
         """Whether `token` says that the answer is over."""
         return token in self._stop_ids
@@ -229,10 +237,13 @@ class Continuation:
         """The text that `token` completes; None where it only spells the prompt's end."""
         self.room -= 1
         text = self._stops.feed(self._detokenizer.push(token))
-        if self.beginning.take(token) and self.room > 0:
-            return None
+        ended = False
+        if self.beginning is not None:
+            if self.beginning.take(token) and self.room > 0:
+                return None
+            ended = self.beginning.ended
         self.new += 1
-        if token in self._stop_ids or self._stops.found is not None or self.beginning.ended:
+        if token in self._stop_ids or self._stops.found is not None or ended:
             self.finish_reason = "stop"
         elif self.new == self._most or self.room <= 0:
             self.finish_reason = "length"
@@ -292,7 +303,7 @@ class Generation:
     @property
     def exact_rows(self) -> int:
         """How many of the largest logits decide what comes next; 0: all of them may."""
-        if self._exact_rows == 0 or self._so_far.beginning.allowed is not None:
+        if self._exact_rows == 0 or self._so_far.allowed is not None:
             return 0
         return max(self._exact_rows, self._rank + 1)
 
@@ -335,7 +346,7 @@ class Generation:
         self, logits: NDArray[np.float32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """What may come next, and how likely."""
-        allowed = self._so_far.beginning.allowed
+        allowed = self._so_far.allowed
         rank, self._rank = self._rank, 0
         if rank:
             return ranked(logits, rank, allowed)
@@ -369,7 +380,7 @@ class Foresight:
         self,
         sampling: Sampling,
         history: Sequence[int],
-        beginning: Beginning | Guide,
+        beginning: Beginning | Guide | None,
         generator: np.random.Generator,
     ) -> None:
         self._sampling = sampling
@@ -379,15 +390,15 @@ class Foresight:
 
     def choose(self, logits: NDArray[np.float32]) -> tuple[int, NDArray[np.float64] | None] | None:
         """See `drafter.Foresight`."""
+        allowed = None if self._beginning is None else self._beginning.allowed
         try:
-            ids, probabilities = candidates(
-                logits, self._sampling, self._history, self._beginning.allowed
-            )
+            ids, probabilities = candidates(logits, self._sampling, self._history, allowed)
         except UsageError:  # the answer's own choice says so too, if it comes to that
             return None
         token = draw(ids, probabilities, self._generator)
         self._history.append(token)
-        self._beginning.take(token)
+        if self._beginning is not None:
+            self._beginning.take(token)
         if self._sampling.greedy:
             return token, None
         dense = np.zeros(len(logits), np.float64)

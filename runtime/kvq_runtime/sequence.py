@@ -212,8 +212,8 @@ class TokenSequence(Generic[C]):
         """
         if not self.pending_tokens:
             return self._tokens[-1:] if self.encoding.logits is None else []
-        end = self._tokens[self.cache.tokens :]
-        for start, stop in reversed(self.encoding.gaps):
+        end = self._tokens[self.encoding.cache.tokens :]
+        for start, stop in reversed(self.encoding.staleness.gaps):
             end[:0] = self._tokens[start:stop]
         return end
 
@@ -233,7 +233,7 @@ class TokenSequence(Generic[C]):
         """
         held = self.encoding.logits if at is None else None
         width = 0 if self.states is None else self._backend.model.state_width
-        branch = Branch(self.cache, held, self._commit, self._call, at, width)
+        branch = Branch(self.encoding.cache, held, self._commit, self._call, at, width)
         try:
             yield branch
         finally:
@@ -251,8 +251,8 @@ class TokenSequence(Generic[C]):
         """
         self.ready()
         end = self.cache.tokens, len(self._tokens)
-        (start, stop), mode = (self.encoding.gaps or [end])[0], WHOLE
-        if prediction is not None and not self.encoding.gaps:
+        (start, stop), mode = (self.encoding.staleness.gaps or [end])[0], WHOLE
+        if prediction is not None and not self.encoding.staleness.gaps:
             going_on = self.encoding.staleness.is_predicted(start - 1)
             stop, mode = prediction.piece(start, stop, going_on=going_on)
         if self.cache.keeps_places:
@@ -266,7 +266,7 @@ class TokenSequence(Generic[C]):
             seconds = yield from reader.taking(self.cache, ids, start, rope_long=self.rope_long)
             self._commit(start, ids[start:], None, predicted=True, states=None)
             return seconds
-        with self.branch(start if self.encoding.gaps else None) as branch:
+        with self.branch(start if self.encoding.staleness.gaps else None) as branch:
             # A piece that is not the last needs no logits.
             last = [count - 1][: start + count == len(self._tokens)]
             ids = self._tokens[start : start + count]

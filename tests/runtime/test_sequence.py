@@ -76,7 +76,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
         elif action == "advance":
             before = len(sequence.due())
             # A piece ends where the gap that an edit left does.
-            gap = next((stop - start for start, stop in sequence.encoding.gaps), before)
+            gap = next((stop - start for start, stop in sequence.encoding.staleness.gaps), before)
             assert advance(sequence, value) == max(0, before - min(value, 4, gap))
         elif action == "rollback":
             count = min(value, len(tokens))
@@ -87,7 +87,8 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             while shared < min(len(tokens), len(value)) and tokens[shared] == value[shared]:
                 shared += 1
             missing = sum(
-                max(0, min(stop, shared) - start) for start, stop in sequence.encoding.gaps
+                max(0, min(stop, shared) - start)
+                for start, stop in sequence.encoding.staleness.gaps
             )
             cached = min(shared, sequence.cache.tokens) - missing
             # the last token again, where a rollback has dropped its logits
@@ -122,7 +123,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             assert followed == tokens
         assert sequence.tokens == tuple(tokens)
         held = tokens[: sequence.cache.tokens]
-        for start, stop in sequence.encoding.gaps:
+        for start, stop in sequence.encoding.staleness.gaps:
             held[start:stop] = [-1] * (stop - start)
         assert list(sequence.cache.ids) == held
     if tokens:

@@ -327,7 +327,8 @@ class _Telling:
 
     def say(self, text: str) -> None:
         """A piece of the answer."""
-        self._end_thought()
+        if self._thinking:
+            self._end_thought()
         if self._pieces is not None:
             self._pieces(text)
 

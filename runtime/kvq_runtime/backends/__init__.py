@@ -234,7 +234,8 @@ class Mode:
     `view` "hi": of 8-bit weights, and of 8-bit pages of the cache, the upper nibbles. A layer of
     `skipped` leaves what enters it as it is. `head_tokens` n: only the first n tokens of the
     vocabulary get logits, all others minus infinity; 0: all get theirs. Rows made by less than the
-    whole of every layer are guesses: they are rewound and never committed.
+    whole of every layer are `guesses`: they are rewound and never committed. `silent` are the
+    layers without queries, those of both lists.
 
     Of a layer of `predicted`, all from some layer on, only keys and values are made, from what
     enters the first of them (`kvq_runtime.prediction`): by its own matrix or, `fitted`, by the one
@@ -247,16 +248,12 @@ class Mode:
     head_tokens: int = 0
     predicted: tuple[int, ...] = ()
     fitted: bool = False
+    guesses: bool = field(init=False, compare=False)
+    silent: tuple[int, ...] = field(init=False, compare=False)
 
-    @property
-    def guesses(self) -> bool:
-        """Whether its rows can only be rewound."""
-        return self.view != "full" or bool(self.skipped)
-
-    @property
-    def silent(self) -> tuple[int, ...]:
-        """Layers without queries."""
-        return self.skipped + self.predicted
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "guesses", self.view != "full" or bool(self.skipped))
+        object.__setattr__(self, "silent", self.skipped + self.predicted)
 
 
 WHOLE = Mode()
