@@ -121,6 +121,8 @@ class Cache:
         self.chunk_tokens = arena.pass_tokens
         # Whether places to go back to can be marked: any place can be gone back to where not.
         self.keeps_places = arena.keeps_places
+        # What one more token costs at the plan's widths, all layers.
+        self.bytes_per_token = bytes_per_token(arena.shape, arena.plan, arena.value_groups)
         self.policy = policy_named(spec.policy)
         self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
         # Of every layer the first tokens that have gone with its window.
@@ -171,11 +173,6 @@ class Cache:
     def read_share(self) -> float:
         """Of the pages that steps could see so far the share they have read; 1 before any."""
         return self.engine.pages_read / self.engine.pages_seen if self.engine.pages_seen else 1.0
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes one more token costs at the plan's widths, all layers."""
-        return bytes_per_token(self.shape, self.plan, self.arena.value_groups)
 
     @property
     def branch_rows(self) -> int:

@@ -26,8 +26,7 @@ from kvq_models.chat import ChatTemplate, MessageGuard, find_template
 from kvq_models.config import ModelConfig
 from kvq_models.control import ControlTokens, FimTokens, find_control
 from kvq_models.family import Family
-from kvq_models.piece_index import PieceIndex
-from kvq_models.pieces import byte_pieces, piece_decoder
+from kvq_models.pieces import PieceIndex, byte_pieces, piece_decoder
 from kvq_models.registry import read_json
 from kvq_models.slices import SLICE_CHARACTERS, Slices, encoded_up_to
 from kvq_models.tools import told_calls

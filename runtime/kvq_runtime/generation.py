@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
-from kvq_models.piece_index import PieceIndex
+from kvq_models.pieces import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Constraint, Grammar, Grammars, Guide

@@ -9,7 +9,7 @@ Knows bytes and token ids, no logits and no session.
 from collections.abc import Callable, Mapping, Sequence
 
 from kvq.errors import UsageError
-from kvq_models.piece_index import Ids, Opening, PieceIndex
+from kvq_models.pieces import Ids, Opening, PieceIndex
 from kvq_models.tokenizer import Tokenizer
 
 __all__ = ["Beginning", "heal"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvq_apps.serve import app as app_module
-from kvq_apps.serve.owners import owner_of
+from kvq_apps.serve.guard import owner_of
 from kvq_apps.serve.server import Server
 from kvq_runtime.serving.saving import SavedSessions, as_ids
 from serving import CHAT, COMPLETIONS, PATIENCE_S, Reply, Rule, ask, running, send, wait_until

@@ -22,7 +22,7 @@ from kvq_apps.cli import main
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.infilling import infill_prompt
-from kvq_models.piece_index import PieceIndex
+from kvq_models.pieces import PieceIndex
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.engine import Engine

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from environment import environment_in
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import Completion, Suggestion
-from kvq_apps.lsp.frames import RpcError, read_frames
+from kvq_apps.lsp.connection import RpcError, read_frames
 from kvq_apps.lsp.server import Completer, LanguageServer
 
 URI = "file:///a.py"

@@ -29,7 +29,7 @@ from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, serve_engine
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
-from kvq_models.piece_index import PieceIndex
+from kvq_models.pieces import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.backends import Pass
 from kvq_runtime.config import SessionConfig

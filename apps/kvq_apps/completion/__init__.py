@@ -1,1 +1,1 @@
-"""Code completion inside an edited file: documents, prompts, drafts, filters. Knows no editor."""
+"""Code completion inside an edited file: documents, prompts, drafts. Knows no editor."""

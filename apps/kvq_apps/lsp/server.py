@@ -20,28 +20,29 @@ from kvq.json_values import is_array, is_object
 from kvq_apps.completion.document import Document, Encoding
 from kvq_apps.completion.drafts import Completion
 from kvq_apps.flags import told
-from kvq_apps.lsp.connection import LATER, Connection
+from kvq_apps.lsp.connection import (
+    CANCELLED,
+    INVALID_PARAMS,
+    INVALID_REQUEST,
+    LATER,
+    METHOD_NOT_FOUND,
+    NOT_INITIALIZED,
+    Connection,
+    RpcError,
+)
 from kvq_apps.lsp.documents import (
     Counts,
     OpenDocument,
     Request,
     Selected,
+    TypedThrough,
     before_place,
     explained,
     items,
     position_of,
 )
-from kvq_apps.lsp.frames import (
-    CANCELLED,
-    INVALID_PARAMS,
-    INVALID_REQUEST,
-    METHOD_NOT_FOUND,
-    NOT_INITIALIZED,
-    RpcError,
-)
 from kvq_apps.lsp.progress import Progress
 from kvq_apps.lsp.settings import Settings
-from kvq_apps.lsp.typed import TypedThrough
 from kvq_apps.processes import is_alive
 
 # Idle time begins so long after the last answer or change.

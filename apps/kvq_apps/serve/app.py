@@ -30,9 +30,8 @@ from kvq_apps.serve import requests
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
 from kvq_apps.serve.fields import Fields, parse_object
-from kvq_apps.serve.guard import Guard, too_large
+from kvq_apps.serve.guard import Guard, owner_of, too_large
 from kvq_apps.serve.loading import ServedModel
-from kvq_apps.serve.owners import owner_of
 from kvq_apps.serve.page import PAGE_HEADERS, page
 from kvq_apps.serve.prometheus import Metric, prometheus_text
 from kvq_apps.serve.protocol import EVICTED_HEADER, PROTOCOL, sampling_fields
@@ -52,9 +51,8 @@ from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 from kvq_runtime.constraint import Grammar
-from kvq_runtime.serving.counts import Counts
 from kvq_runtime.serving.outbox import Failed
-from kvq_runtime.serving.pool import SessionPool
+from kvq_runtime.serving.pool import Counts, SessionPool
 from kvq_runtime.serving.request import GenerationRequest, leaving
 from kvq_runtime.serving.slots import Slots
 

@@ -2,10 +2,16 @@
 
 A page in a browser can send requests to this machine. On a loopback address a foreign Host (a
 rebound name) is refused, a foreign Origin gets no CORS headers and may not POST, and a body that
-a form could send is not JSON. Knows headers only.
+a form could send is not JSON.
+
+And whose prompts a session may be reused for. A prompt that is found in a session is read faster,
+and `cached_tokens` says so: a client could learn by trying what another one has sent. Where the
+server asks for keys, what is sent with one key is found only with the same key; `cache_salt`
+(vLLM's name) keeps users of one key apart too. Knows headers and that field, no session.
 """
 
 import asyncio
+import hashlib
 import hmac
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +31,7 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:]+)\]|([^\[\]:]+))(?::[0-9]{1,5})?")
 _FIRST_REFUSAL = 400
 # What is dropped of a refused request: so many bodies of the largest size, while they come.
 _DROPPED_BODIES, _IDLE_S = 4, 1.0
+_SALT_CHARACTERS = 16
 
 Refuse = Callable[[RequestError], Response]
 
@@ -119,6 +126,15 @@ class Guard:
                 "Access-Control-Max-Age": _PREFLIGHT_S,
             },
         )
+
+
+def owner_of(headers: Mapping[str, str], cache_salt: str, *, keyed: bool) -> str:
+    """A name for who may find a prompt again: hex digits, empty where everyone may."""
+    key = headers.get("authorization", "") if keyed else ""
+    if not key and not cache_salt:
+        return ""
+    told = f"{len(key)}:{key}{cache_salt}".encode("utf-8", errors="surrogatepass")
+    return hashlib.sha256(told).hexdigest()[:_SALT_CHARACTERS]
 
 
 def too_large(limit_bytes: int) -> RequestError:

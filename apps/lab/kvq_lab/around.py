@@ -17,7 +17,7 @@ from kvq_apps.completion.blocks import BlockTokenizer
 from kvq_apps.completion.completion_engine import NEAR_CHARACTERS
 from kvq_apps.completion.document import Document
 from kvq_apps.completion.drafts import Completion, Suggestion
-from kvq_apps.lsp.frames import framed, read_frames
+from kvq_apps.lsp.connection import framed, read_frames
 from kvq_apps.lsp.server import LanguageServer
 from kvq_lab.typing_sessions import PROGRAM, copies_of
 from kvq_models.infilling import infill_prompt

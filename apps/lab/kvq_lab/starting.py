@@ -12,7 +12,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, BinaryIO, cast
 
-from kvq_apps.lsp.frames import framed, read_frames
+from kvq_apps.lsp.connection import framed, read_frames
 
 STARTS = 7
 # In a checkout, beside this package.

@@ -15,11 +15,11 @@ from kvq_runtime.answering import Aids
 from kvq_runtime.generation import GenerationOptions, Step
 from kvq_runtime.metrics import NO_ROUNDS, SessionStats
 from kvq_runtime.passes import Call, Work
-from kvq_runtime.serving.indent import IndentLimit
 from kvq_runtime.serving.outbox import Delta, Failed, Finished, Outbox, Report, TokenLog
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.slots import Slot
 from kvq_runtime.session import Session
+from kvq_runtime.stop_strings import IndentLimit
 
 # One token of an answer and a draft behind it: beside a pass's other rows they cost little.
 BRIEF_ROWS = 1 + DEFAULT_DRAFT_TOKENS

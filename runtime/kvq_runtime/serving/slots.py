@@ -185,7 +185,7 @@ class Slots:
         if failed:
             self._empty(slot)
         slot.settle()
-        slot.dirty = not failed
+        slot.dirty = not (failed or slot.transient)
         slot.busy = False
 
     def save_idle(self, idle_s: float) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvq_apps.completion.blocks import MOST_CHARACTERS, BlockTokenizer
 from kvq_apps.completion.document import Document, Encoding, Position
-from kvq_apps.completion.filters import Around, shown
+from kvq_apps.completion.drafts import Around, shown
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle import Bundle
 from shelf import Shelf

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from environment import environment_in
-from kvq_apps.lsp.frames import MOST_BYTES, RpcError, read_frames
+from kvq_apps.lsp.connection import MOST_BYTES, RpcError, read_frames
 from language_client import (
     PATIENCE_S,
     URI,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvq_apps.serve.server import Server
-from kvq_runtime.serving.counts import Counts
+from kvq_runtime.serving.pool import Counts
 from kvq_runtime.serving.saving import SavedSessions, as_ids
 from kvq_runtime.serving.slots import Slot, Slots
 from kvq_runtime.snapshot import SnapshotError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvq_apps.serve.server import Server
-from kvq_runtime.serving.indent import IndentLimit
+from kvq_runtime.stop_strings import IndentLimit
 from serving import (
     COMPLETIONS,
     GREEDY,
