@@ -175,7 +175,6 @@ def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--wbits", "9"), "--wbits 9 is not possible: choose 4, 5, 6 or 8"),
         (("--wbits", "3.5"), "--wbits 3.5 is not possible: choose 4 to 8"),
         (("--wbits", "5", "--size", "1MB"), "--size finds the widths itself; leave --wbits out"),
         (("--size", "much"), "--size 'much' is not possible: give bytes"),

@@ -750,19 +750,6 @@ def test_the_manifest_says_what_there_is(tmp_path: Path, kind: str) -> None:
     assert calls[-1][0] == calls[-1][1]
 
 
-def test_an_altered_or_missing_gguf_file_is_refused(tmp_path: Path) -> None:
-    bundle = export(tiny.make_llama_checkpoint(tmp_path / "source"), "q8_0")
-    file = bundle.path / GGUF_FILE
-    raw = bytearray(file.read_bytes())
-    raw[-100] ^= 1
-    file.write_bytes(raw)
-    with pytest.raises(KvqError, match=r"model\.gguf was altered after the export"):
-        Bundle.open(bundle.path)
-    file.unlink()
-    with pytest.raises(KvqError, match=r"model\.gguf is missing"):
-        Bundle.open(bundle.path)
-
-
 def test_a_bundle_without_a_graph_says_so(tmp_path: Path) -> None:
     bundle = export(tiny.make_llama_checkpoint(tmp_path / "source"), "q8_0")
     with pytest.raises(KvqError, match=r"holds a GGUF file only.*format=\"both\""):

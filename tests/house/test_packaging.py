@@ -104,7 +104,6 @@ def test_the_extra_takes_the_models_of_this_checkout() -> None:
         ("export {checkpoint} -o made --no-quality --no-calibrate", "made"),
         ("complete -m {bundle} text.py:1 --json", '"drafts"'),
         ("inspect {bundle}", "kvq-bundle version"),
-        ("serve -m {bundle}", 'error: this needs uvicorn; install it with `pip install "kvq-runt'),
         (
             "export {checkpoint} -o made --format gguf",
             'error: writing a GGUF file needs the gguf package: pip install "kvq-runtime[export]"',

@@ -312,7 +312,10 @@ def test_a_branch_at_the_end_may_be_told_where_it_is(use_native: bool) -> None:
         cache.begin(1, at=38)
         for params, part in zip(layers(), packed(np.random.default_rng(0), 1), strict=True):
             cache.attend(params, part, np.array([token]), INV_FREQ)
-    with pytest.raises(BudgetError, match="38 \\+ 3 tokens exceed this session's context of 40"):
+    says = (
+        "38 \\+ 3 tokens exceed this session's context of 40; open it with a larger context_tokens"
+    )
+    with pytest.raises(BudgetError, match=says):
         cache.begin(1, at=38)
     cache.commit(2)
     cache.close()

@@ -539,12 +539,3 @@ def test_the_library_counts_the_same_bytes(
         found = native.layout(asked, num_bytes, fit)
         assert found["regions"] == regions
         assert found["minimum_bytes"] == asked.minimum_bytes
-
-
-def test_the_least_budget_opens_and_remembers_less() -> None:
-    asked = spec()
-    least = asked.changed(budget=Budget(num_bytes=asked.minimum_bytes)).resolved()
-    assert (least.delta_states, asked.resolved().delta_states) == (2, 6)
-    for engine in ENGINES:
-        with closing(Cache(least, engine=engine)) as cache:
-            assert cache.used_bytes <= least.num_bytes

@@ -47,6 +47,7 @@ def test_formats_table_is_what_a_page_holds() -> None:
         (0, "0 bytes"),
         (1023, "1023 bytes"),
         (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
         (67108864, "64.0 MiB"),
         (1536 << 20, "1.50 GiB"),
         (12_345_678, "11.8 MiB"),

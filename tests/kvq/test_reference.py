@@ -337,25 +337,6 @@ def test_a_transform_spreads_a_loud_channel() -> None:
 # ---- rotation ----------------------------------------------------------------------------------
 
 
-@MANY
-@given(st.integers(-5000, 5000), st.integers(0, 5000), st.sampled_from([8, 20, 32]))
-def test_turning_the_query_back_equals_moving_the_key(delta: int, at: int, pairs: int) -> None:
-    """q . (R_delta k) = (R_-delta q) . k, in double precision."""
-    rng = np.random.default_rng(pairs)
-    q, k = rng.standard_normal((2, 1, 1, 64))
-    inv_freq = 10000.0 ** (-np.arange(pairs) / pairs)
-    there, back = (turn(at + delta, inv_freq), turn(-delta, inv_freq))
-    k_at, q_at = turn(at, inv_freq)(k), turn(17, inv_freq)(q)
-    assert there(k).ravel() @ q_at.ravel() == pytest.approx(
-        k_at.ravel() @ back(q_at).ravel(), abs=1e-10
-    )
-
-
-def turn(position: int, inv_freq: np.ndarray):
-    """The reference's rotation, kept in float64 by float64 inputs."""
-    return lambda x: rotate_exactly(x, position, inv_freq)
-
-
 def rotate_exactly(x: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
     pairs = len(inv_freq)
     c, s = np.cos(position * inv_freq), np.sin(position * inv_freq)

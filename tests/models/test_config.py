@@ -44,12 +44,6 @@ def test_default_plan_is_k4_v4_with_four_sinks_and_a_page_of_newest_tokens() -> 
     assert not KvPlan(k_bits=16, v_bits=16).quantized
 
 
-@pytest.mark.parametrize("k_bits", [8, 6, 4, 2])
-@pytest.mark.parametrize("v_bits", [8, 6, 4, 2])
-def test_every_pair_of_page_widths_is_a_plan(k_bits: int, v_bits: int) -> None:
-    assert KvPlan(k_bits=k_bits, v_bits=v_bits).quantized
-
-
 @pytest.mark.parametrize(
     ("k_bits", "v_bits", "flag"),
     [(3, 2, "k_bits 3"), (4, -2, "v_bits -2"), (0, 0, "k_bits 0"), (8, 1, "v_bits 1")],

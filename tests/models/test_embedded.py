@@ -1,8 +1,6 @@
 """The models that come with the package: whole, as transformers computes them, and trained."""
 
 import json
-import subprocess
-import sys
 from itertools import product
 from math import log
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import kvq_embedded
-from environment import environment_in
 from kvq import native
 from kvq.native_linear import weight_bytes_read
 from kvq_export.checkpoint import Checkpoint
@@ -128,30 +125,6 @@ def test_transformers_computes_the_same_and_it_has_learned_python(name: str) -> 
     size = len(tokenizer.decode(ids[1:].tolist()).encode())
     # Of a file it never saw; untrained it would be more than 3.
     assert nats / log(2) / size < {"default": 1.4, "nano": 2.0}[name]
-
-
-@pytest.mark.slow
-def test_no_model_named_means_the_embedded_one_and_it_is_exported_once(tmp_path: Path) -> None:
-    home = environment_in(tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "kvq_apps.cli",
-        "run",
-        "def fib(n):\n",
-        "-n",
-        "8",
-        "--temp",
-        "0",
-        "--json",
-    ]
-    runs = [
-        subprocess.run(command, env=home, capture_output=True, check=True, timeout=120)
-        for _ in range(2)
-    ]
-    assert b"exporting" in runs[0].stderr
-    assert b"exporting" not in runs[1].stderr
-    assert json.loads(runs[0].stdout)["new_tokens"] == 8
 
 
 @needs_native

@@ -14,13 +14,11 @@ import pytest
 import tiny
 from kvq.config import ConvShape, DeltaShape
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
-from kvq.reference import normalize
 from kvq_models.config import Attention, Dense, Experts, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import (
     ACTIVATIONS,
     PlainAttention,
     forward,
-    rotate,
 )
 from kvq_models.registry import FAMILIES, family_for, read_checkpoint, text_config
 from shelf import Shelf
@@ -53,9 +51,8 @@ def reference_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("tokens", [SHORT, LONG])
-def test_forward_equals_transformers(checkpoint: Path, tokens: int) -> None:
-    ids = random_ids(tokens)
+def test_forward_equals_transformers(checkpoint: Path) -> None:
+    ids = random_ids(LONG)
     expected = tiny.transformers_logits(checkpoint, ids)
     actual = reference_logits(checkpoint, ids)
     assert expected.std() > 2
@@ -143,7 +140,6 @@ def test_the_flat_config_of_older_bundles_is_read(checkpoint: Path) -> None:
 def test_what_no_layer_can_be_is_refused() -> None:
     config = family_for(llama_json()).config(llama_json())
     for message, change in {
-        "query heads cannot share": {"mixer": {"kv_heads": 3}},
         "the activation 'relu' is none of silu, gelu_tanh": {"feed": {"activation": "relu"}},
         "the place of the norms 'between' is none of": {"norms": "between"},
         "the norm of queries and keys 'all' is none of": {"mixer": {"qk_norm": "all"}},
@@ -209,13 +205,17 @@ def vars_of(rope: RopeConfig) -> dict[str, Any]:
 
 
 def test_longrope_picks_one_table_per_session(shelf: Shelf) -> None:
-    _, config, _ = read_checkpoint(shelf.family("phi3-longrope"))
+    folder = shelf.family("phi3-longrope")
+    _, config, _ = read_checkpoint(folder)
     assert [config.needs_long_rope(tokens) for tokens in (64, 65)] == [False, True]
     assert config.inv_freq(0).shape == config.inv_freq(0, long_rope=True).shape == (24,)
     ratio = config.inv_freq(0) / config.inv_freq(0, long_rope=True)
     expected = [(1 + 0.3 * i) / (1 + 0.02 * i) for i in range(24)]
     np.testing.assert_allclose(ratio, expected, rtol=1e-6)
     assert config.ropes[0].factor == pytest.approx(np.sqrt(1 + np.log(8) / np.log(64)))
+    ids = random_ids(SHORT)
+    expected = tiny.transformers_logits(folder, ids)
+    np.testing.assert_allclose(reference_logits(folder, ids), expected, rtol=0, atol=TOLERANCE)
 
 
 def test_inverse_frequencies_equal_transformers_within_one_bit(checkpoint: Path) -> None:
@@ -352,37 +352,6 @@ def test_rows_pick_logits(tmp_path: Path) -> None:
     np.testing.assert_allclose(some, whole[[4, 1]], rtol=0, atol=1e-5)
 
 
-def test_plain_attention_trims(tmp_path: Path) -> None:
-    folder = tiny.make_llama_checkpoint(tmp_path)
-    _, config, _ = read_checkpoint(folder)
-    weight, ids, attend = tiny.checkpoint_weights(folder), random_ids(9), PlainAttention()
-    whole = forward(config, weight, ids, np.arange(9), attend)
-    attend.trim(6)
-    again = forward(config, weight, ids[6:], np.arange(6, 9), attend)
-    # BLAS sums a product of 3 rows in another order than one of 9: 2e-6 in each linear layer, about
-    # 1e-5 in the logits. One token too few or too many would be 3 or more.
-    np.testing.assert_allclose(again, whole[6:], rtol=0, atol=TOLERANCE)
-
-
-def test_rotation_depends_on_the_distance_only() -> None:
-    rng = np.random.default_rng(3)
-    query, key = rng.standard_normal((2, 1, 1, 16)).astype(np.float32)
-    inv_freq = np.float32([1.0, 0.5, 0.25, 0.1])
-    products = [
-        float(
-            np.sum(
-                rotate(query, np.array([start + 7]), inv_freq, 1.0)
-                * rotate(key, np.array([start]), inv_freq, 1.0)
-            )
-        )
-        for start in (0, 5, 90)
-    ]
-    assert products == pytest.approx([products[0]] * 3, abs=1e-5)
-    turned = rotate(query, np.array([7]), inv_freq, 2.0)
-    np.testing.assert_array_equal(turned[..., 8:], query[..., 8:])
-    assert np.linalg.norm(turned[..., :8]) == pytest.approx(2 * np.linalg.norm(query[..., :8]))
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_equal_torch(name: str) -> None:
     import torch
@@ -394,11 +363,6 @@ def test_activations_equal_torch(name: str) -> None:
     values = np.linspace(-90, 90, 1801, dtype=np.float32)
     expected = peers[name](torch.from_numpy(values).double()).numpy()
     np.testing.assert_allclose(ACTIVATIONS[name](values), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_rms_norm_of_a_known_row() -> None:
-    row = normalize(np.float32([[3.0, 4.0]]), np.float32([1.0, 2.0]), 0.0)
-    np.testing.assert_allclose(row, [[3 / 12.5**0.5, 8 / 12.5**0.5]], rtol=1e-6)
 
 
 REFUSED = [
@@ -443,7 +407,6 @@ MALFORMED = [
     ({"vocab_size": "many"}, "vocab_size = 'many'; it should be of kind int"),
     ({"num_hidden_layers": True}, "num_hidden_layers = True; it should be of kind int"),
     ({"num_attention_heads": 0}, "num_heads is 0; it must be a whole number, at least 1"),
-    ({"num_attention_heads": -4}, "num_heads is -4; it must be a whole number, at least 1"),
     ({"num_attention_heads": 3, "head_dim": None}, "128 is not a multiple of 3"),
     ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key-value heads"),
     ({"eos_token_id": "end"}, "eos_token_id = 'end'"),

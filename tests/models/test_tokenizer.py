@@ -136,15 +136,6 @@ def test_a_real_replacement_character_is_not_held_back(byte_level: Tokenizer) ->
     assert pieces == ["", "", "\ufffd", "!"]
 
 
-def test_control_tokens_in_text_stay_text(byte_level: Tokenizer) -> None:
-    text = "a<|im_end|>b"
-    control = byte_level.token_id("<|im_end|>")
-    assert control in byte_level.encode(text, special=True)
-    ids = byte_level.encode(text)
-    assert control not in ids
-    assert byte_level.decode(ids) == text
-
-
 def test_control_tokens_in_text_merge_like_any_text(folder: Path, byte_level: Tokenizer) -> None:
     definition = json.loads((folder / "tokenizer.json").read_text())
     plain = Library.from_str(json.dumps({**definition, "added_tokens": []}))

@@ -195,6 +195,10 @@ def test_text_is_held_back_only_while_it_may_become_a_call() -> None:
         ("{% if tools %}<|start_of_role|><|tool_call|>{% endif %}", GRANITE),
         ("{% if tools %}<|start_of_role|><tool_call>{% endif %}", HERMES),
         ('{{ tools }}{"name": function name, "parameters": dictionary}', LLAMA),
+        ("{{ tools }}<tool_call>\n<function=f>\n<parameter=p>", XML),
+        ("{{ tools }}<|tool_call>call:", GEMMA),
+        ("List of tools: {{ tools | tojson }}", PYTHON),
+        ("{{ tools }}<|start|>assistant to=functions.f<|channel|>commentary<|call|>", HARMONY),
         ("<tool_call>{{ messages }}", None),
         (None, None),
     ],
@@ -405,14 +409,3 @@ def test_calls_are_told_where_a_template_would_leave_them_out() -> None:
         assert spelt in told["content"]
         for other in (f"{template}{{{{ message.tool_calls }}}}", "{{ messages }}"):
             assert told_calls(messages, other) is messages
-
-
-def test_templates_ask_for_these_forms() -> None:
-    for form, template in (
-        (XML, "{{ tools }}<tool_call>\n<function=f>\n<parameter=p>"),
-        (GEMMA, "{{ tools }}<|tool_call>call:"),
-        (PYTHON, "List of tools: {{ tools | tojson }}"),
-        (HARMONY, "{{ tools }}<|start|>assistant to=functions.f<|channel|>commentary<|call|>"),
-        (HERMES, "{{ tools }}<tool_call>"),
-    ):
-        assert tool_form(template) == form

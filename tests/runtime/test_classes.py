@@ -55,16 +55,6 @@ def test_guessed_tokens_change_nothing(engine: Engine, drafter: str) -> None:
         assert greedy(drafted) == expected
 
 
-def test_a_saved_session_goes_on_where_it_was(engine: Engine, tmp_path: Path) -> None:
-    with engine.session(kv="4:4", **CONTEXT) as first:
-        first.prefill(IDS)
-        first.save(tmp_path / "session")
-        expected = greedy(first)
-    with engine.session(kv="4:4", **CONTEXT) as second:
-        second.load(tmp_path / "session")
-        assert greedy(second) == expected
-
-
 def test_an_edited_text_becomes_the_one_read_anew(bundle: Bundle) -> None:
     """But for rounding: with float activations, for a rounded one may flip."""
     with (

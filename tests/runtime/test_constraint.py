@@ -500,9 +500,7 @@ def test_what_is_small_takes_little_stack_and_memory(shape: Callable[[int], Cons
     ("make", "complaint"),
     [
         (lambda: objects_in_a_chain(1000), "refers to 1001 places; at most 500"),
-        (lambda: in_a_chain(5000), "refers to 5001 places; at most 500"),
         (lambda: rules_in_a_chain(5000), "5002 rules; give at most 2000"),
-        (lambda: rules_in_a_ring(5000), "5002 rules; give at most 2000"),
         # Within these bounds, and more stack than the trial has.
         (lambda: lists_of_lists_in_a_chain(499), "too much work"),
         (lambda: properties(7000), "too much work"),

@@ -88,14 +88,6 @@ def test_prefill_and_steps_give_the_same_tokens_as_logits(engine: Engine) -> Non
     assert rows[len(ids) - 1 : -1].argmax(1).tolist() == new
 
 
-def test_text_of_the_steps_is_the_decoded_tokens(engine: Engine) -> None:
-    with engine.session(seed=3) as session:
-        session.prefill(engine.tokenizer.encode("def add(first, second)"))
-        steps = list(session.generate(40, sampling=Sampling(temperature=2.0), stop_ids=[]))
-    text = engine.tokenizer.decode([step.token for step in steps])
-    assert "".join(step.text for step in steps) == text
-
-
 SOUGHT = 310
 
 
@@ -180,7 +172,8 @@ def test_a_saved_session_goes_on_the_same(engine: Engine, tmp_path: Path) -> Non
     hot = Sampling(temperature=1.5)
     with engine.session(seed=1) as session, engine.session(seed=2) as other:
         session.prefill(prompt(200))
-        generated(session, 9)
+        # Its generator is no longer as its seed made it.
+        list(session.generate(9, sampling=hot, stop_ids=[]))
         session.save(tmp_path / "one.kvq")
         expected = [step.token for step in session.generate(30, sampling=hot, stop_ids=[])]
         other.prefill(prompt(50, seed=8))
@@ -251,15 +244,6 @@ def test_what_must_give_way_begins_at_8_bits_where_nobody_chose_widths(
         assert (plan.k_bits, plan.v_bits) == widths
 
 
-def test_bytes_that_open_a_cache_at_the_usual_widths_alone_open_it(engine: Engine) -> None:
-    with pytest.raises(BudgetError) as refusal:
-        engine.session(kv_budget="1KiB", context_tokens=512)
-    least = re.search(r"\((\d+) bytes\)", str(refusal.value))
-    assert least is not None
-    with engine.session(kv_budget=int(least[1]), context_tokens=512) as session:
-        assert session.config.plan.k_bits == 4
-
-
 @pytest.mark.parametrize("policy", [None, "oldest", "snapkv"])
 def test_a_budget_in_tokens_holds_them_and_the_probes(engine: Engine, policy: str | None) -> None:
     with engine.session(kv_budget="300tok", policy=policy) as session:
@@ -304,22 +288,17 @@ def test_a_session_reports_what_it_holds(engine: Engine) -> None:
     """No float tail where the budget does not hold the context, and chunks that fit the pages."""
     with engine.session(chunk_tokens=100) as whole:
         assert (whole.config.plan.tail_tokens, whole.config.chunk_tokens) == (64, 100)
-    with pytest.raises(BudgetError) as refused:
+    with pytest.raises(BudgetError, match=r"cannot hold .* \(\d+ bytes\) can") as refused:
         engine.session(kv_budget=4096)
     least = int(re.findall(r"\((\d+) bytes\)", str(refused.value))[0])
     with engine.session(kv_budget=least) as tight:
         assert (tight.config.plan.tail_tokens, tight.config.chunk_tokens) == (0, 64)
+        assert tight.config.plan.k_bits == 4
         tight.prefill([1 + index % 200 for index in range(300)])
         assert tight.stats().kv_bytes_peak <= least
 
 
 def test_refusals_name_numbers(engine: Engine, folder: Path) -> None:
-    with pytest.raises(BudgetError, match=r"cannot hold .* \(\d+ bytes\) can"):
-        engine.session(kv_budget=4096)
-    with pytest.raises(UsageError, match="policy 'best' is unknown"):
-        engine.session(policy="best")
-    with pytest.raises(UsageError, match="context_tokens 1 is not possible"):
-        engine.session(context_tokens=1)
     with pytest.raises(
         UsageError, match=r"backend 'cuda' is not known; choose auto, float, llama.cpp, onnx"
     ):

@@ -264,20 +264,6 @@ def test_greedy_takes_the_best_token_of_the_whole_vocabulary_that_fits(
     assert prompt + text_of(steps) == tokenizer.decode(expected)
 
 
-def test_a_prompt_that_cannot_be_healed_gives_exactly_what_it_gave(engine: Engine) -> None:
-    tokenizer = engine.tokenizer
-    whole = tokenizer.encode("The quick brown fox!", start=True)
-    ids, begin_with = heal(tokenizer, whole)
-    assert (ids, begin_with) == (whole, b"")
-
-    def steps(**options: Any) -> list[Step]:
-        with engine.session(seed=5) as session:
-            session.prefill(ids)
-            return list(session.generate(8, sampling=HOT, logprobs=True, **options))
-
-    assert steps(begin_with=begin_with) == steps()
-
-
 def test_a_model_that_writes_the_same_token_again_gives_the_same_steps() -> None:
     whole = SMALL.encode("f():", start=True)
     again, steps = healed("f():", b"):", b"a", b"b", count=2)

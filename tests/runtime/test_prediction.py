@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from kvq import native
-from kvq.errors import BackendError, UsageError
-from kvq_export.config import ExportOptions, WeightFormat
+from kvq.errors import UsageError
 from kvq_models.reference import PlainAttention, forward
 from kvq_runtime.backends import WHOLE, Mode
 from kvq_runtime.engine import Engine
 from kvq_runtime.prediction import prediction_named
 from kvq_runtime.session import Session
 from logits import divergence, generated, prompt
-from shelf import EIGHT, PLAIN, Shelf
+from shelf import EIGHT, Shelf
 
 LAYERS = 4
 TEXT = prompt(400)
@@ -78,7 +77,7 @@ def test_what_is_asked_for_is_read_with_its_limits() -> None:
 
 @pytest.mark.sampled
 @BOTH
-@pytest.mark.parametrize("exact", ["50%:tail=400", "prefix:layers=4", "off", "50%:least=365"])
+@pytest.mark.parametrize("exact", ["50%:tail=400", "prefix:layers=4", "50%:least=365"])
 def test_nothing_predicted_equals_plain_prefill_bit_for_bit(
     bundle: Path, backend: str, exact: str
 ) -> None:
@@ -238,17 +237,6 @@ def test_a_budget_too_small_for_the_prompt_is_kept(engine: Engine) -> None:
         stats = session.stats()
         assert stats.kv_bytes_peak <= stats.kv_budget
         assert stats.edits.predicted_tokens == len(TEXT) - 36
-
-
-def test_who_cannot_predict_says_so(bundle: Path, shelf: Shelf) -> None:
-    ort = shelf.bundle(ExportOptions(quality=False, weights=WeightFormat(linear="ort")))
-    with Engine.open(ort, threads=1) as engine, pytest.raises(BackendError, match='linear="kvq"'):
-        engine.session(predict="50%")
-    with Engine.open(shelf.bundle(PLAIN), threads=1) as engine:
-        with pytest.raises(BackendError, match="layer 2 is none of the model's"):
-            engine.backend.check_mode(Mode(predicted=(1, 2)))
-        with pytest.raises(UsageError, match="predict '2' is not possible"):
-            engine.session(predict="2")
 
 
 def test_prompts_are_predicted_and_answers_never(engine: Engine) -> None:

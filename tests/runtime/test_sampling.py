@@ -93,21 +93,6 @@ def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
     assert chi_square < 16.27  # 99.9 % quantile for three degrees of freedom, the most there are
 
 
-def test_a_seed_repeats_the_draws() -> None:
-    def draw(seed: int) -> list[int]:
-        generator = np.random.default_rng(seed)
-        return [sample(LOGITS, plain(), [], generator) for _ in range(40)]
-
-    assert draw(3) == draw(3)
-    assert draw(3) != draw(4)
-
-
-def test_greedy_leaves_the_generator_untouched() -> None:
-    generator = np.random.default_rng(5)
-    assert sample(LOGITS, plain(temperature=0), [], generator) == 1
-    assert generator.random() == np.random.default_rng(5).random()
-
-
 def test_log_probability_is_the_models_own() -> None:
     shifted = LOGITS + np.float32(50)
     for token, probability in enumerate(PROBABILITIES):

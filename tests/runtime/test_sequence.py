@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.drafter import NO_DRAFT, Draft, DraftContext, Drafter, Round
-from kvq_runtime.generation import Generation, GenerationOptions, Vocabulary
+from kvq_runtime.drafter import Draft, DraftContext, Drafter, Round
+from kvq_runtime.generation import GenerationOptions, Vocabulary
 from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
 from kvq_runtime.passes import Work, run
 from kvq_runtime.sequence import TokenSequence
@@ -362,21 +362,6 @@ def test_a_right_draft_saves_its_passes() -> None:
     # one token is due in every pass but the first, five or six are drafted, one more is chosen
     assert (passes, drafted_passes) == (22, 5)
     assert len(found) == 22
-
-
-def test_a_generation_is_driven_by_logits_made_by_hand() -> None:
-    generation = Generation(
-        Vocabulary(stop_ids=frozenset({3}), detokenizer=Letters),
-        GenerationOptions(sampling=Sampling(temperature=0)),
-        history=[0],
-        room=10,
-        generator=np.random.default_rng(0),
-    )
-    rows = np.eye(5, dtype=np.float32)
-    taken = generation.take(rows[[1, 2, 4]], Draft(ids=(1, 0)))
-    assert (taken.path, taken.token, [step.text for step in taken.steps]) == ((0,), 2, ["b", "c"])
-    taken = generation.take(rows[[3]], NO_DRAFT)
-    assert (taken.path, taken.token, taken.steps[0].finish_reason) == ((), 3, "stop")
 
 
 def test_a_drafter_follows_rollback_align_and_restore() -> None:

@@ -1,9 +1,7 @@
 """A session's tokens, steps, cancelling, rollback and files, over a rule instead of a model."""
 
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
 from kvq_runtime.backends import Pass
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
-from kvq_runtime.hunks import common_prefix
 from kvq_runtime.passes import run, run_all
 from kvq_runtime.session import Session
 from rule_backend import RULE_LOGIT, RuleBackend, RuleCache
@@ -395,21 +392,6 @@ def test_stats_count_prompt_and_new_tokens() -> None:
     assert stats.bandwidth_gb_s * 1e9 / stats.decode_tok_s == pytest.approx(read / 3)
 
 
-def test_a_saved_session_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    hot = Sampling(temperature=3.0, top_k=0)
-    session = open_session(seed=4)
-    session.prefill([1, 2, 3])
-    taken(session.generate(5, sampling=hot, stop_ids=[]))
-    session.save(tmp_path / "one.kvq")
-    expected = taken(session.generate(8, sampling=hot, stop_ids=[]))
-
-    other = open_session(seed=99)
-    other.prefill([9, 9, 9, 9, 9, 9, 9])
-    other.load(tmp_path / "one.kvq")
-    assert taken(other.generate(8, sampling=hot, stop_ids=[])) == expected
-    assert other.tokens == session.tokens
-
-
 def test_saving_right_after_prefill_keeps_the_logits(tmp_path: Path) -> None:
     session = open_session()
     session.prefill([1, 2, 3])
@@ -417,7 +399,8 @@ def test_saving_right_after_prefill_keeps_the_logits(tmp_path: Path) -> None:
     other = open_session()
     other.load(tmp_path / "one.kvq")
     assert taken(other.generate(3, sampling=GREEDY)) == rule([1, 2, 3], 3)
-    assert other.sequence.cache.calls[0] == "begin 1"
+    # The first token needs no pass, the last one has had none.
+    assert sum(call.startswith("begin") for call in other.sequence.cache.calls) == 2
 
 
 @pytest.fixture
@@ -461,23 +444,6 @@ def test_altered_sessions_are_refused(saved: Path) -> None:
         assert "truncated or was altered" in refused(saved)
 
 
-@pytest.mark.parametrize(
-    ("version", "words"),
-    [
-        (11, "version 11, newer than the 10 this kvq reads; upgrade kvq-runtime, or read its text"),
-        (7, "version 7, older than the 10 this kvq reads; read its text again and save"),
-    ],
-)
-def test_sessions_of_another_version_are_refused(saved: Path, version: int, words: str) -> None:
-    content = saved.read_bytes()
-    length = struct.unpack_from("<I", content, 8)[0]
-    header = content[12 : 12 + length].replace(b'"version": 10', b'"version": %d' % version)
-    prefix = content[:8] + struct.pack("<I", len(header))
-    body = prefix + header + content[12 + length : -32]
-    saved.write_bytes(body + sha256(body).digest())
-    assert f"is a session of {words}" in refused(saved)
-
-
 def test_places_that_cannot_be_used(tmp_path: Path) -> None:
     session = open_session()
     session.prefill([1])
@@ -515,9 +481,3 @@ def test_closing_frees_the_cache() -> None:
             use()
     session.close()
     assert cache.calls.count("close") == 1
-
-
-def test_common_prefix() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([1, 2], [1, 2, 3]) == 2
-    assert common_prefix([], [1]) == 0

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvq import native
-from kvq.errors import BundleError, KvqError, SnapshotError
-from kvq_apps import configuration, trust
+from kvq.errors import BundleError, SnapshotError
+from kvq_apps import trust
 from kvq_apps.pulling import pulled
 from kvq_apps.serve import instances
 from kvq_export.config import ExportOptions
@@ -67,7 +67,8 @@ def test_a_session_goes_on_or_is_refused_by_its_version(folder: Path) -> None:
     of_bundle, version = versions(folder)
     expected = np.load(folder / "logits.npy")[1:]
     if version not in snapshot.READ_VERSIONS:
-        with pytest.raises(SnapshotError, match=f"of version {version}.*read its text again"):
+        says = f"of version {version}, older than the .*; read its text again and save"
+        with pytest.raises(SnapshotError, match=says):
             snapshot.examine(folder / "session.kvq")
         return
     if of_bundle not in manifest.READ_VERSIONS:
@@ -94,32 +95,7 @@ def test_this_version_is_among_them() -> None:
     assert sum(sizes) < 200_000 * len(list(WRITTEN.iterdir()))
 
 
-def test_bundles_of_other_versions_say_what_to_do(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(sorted(WRITTEN.iterdir())[-1] / "bundle", tmp_path / "bundle"))
-    written = json.loads((folder / "kvq.json").read_text())
-    for version, words in (
-        (manifest.VERSION + 1, "newer than .* upgrade kvq-runtime, or export or pull the model"),
-        (5, "no longer reads; export or pull the model again"),
-        ("7", "was altered after the export"),
-    ):
-        changed = written | {"version": version}
-        changed["checksum"] = manifest.checksum(changed)
-        (folder / "kvq.json").write_text(json.dumps(changed))
-        with pytest.raises(KvqError, match=words):
-            Engine.open(folder)
-
-
 # Files beside the models
-
-
-def test_settings_of_a_newer_version_are_left_out_line_by_line(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text('[kv]\nbudget = "64MiB"\nshape = "round"\n\n[telepathy]\non = true\n')
-    found = configuration.settings(configuration.read(path))
-    assert {name: one.value for name, one in found.values.items()} == {"kv-budget": "64MiB"}
-    unknown, section = found.warnings
-    assert unknown.startswith(f"{path}:3: [kv] has no key shape; known: ")
-    assert section.startswith(f"{path}:5: there is no section telepathy; known: [model], [kv]")
 
 
 def test_notes_of_another_version_are_read_as_far_as_they_are_known(

@@ -109,9 +109,9 @@ def test_auto_is_the_drafter_where_answers_stay_the_same(shelf: Shelf) -> None:
     "name", ["lookup:min_ngram=1", "suffix:min_ngram=1", "rewrite:min_ngram=1", "recycle"]
 )
 def test_greedy_answers_to_many_prompts(tiny: Engine, name: str) -> None:
-    """200 prompts, with 1, 2, 4 and 7 tokens guessed at most (QS-3)."""
+    """50 prompts, with 1, 2, 4 and 7 tokens guessed at most (QS-3)."""
     random = np.random.default_rng(5)
-    many = [(random.integers(6, 300, 6).tolist() * 3)[: random.integers(7, 19)] for _ in range(200)]
+    many = [(random.integers(6, 300, 6).tolist() * 3)[: random.integers(7, 19)] for _ in range(50)]
     with session(tiny, None) as plain:
         wanted = [answered(plain, prompt, 8, stop_ids=()) for prompt in many]
     for room in (2, 3, 5, 8):
@@ -231,20 +231,3 @@ class Oracle(Half):
 
     def propose(self, room: int) -> Draft:
         return Draft(ids=tuple(self.text[self.length : self.length + room]))
-
-
-def test_going_back_and_on_is_the_same_with_a_drafter(embedded: Engine) -> None:
-    first, second = prompts(embedded, 2)
-    ways = []
-    for drafter in (None, drafter_named("lookup"), drafter_named("suffix")):
-        with session(embedded, drafter, k_bits=16, v_bits=16) as opened:
-            texts = []
-            for step in range(3):
-                texts.append(answered(opened, first, 30, stop_ids=()))
-                opened.rollback(11 * step)
-                texts.append(list(opened.generate(20, sampling=GREEDY, stop_ids=())))
-                opened.align(second[: 60 + 30 * step])
-                opened.prefill()
-                texts.append(list(opened.generate(20, sampling=GREEDY, stop_ids=())))
-            ways.append((texts, opened.tokens))
-    assert ways[1:] == ways[:1] * 2

@@ -277,29 +277,6 @@ def test_experts_of_a_head_are_within_the_models_budget(shelf: Shelf) -> None:
 
 
 @needs_native
-def test_guesses_follow_what_the_head_has_read(engine: Engine, bundle: Path) -> None:
-    """The drafter's guesses are those of the reference, from all that it has read in its turns."""
-    with opened(engine, kv="fp") as session:
-        seen: list[tuple[int, ...]] = []
-        drafter = session.drafter
-        assert isinstance(drafter, Mtp)
-        observe = drafter.observe
-        drafter.observe = lambda outcome: (seen.append(outcome.draft.ids), observe(outcome))
-        session.prefill(TEXT[:90])
-        text = [*TEXT[:90], *goes_on(session, 12)]
-    held = 90
-    agreed = 0
-    for ids in seen[:-1]:
-        # A random head is hardly ever right, so a round takes one token.
-        found = reference_head(Bundle.open(bundle), np.array(text[: held + 1]))[0][-1]
-        agreed += int(found.argmax()) == ids[0]
-        held += 1
-    assert len(seen) == 11
-    assert seen[-1] == ()  # no token is left to guess
-    assert agreed >= 9
-
-
-@needs_native
 @pytest.mark.parametrize("part", range(6))
 def test_random_traces_answer_as_plain_decoding_does(
     engine: Engine, part: int, tmp_path: Path

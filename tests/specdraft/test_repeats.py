@@ -127,13 +127,6 @@ def test_suffix_proposes_the_walk_of_the_largest_sum(text: list[int], room: int)
     assert drafter.propose(room).ids == tuple(path)
 
 
-def test_the_majority_wins_over_the_newest() -> None:
-    text = [7, 8, 1, 2, 7, 8, 1, 3, 7, 8, 4, 5, 7, 8]
-    for drafter, expected in ((Lookup(max_ngram=2), 4), (Suffix(max_ngram=2), 1)):
-        drafter.follow(0, text)
-        assert drafter.propose(3).ids[0] == expected
-
-
 @pytest.mark.parametrize("name", sorted(FREE_DRAFTERS))
 def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
     drafter = drafter_named(name)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bench_bundles import TOLERANCE, Make
 from kvq.cache import Cache
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError
 from kvq_apps.bench import bandwidth, engine_kvq
 from kvq_apps.bench.engine_llamacpp import LlamaCppEngine
 from kvq_apps.bench.engines import InProcess, Setting, check_peers, open_engine
@@ -496,5 +496,3 @@ def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_peers(["onnxruntime"])
     with pytest.raises(BackendError, match="pip install torch transformers optimum-quanto"):
         check_peers(["transformers"])
-    with pytest.raises(UsageError, match="vllm"):
-        check_peers(["vllm"])

@@ -9,7 +9,7 @@ import pytest
 from emulated import emulated_library
 from kvq import devices, native
 from kvq.errors import BackendError
-from kvq_apps.bench import bandwidth, shapes
+from kvq_apps.bench import bandwidth
 from kvq_apps.bench.engine_kvq import KvqBatch
 from kvq_apps.bench.engines import PEERS, PROGRAMS, Setting, check_peers, open_engine
 from kvq_apps.bench.measure import SpeedJob, measure
@@ -191,13 +191,3 @@ def test_a_cache_whose_package_is_absent_is_named(
 
 
 # Shapes
-
-
-def test_a_shape_may_have_fewer_layers(tiny_shape: str) -> None:
-    whole = shapes.shape_config(tiny_shape)
-    one = shapes.shape_config(f"{tiny_shape}:layers=1")
-    assert (whole.num_layers, one.num_layers) == (2, 1)
-    assert one.cache_classes[0].shape.head_dim == whole.cache_classes[0].shape.head_dim
-    made = Bundle.open(shape_bundle(f"{tiny_shape}:layers=1"))
-    assert made.config.num_layers == 1
-    assert made.manifest.name == "tiny-layers-1"

@@ -68,4 +68,6 @@ def test_a_shape_is_made_once() -> None:
     written = (path / "kvq.json").stat().st_mtime_ns
     assert Bundle.open(path).manifest.name == "tiny"
     assert shapes.shape_bundle("tiny") == path
+    first = Bundle.open(shapes.shape_bundle("tiny:layers=1"))
+    assert (first.config.num_layers, first.manifest.name) == (1, "tiny-layers-1")
     assert (path / "kvq.json").stat().st_mtime_ns == written

@@ -94,6 +94,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_app_usable() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await until(pilot, lambda: "no model" in meter(app))
         assert "/model NAME tries another" in shown(app)
+        assert "there is no model here" in shown(app)
         app.controller.client_for = client_for
         app.prompt.fill("hello")
         await pilot.press("enter")

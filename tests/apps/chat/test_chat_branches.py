@@ -124,6 +124,9 @@ def test_drafts_are_written_side_by_side_and_one_is_kept(tmp_path: Path) -> None
         # Alt+] shows the same three again, the one before is marked by its fellow; Esc leaves all.
         screen = await open_drafts(app, pilot, "alt+right_square_bracket")
         assert (drafts_of(app), screen.marked) == (["alpha", "beta", "gamma"], 0)
+        # From the last one goes round to the first.
+        await pilot.press("3", "alt+n")
+        assert screen.marked == 0
         await pilot.press("escape")
         await until(pilot, lambda: app.controller.idle)
         assert app.controller.conversation.messages[-1].text == "gamma"
@@ -171,17 +174,6 @@ def test_a_choice_stops_what_is_still_written_and_a_narrow_screen_shows_one() ->
 
     # Slowly: the pilot waits until the process does little.
     run(script, FakeClient(FakeOptions(tok_ms=60), script=endless), size=(60, 24))
-
-
-def test_leaving_with_drafts_on_the_screen() -> None:
-    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        await say(app, pilot, "go")
-        app.prompt.fill("/drafts 2")
-        await open_drafts(app, pilot, "enter")
-        await pilot.press("ctrl+q")
-        await until(pilot, lambda: app._exit)
-
-    run(script, telling("alpha", "beta"))
 
 
 # The context

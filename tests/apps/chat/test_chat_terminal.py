@@ -494,22 +494,6 @@ def test_the_background_and_the_editor_in_tmux(
 
 
 @pytest.mark.slow
-def test_drafts_in_tmux(tmux: Tmux) -> None:
-    tmux.run("--engine", "fake:tokens=4")
-    tmux.type("go")
-    tmux.keys("Enter")
-    tmux.until("You asked: go")
-    tmux.type("/drafts 2")
-    tmux.keys("Enter")
-    tmux.until("1/2", "2/2", "Enter keeps it")
-    tmux.keys("M-n")
-    tmux.keys("Enter")
-    tmux.until("kvq  1/2", gone="Enter keeps it")
-    tmux.keys("C-q")
-    tmux.until("left with 0")
-
-
-@pytest.mark.slow
 def test_below_the_command_line_in_tmux(tmux: Tmux) -> None:
     tmux.type("echo what stood here before")
     tmux.keys("Enter")

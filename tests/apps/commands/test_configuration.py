@@ -77,6 +77,7 @@ def test_flag_environment_project_user_default(
     assert parsed().threads == 5
     assert parsed("--threads", "7").threads == 7
     assert not options.written(parsed(), "threads")
+    assert options.written(parsed("--top-k", "0"), "top-k")
 
 
 def test_the_nearest_project_counts(home: Path, project_file: Path) -> None:

@@ -19,7 +19,7 @@ from kvq_export.random_bundle import random_bundle
 from kvq_models.registry import family_for
 from kvq_runtime import device, snapshot
 from kvq_runtime.engine import Engine
-from kvq_runtime.manifest import VERSION, checksum
+from kvq_runtime.manifest import checksum
 from shelf import Shelf
 from tiny import CASES, COMMON
 
@@ -278,36 +278,14 @@ def test_damaged_and_newer_sessions(saved: Path, refused: Refused, tmp_path: Pat
         path.write_bytes(damaged)
         line = refused(path)
         assert f"{path} {words}" in line
-    assert "upgrade kvq-runtime" in refused(_written(path, _with_header(content, version=11)))
+    assert "upgrade kvq-runtime, or read its text" in refused(
+        _written(path, _with_header(content, version=11))
+    )
 
 
 def _written(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
-
-
-def test_damaged_and_newer_bundles(bundle: Path, refused: Refused, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
-    data, manifest = folder / "model.onnx.data", folder / "kvq.json"
-    whole, text = data.read_bytes(), manifest.read_text()
-
-    data.write_bytes(whole[:-1])
-    assert "model.onnx.data is truncated" in refused(folder)
-    assert "copy it again or export the model again" in refused(folder, "--estimate")
-    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "model.onnx.data was altered after the export; copy it again" in refused(folder)
-    data.unlink()
-    assert "model.onnx.data is missing; copy the whole folder" in refused(folder)
-    data.write_bytes(whole)
-    manifest.write_text(text[:100])
-    assert "kvq.json is damaged" in refused(folder)
-    manifest.write_text(text.replace('"k_bits": 4', '"k_bits": 8', 1))
-    assert "kvq.json was altered after the export; export the model again" in refused(folder)
-    newer = json.loads(text) | {"version": 99}
-    manifest.write_text(json.dumps(newer | {"checksum": checksum(newer)}))
-    assert f"version 99, newer than the {VERSION} this kvq reads; upgrade kvq-runtime" in refused(
-        folder
-    )
 
 
 # The list

@@ -327,11 +327,6 @@ def test_settings_are_pulled_and_a_bad_one_stays_as_it_was(completer: GatedCompl
         ("file:///home/me/.env", "KEY=1\n", "this file is ignored"),
         ("file:///home/me/server.pem", "x\n", "this file is ignored"),
         ("git:/a.py?ref", "x\n", "git: documents are left alone"),
-        (
-            "vscode-notebook-cell:/a.ipynb#1",
-            "x\n",
-            "vscode-notebook-cell: documents are left alone",
-        ),
         ("file:///a.bin", "x\0y\n", "the document is no text"),
         ("file:///a.py", "x" * 1_000_000, "the line is too long"),
     ],

@@ -285,18 +285,22 @@ def test_a_program_that_imports_kvq_is_never_asked(
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("command", "typed", "told"),
     [
-        (b"n\n", "smollm2-135m is not here yet; pull it with"),
-        (b"\n", "smollm2-135m is not here yet; pull it with"),
-        (b"y\n", "smollm2-135m cannot be pulled from the hub"),
+        ("run", b"n\n", "smollm2-135m is not here yet; pull it with"),
+        ("run", b"\n", "smollm2-135m is not here yet; pull it with"),
+        *(
+            pytest.param(name, b"y\n", "smollm2-135m cannot be pulled from the hub", marks=marks)
+            for name, marks in (
+                ("run", ()),
+                ("chat", pytest.mark.slow),
+                ("serve", pytest.mark.slow),
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize(
-    "command", ["run", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chat", "serve"))]
-)
 def test_a_person_at_a_terminal_is_asked(
-    typed: bytes, told: str, command: str, tmp_path: Path
+    command: str, typed: bytes, told: str, tmp_path: Path
 ) -> None:
     terminal, end = pty.openpty()
     words = [command, "-m", "smollm2-135m", "--offline", *(["hi"] if command == "run" else [])]

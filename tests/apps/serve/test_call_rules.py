@@ -84,6 +84,8 @@ FORM = {
     name: next(form for form in FORMS if form.known_by == known)
     for name, (known, _) in FAMILIES.items()
 }
+# Those whose form no other has; they differ in what a template writes.
+OWN = [name for name in FAMILIES if name != "gpt-oss header"]
 # What a model of random tokens ends its strings and calls with.
 ENDINGS = ["\n</parameter>\n", '<|"|>', *"'\"])}>,:5"]
 
@@ -263,7 +265,7 @@ MANY = settings(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("control", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OWN)
 @MANY
 @given(pair=objects(), seed=st.integers(0, 1 << 30))
 def test_what_fits_is_read_back_as_arguments_that_fit(
@@ -396,7 +398,7 @@ def test_what_holds_itself_does_so_a_few_times(family: str) -> None:
         assert fits(found, text, control=False) == (length <= 5 + (family == "qwen")), length
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OWN)
 @pytest.mark.parametrize(
     ("schema", "complaint"),
     [

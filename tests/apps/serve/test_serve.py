@@ -23,7 +23,6 @@ from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
 from kvq_runtime.config import Sampling
 from kvq_runtime.drafter import DraftContext
-from kvq_runtime.serving import saving as saved_module
 from kvq_runtime.serving.saving import as_ids
 from kvq_runtime.session import Session
 from kvq_specdraft.lookup import Lookup
@@ -197,6 +196,10 @@ def test_minus_one_means_as_much_as_fits(path: str, rule: Rule) -> None:
             # The last token that is written is not read any more.
             assert reply["timings"]["predicted_n"] in (90 - held, 91 - held)
             assert ask(server, path, {**asked, name: 3}).json["timings"]["predicted_n"] == 3
+        if path == CHAT:
+            none = ask(server, path, {**asked, "n_predict": 0}).json
+            assert none["usage"]["completion_tokens"] == 0
+            assert none["choices"][0]["finish_reason"] == "length"
 
 
 def test_many_stop_strings_are_taken(rule: Rule) -> None:
@@ -570,5 +573,3 @@ def test_a_session_file_is_not_trusted_for_its_ids(tmp_path: Path) -> None:
 
 def test_numbers_may_be_whole_floats() -> None:
     assert parse_object(b'{"n": 2.0}').whole("n", 1, 4, 1) == 2
-    assert saved_module.common_prefix(as_ids([1, 2, 3]), as_ids([1, 2, 4])) == 2
-    assert saved_module.common_prefix(as_ids([]), as_ids([1])) == 0
