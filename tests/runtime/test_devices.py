@@ -3,6 +3,7 @@
 import logging
 import shutil
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from kvq import devices, native
 from kvq.errors import BackendError, BudgetError, UsageError
 from kvq.formats import constant_bytes
 from kvq_runtime import gpu
-from kvq_runtime.backends import WHOLE, Mode, forward_chain, onnx
+from kvq_runtime.backends import WHOLE, Mode, Pass, forward_chain, onnx
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine, open_files
-from kvq_runtime.generation import Step
+from kvq_runtime.generation import GenerationOptions, Step
 from kvq_runtime.metrics import SessionStats
 from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
-from kvq_runtime.passes import run
+from kvq_runtime.passes import run, run_all
 from logits import far
 from shelf import EIGHT, Shelf
 
@@ -150,6 +151,38 @@ def test_what_a_processors_memory_does_not_hold_lies_in_a_file(shelf: Shelf) -> 
     assert stats.kv_bytes == whole.kv_bytes
     assert stats.kv_budget == whole.kv_budget
     assert (stats.held.offloaded_bytes, stats.held.streamed_bytes) == (30_000, 0)
+
+
+def test_sequences_share_the_passes_of_a_device(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.open(bundle, device="emulated") as engine:
+        shared = list[int]()
+        forward = engine.backend.forward
+
+        def counted(one: Pass[Any]) -> Any:
+            shared.append(len(one.rows))
+            return forward(one)
+
+        monkeypatch.setattr(engine.backend, "forward", counted)
+        options = GenerationOptions(max_tokens=5, sampling=GREEDY, stop_ids=frozenset())
+
+        def answers(texts: list[list[int]]) -> list[list[int]]:
+            """Of sessions of their own that answer at once."""
+            with ExitStack() as stack:
+                opened = [stack.enter_context(engine.session(kv="8:8")) for _ in texts]
+                for session, text in zip(opened, texts, strict=True):
+                    session.prefill(text)
+                shared.clear()
+                works = [session.answering(options) for session in opened]
+                found = dict(run_all(works, len(works)))
+                return [[step.token for step in found[place]] for place in range(len(texts))]
+
+        texts = [TEXT[:70].tolist(), TEXT[70:].tolist(), [7, 8, 9]]
+        together = answers(texts)
+        assert shared == [3] * 4
+        assert together == [answers([text])[0] for text in texts]
+        assert len({tuple(one) for one in together}) == 3
 
 
 CHOICES: list[tuple[Sampling, dict[str, Any], bool]] = [
