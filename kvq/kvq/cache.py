@@ -137,17 +137,16 @@ class Cache:
     @property
     def handle(self) -> int:
         """What a `kvq::Attention` node is given. Raises `BackendError` on the numpy path."""
-        (handle,) = self.handles
-        return handle
-
-    @property
-    def handles(self) -> tuple[int, ...]:
-        """What a graph is given. Raises as `handle` does."""
         handle = self.engine.handle
         if handle is None:
             native.library()
             raise UsageError("this cache was opened with engine='numpy' and has no handle")
-        return (handle,)
+        return handle
+
+    @property
+    def handles(self) -> tuple[int, ...]:
+        """What a graph is given."""
+        return (self.handle,)
 
     @property
     def parts(self) -> "tuple[Cache, ...]":
@@ -301,11 +300,8 @@ class Cache:
                 "it with more draft tokens"
             )
         if at in (None, self.tokens):
-            held = self.tokens
-            if held + rows + tokens > self.context_tokens:
-                raise context_full(held, rows + tokens, self.context_tokens)
-        if not 1 <= tokens <= self.chunk_tokens:
-            raise chunk_too_long(tokens, self.chunk_tokens)
+            check_context(self.tokens, rows + tokens, self.context_tokens)
+        check_chunk(tokens, self.chunk_tokens)
 
     def evidence(self) -> Evidence:
         """What the policy decides by. One observation more in the pages' history of attention.
@@ -720,17 +716,19 @@ class Cache:
         self.engine.close()
 
 
-def context_full(held: int, new: int, context_tokens: int) -> BudgetError:
-    """That `new` tokens after `held` are more than the context."""
-    return BudgetError(
-        f"{held} + {new} tokens exceed this session's context of {context_tokens}; open it "
-        f"with a larger {argument('context_tokens')}"
-    )
+def check_context(held: int, new: int, context_tokens: int) -> None:
+    """Raises `BudgetError` where `new` tokens after `held` are more than the context."""
+    if held + new > context_tokens:
+        raise BudgetError(
+            f"{held} + {new} tokens exceed this session's context of {context_tokens}; open it "
+            f"with a larger {argument('context_tokens')}"
+        )
 
 
-def chunk_too_long(tokens: int, chunk_tokens: int) -> BudgetError:
-    """That so many rows are more than a pass of this budget takes, or none."""
-    return BudgetError(
-        f"one forward pass takes 1 to {chunk_tokens} tokens in this budget, {tokens} were "
-        "given; split them"
-    )
+def check_chunk(tokens: int, chunk_tokens: int) -> None:
+    """Raises `BudgetError` for more rows than a pass of this budget takes, or none."""
+    if not 1 <= tokens <= chunk_tokens:
+        raise BudgetError(
+            f"one forward pass takes 1 to {chunk_tokens} tokens in this budget, {tokens} were "
+            "given; split them"
+        )

@@ -293,7 +293,7 @@ class Answering(Generic[C]):
     def _measure(self, reached: int, count: int, seconds: float) -> None:
         """A pass brought `count` tokens into the cache, the text's first `reached` among them."""
         if reached > self._prompt_end:
-            self._meter.decoded(count, seconds, self.sequence.encoding.cache.used_bytes)
+            self._meter.decoded(count, seconds, self.sequence.cache.used_bytes)
         else:
             self._meter.prefilled(count, seconds)
 

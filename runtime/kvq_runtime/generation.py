@@ -283,6 +283,8 @@ class Generation:
         every = options.logprobs or options.top_logprobs > 0
         self._exact_rows = 0 if every else options.sampling.exact_rows
         self._generator = generator
+        # Whether a drafter may guess.
+        self.drafts = options.draft
 
     @property
     def finish_reason(self) -> str | None:
@@ -294,11 +296,6 @@ class Generation:
         """How many tokens it can still choose."""
         limit, so_far = self._options.max_tokens, self._so_far
         return so_far.room if limit is None else min(so_far.room, limit - so_far.new)
-
-    @property
-    def drafts(self) -> bool:
-        """Whether a drafter may guess."""
-        return self._options.draft
 
     @property
     def exact_rows(self) -> int:

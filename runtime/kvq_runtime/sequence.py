@@ -212,7 +212,7 @@ class TokenSequence(Generic[C]):
         """
         if not self.pending_tokens:
             return self._tokens[-1:] if self.encoding.logits is None else []
-        end = self._tokens[self.encoding.cache.tokens :]
+        end = self._tokens[self.cache.tokens :]
         for start, stop in reversed(self.encoding.staleness.gaps):
             end[:0] = self._tokens[start:stop]
         return end
@@ -233,7 +233,7 @@ class TokenSequence(Generic[C]):
         """
         held = self.encoding.logits if at is None else None
         width = 0 if self.states is None else self._backend.model.state_width
-        branch = Branch(self.encoding.cache, held, self._commit, self._call, at, width)
+        branch = Branch(self.cache, held, self._commit, self._call, at, width)
         try:
             yield branch
         finally:

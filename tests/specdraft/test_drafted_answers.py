@@ -109,9 +109,9 @@ def test_auto_is_the_drafter_where_answers_stay_the_same(shelf: Shelf) -> None:
     "name", ["lookup:min_ngram=1", "suffix:min_ngram=1", "rewrite:min_ngram=1", "recycle"]
 )
 def test_greedy_answers_to_many_prompts(tiny: Engine, name: str) -> None:
-    """50 prompts, with 1, 2, 4 and 7 tokens guessed at most (QS-3)."""
+    """200 prompts, with 1, 2, 4 and 7 tokens guessed at most (QS-3)."""
     random = np.random.default_rng(5)
-    many = [(random.integers(6, 300, 6).tolist() * 3)[: random.integers(7, 19)] for _ in range(50)]
+    many = [(random.integers(6, 300, 6).tolist() * 3)[: random.integers(7, 19)] for _ in range(200)]
     with session(tiny, None) as plain:
         wanted = [answered(plain, prompt, 8, stop_ids=()) for prompt in many]
     for room in (2, 3, 5, 8):

@@ -327,8 +327,7 @@ class _Telling:
 
     def say(self, text: str) -> None:
         """A piece of the answer."""
-        if self._thinking:
-            self._end_thought()
+        self._end_thought()
         if self._pieces is not None:
             self._pieces(text)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Holdings, chunk_too_long, context_full
+from kvq.cache import Holdings, check_chunk, check_context
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, UsageError, argument
 from kvq_runtime.backends import SequencePass
 from kvq_runtime.backends.llama_layout import (
@@ -154,10 +154,9 @@ class LlamaCppCache:
                 "drafts that branch are not possible on the llama.cpp backend, where each token "
                 "follows the one before: ask for one draft, or run a bundle with an ONNX graph"
             )
-        if at is None and self.tokens + first + tokens > self.context_tokens:
-            raise context_full(self.tokens, first + tokens, self.context_tokens)
-        if not 1 <= tokens <= self.chunk_tokens:
-            raise chunk_too_long(tokens, self.chunk_tokens)
+        if at is None:
+            check_context(self.tokens, first + tokens, self.context_tokens)
+        check_chunk(tokens, self.chunk_tokens)
         if at is not None and self._at is None:
             self._park(at)
             self._at, self.tokens = (at, self.tokens), at

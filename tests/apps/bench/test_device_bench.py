@@ -188,6 +188,3 @@ def test_a_cache_whose_package_is_absent_is_named(
     assert "transformers hqq4 is left out: hqq is not installed; pip install torch" in told
     assert "quanto4 is left out" in told
     opened.close()
-
-
-# Shapes
