@@ -15,6 +15,10 @@ from kvq_export.export import export_model
 from kvq_runtime.bundle import Bundle
 from kvq_runtime.manifest import GGUF_FILE
 
+# Nats that a file of a type may be off by: llama.cpp rounds activations to the type of the weights
+# and keeps keys and values in float16; random weights are the worst case of either.
+NATS = {"q8_0": 0.02, "bf16": 0.01, "q4_0": 1.5, "q4_k_m": 0.8}
+
 needs_llama = pytest.mark.skipif(
     gguf_llama.llama_missing() is not None, reason=str(gguf_llama.llama_missing())
 )
