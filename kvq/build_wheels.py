@@ -94,9 +94,9 @@ def build(name: str, out: Path, folder: Path, jobs: int) -> Path:
 
 
 def _built(name: str, source: Path, settings: dict[str, str], out: Path, wheels: str) -> Path:
-    told = [f"--config-settings={key}={value}" for key, value in settings.items()]
+    settings_flags = [f"--config-settings={key}={value}" for key, value in settings.items()]
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    command = [*pip, f"--wheel-dir={out}", *told, str(source)]
+    command = [*pip, f"--wheel-dir={out}", *settings_flags, str(source)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise SystemExit(f"{name} was not built:\n{finished.stdout}{finished.stderr}")
@@ -114,17 +114,17 @@ def complaints(wheel: Path, name: str) -> Iterator[str]:
         yield f"it has {num_bytes} bytes, of {LARGEST_BYTES} at most"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        (about,) = (one for one in names if one.endswith(".dist-info/WHEEL"))
+        (about,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
         tags = re.findall(r"^Tag: (.*)", archive.read(about).decode(), re.MULTILINE)
         library = archive.read(platform.library) if platform.library in names else b""
     if tags != [f"py3-none-{name}"]:
         yield f"its tags are {tags}"
-    native = [one for one in names if re.search(r"\.(so|dylib|dll|a|lib|exe)\b", one)]
+    native = [name for name in names if re.search(r"\.(so|dylib|dll|a|lib|exe)\b", name)]
     if native != [platform.library]:
         yield f"its native files are {native}, not {platform.library}"
-    if sources := [one for one in names if re.search(r"CMakeLists|\.(cpp|cu|h|inl|map)$", one)]:
+    if sources := [name for name in names if re.search(r"CMakeLists|\.(cpp|cu|h|inl|map)$", name)]:
         yield f"it holds sources: {', '.join(sources)}"
-    if weights := [one for one in names if one.startswith(f"{WEIGHTS}/")]:
+    if weights := [name for name in names if name.startswith(f"{WEIGHTS}/")]:
         yield f"it holds weights, which {MODELS} brings: {', '.join(weights)}"
     if library:
         yield from _library_complaints(library, platform)
@@ -132,8 +132,8 @@ def complaints(wheel: Path, name: str) -> Iterator[str]:
 
 def _models_complaints(wheel: Path) -> Iterator[str]:
     with zipfile.ZipFile(wheel) as archive:
-        names = {one for one in archive.namelist() if ".dist-info/" not in one}
-    if foreign := sorted(one for one in names if not one.startswith(f"{WEIGHTS}/")):
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    if foreign := sorted(name for name in names if not name.startswith(f"{WEIGHTS}/")):
         yield f"it holds what belongs to kvq-runtime: {', '.join(foreign)}"
     here = ROOT / "models"
     folders = [card.parent for card in (here / WEIGHTS).glob("*/config.json")]
@@ -146,13 +146,14 @@ def _library_complaints(content: bytes, platform: Platform) -> Iterator[str]:
     lief: Any = import_module("lief")
     lief.logging.disable()  # it says which optional parts of a file are not there
     binary = lief.parse(content)
-    own = f"@rpath/{Path(platform.library).name}"  # a Mac's library names itself among the others
-    for one in (getattr(one, "name", one) for one in binary.libraries):
-        if not any(fnmatch(one, allowed) for allowed in (*platform.needed, own)):
-            yield f"the library needs {one}"
+    # A Mac's library names itself among those it needs.
+    install_name = f"@rpath/{Path(platform.library).name}"
+    for needed in (getattr(library, "name", library) for library in binary.libraries):
+        if not any(fnmatch(needed, allowed) for allowed in (*platform.needed, install_name)):
+            yield f"the library needs {needed}"
     text = (SOURCES / "kvq.h").read_text()
     declared = {*re.findall(r"^KVQ_EXPORT [^;]*?(\w+)\(", text, re.MULTILINE), "RegisterCustomOps"}
-    shown = {one.name for one in binary.exported_functions if one.name}
+    shown = {function.name for function in binary.exported_functions if function.name}
     if platform.system == "Darwin":
         # There Zig's linker shows more whatever it is told: its marks and C++'s new and delete.
         more = re.compile(r"_(__dso_handle|_mh_dylib_header|_Z(n[aw]|d[al]).*)")
@@ -168,9 +169,9 @@ def _library_complaints(content: bytes, platform: Platform) -> Iterator[str]:
 def _system_complaints(binary: Any, platform: Platform) -> Iterator[str]:
     if platform.system == "Linux":
         for symbol in binary.imported_symbols:
-            found = re.search(r"GLIBC_(\d+)\.(\d+)", str(symbol.symbol_version))
-            if found and (int(found[1]), int(found[2])) > OLDEST_GLIBC:
-                yield f"{symbol.name} is of {found[0]}"
+            match = re.search(r"GLIBC_(\d+)\.(\d+)", str(symbol.symbol_version))
+            if match and (int(match[1]), int(match[2])) > OLDEST_GLIBC:
+                yield f"{symbol.name} is of {match[0]}"
     if platform.system == "Darwin":
         oldest = tuple(binary.build_version.minos[:2])
         if oldest > OLDEST_MACOS:
@@ -197,11 +198,11 @@ def main() -> int:
         print(f"{name}: ", end="", flush=True)
         since = time.perf_counter()
         wheel = build(name, arguments.out.resolve(), arguments.build.resolve(), arguments.jobs)
-        seconds, found = time.perf_counter() - since, list(complaints(wheel, name))
-        print(f"{'not in order' if found else 'ok'}, {seconds:.0f} s, {_sizes(wheel, name)}")
-        for one in found:
-            print(f"  {one}")
-        wrong += bool(found)
+        seconds, problems = time.perf_counter() - since, list(complaints(wheel, name))
+        print(f"{'not in order' if problems else 'ok'}, {seconds:.0f} s, {_sizes(wheel, name)}")
+        for problem in problems:
+            print(f"  {problem}")
+        wrong += bool(problems)
     return int(wrong > 0)
 
 
@@ -210,7 +211,7 @@ def _sizes(wheel: Path, name: str) -> str:
     if name == MODELS:
         return total
     with zipfile.ZipFile(wheel) as archive:
-        packed = {one.filename: one.compress_size for one in archive.infolist()}
+        packed = {entry.filename: entry.compress_size for entry in archive.infolist()}
     return f"{total}, of which the library {packed.get(PLATFORMS[name].library, 0) / 1e6:.2f}"
 
 

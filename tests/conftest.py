@@ -115,12 +115,12 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kernels_restored() -> Generator[None]:
     """A test may choose the kernels; the next one has the machine's best."""
-    from kvq import native
+    from kvq import native_library
 
-    before = native.isa() if native.available() else ""
+    before = native_library.isa() if native_library.available() else ""
     yield
     if before:
-        native.select_isa(before)
+        native_library.select_isa(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
-"""`kvq`: finds the command, loads only its file, and turns what went wrong into an exit code.
+"""`kvq`: finds the command, imports only its module, and turns errors into exit codes.
 
-Exit codes: 0 ok, 2 usage or bad input, 1 our fault, 130 ended by Ctrl-C, 141 reader went away.
+Exit codes: 0 success, 2 wrong usage or input, 1 a fault of kvq, 130 Ctrl-C, 141 a closed pipe.
 """
 
 import errno
@@ -8,31 +8,34 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from importlib import import_module
 from io import FileIO, TextIOWrapper
-from typing import Any, NoReturn
+from typing import Any
 
 from kvq import __version__
 from kvq.errors import KvqError, UsageError, argument
 from kvq.settings import (
-    agree,
+    assume_yes,
     encode_in_one_thread,
     environment,
     environment_name,
     stay_offline,
 )
-from kvq_apps import flags, layers, output
-from kvq_apps.flag_values import AUTO
-from kvq_apps.interrupt import INTERRUPTED, noted_interrupts
-from kvq_apps.owners import HelpText
+from kvq_apps.settings import flags, other_programs, sources
+from kvq_apps.settings.flag_values import AUTO
+from kvq_apps.settings.parsers import Parser, PrintAllFlags
+from kvq_apps.terminal import output
+from kvq_apps.terminal.interrupt import INTERRUPTED, noted_interrupts
 
 COMMANDS = {
     "pull": ("kvq_apps.commands.pull", "fetch a model by its name"),
     "models": ("kvq_apps.commands.models", "list the models that are here, delete one"),
     "export": ("kvq_apps.commands.export", "turn a Hugging Face checkpoint into a bundle"),
     "run": ("kvq_apps.commands.run", "continue a prompt"),
+    "batch": ("kvq_apps.commands.batch", "answer a file of prompts"),
+    "embed": ("kvq_apps.commands.embed", "make vectors of texts, for search"),
     "chat": ("kvq_apps.commands.chat", "talk to a model in the terminal"),
     "complete": ("kvq_apps.commands.complete", "complete code at a place of a file"),
     "lsp": ("kvq_apps.commands.lsp", "complete code in an editor: a language server"),
@@ -41,11 +44,10 @@ COMMANDS = {
     "bench": ("kvq_apps.commands.bench", "measure speed, also against other engines"),
     "ngrams": ("kvq_apps.commands.ngrams", "count one's own files, for several drafts at once"),
     "inspect": ("kvq_apps.commands.inspect", "show what a bundle holds"),
-    "trust": ("kvq_apps.commands.trust", "let a project's settings name models and prompts"),
     "doctor": ("kvq_apps.commands.doctor", "show what this installation found"),
 }
 
-# Packages that come with an extra; a command that lacks one says which.
+# Packages by the extra that installs them; an error names the extra.
 EXTRAS = {
     "apps": ("markdown_it", "pygments", "rich", "starlette", "textual", "uvicorn"),
     "export": ("gguf",),
@@ -56,8 +58,9 @@ EXTRAS = {
 
 SHELLS = ("bash", "zsh", "fish")
 PIPE_CLOSED = 141
-# How the system, its loader, and Python or a library that was refused some say that memory had no
-# room.
+# A command with more flags has `--help-all`, and its `--help` shows the common ones.
+MOST_FLAGS = 18
+# How the system, its loader, Python or a library say that there is no memory left.
 _UNMAPPED = re.compile(
     r"failed to map segment|[Cc]annot allocate memory|can't start new thread|"
     r"error return without exception set|returned NULL without setting an exception"
@@ -65,23 +68,23 @@ _UNMAPPED = re.compile(
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Parser(ArgumentParser):
-    """An argument parser whose complaints are `UsageError`s."""
+class PrintVersion(Action):
+    """Prints the version and ends."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=HelpText, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see `{self.prog} --help`)")
+    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
+        output.print_data(f"kvq {__version__}")
+        parser.exit()
 
 
 class PrintCompletion(Action):
-    """Prints what a shell completes, and ends."""
+    """Prints the completion script of a shell and ends."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, *_: Any) -> None:
-        from kvq_apps.shell_completion import script
+        from kvq_apps.settings.shell_completion import script
 
-        output.print_data(script(values, {name: build_parser(name) for name in COMMANDS}))
+        parsers = {name: build_parser(name) for name in COMMANDS}
+        summaries = {name: summary for name, (_, summary) in COMMANDS.items()}
+        output.print_data(script(values, parsers, summaries))
         parser.exit()
 
 
@@ -92,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
-    _lenient_streams()
+    _make_streams_lenient()
     encode_in_one_thread()
     try:
         arguments = parse(argv)
@@ -100,10 +103,10 @@ def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
         if getattr(arguments, "offline", False):
             stay_offline()
         if getattr(arguments, "yes", False):
-            agree()
+            assume_yes()
         if getattr(arguments, "threads", None) == AUTO:
             arguments.threads = _threads_that_pay()
-        with _extras_named():
+        with _explain_missing_extras():
             return arguments.run(arguments)
     except KeyboardInterrupt:
         output.print_note("")
@@ -113,20 +116,20 @@ def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
         return PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the one place that turns our faults into exit code 1
         _debug_traceback(argv)
-        return INTERRUPTED if interrupted() else _report(_explained(error), argv)
+        return INTERRUPTED if interrupted() else _report(_explain(error), argv)
 
 
 def _threads_that_pay() -> int:
-    """What `--threads auto` stands for on this machine."""
+    """Returns the number of threads that `--threads auto` means on this machine."""
     from kvq_apps.bench.tune import threads_that_pay
 
     return threads_that_pay(output.print_note)
 
 
-def _explained(error: Exception) -> Exception:
-    """A full disk and a full memory are nobody's fault, and say so."""
+def _explain(error: Exception) -> Exception:
+    """Turns errors of a full disk or a full memory into a `UsageError` that says so."""
     if isinstance(error, MemoryError) or _UNMAPPED.search(str(error)):
-        # What failed holds its memory by its frames: to say so takes some, too.
+        # The frames of the error hold memory, and the report needs some.
         error.__traceback__ = error.__context__ = None
         return UsageError(
             f"there is not enough memory for this ({str(error) or 'none is left'}); close other "
@@ -144,13 +147,13 @@ def _explained(error: Exception) -> Exception:
 
 
 def _forget_output() -> None:
-    """What is still buffered goes nowhere; the interpreter's last flush must not complain."""
+    """Drops the output that is still buffered, so that the interpreter's last flush cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
-def _extras_named() -> Generator[None]:
-    """Turns the absence of an optional package into what to install."""
+def _explain_missing_extras() -> Generator[None]:
+    """Turns the import error of an optional package into one that says what to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -163,15 +166,21 @@ def _extras_named() -> Generator[None]:
         ) from error
 
 
-def build_parser(chosen: str | None = None) -> ArgumentParser:
-    """The parser of `kvq`; only command `chosen` has its flags, and only its file is imported."""
+def build_parser(chosen: str | None = None) -> Parser:
+    """Returns the parser of `kvq`.
+
+    Only the command `chosen` has its flags, and only its module is imported.
+    """
     parser = Parser(
         prog="kvq",
         description="Language models on a quantised KV cache in a hard byte budget.",
-        epilog="`kvq COMMAND --help` lists a command's flags; each has the KVQ_* twin shown there.",
+        epilog="`kvq COMMAND --help` lists a command's flags, where it has many the common ones; "
+        "each has the KVQ_* twin shown there.",
         allow_abbrev=False,
     )
-    parser.add_argument("-V", "--version", action="version", version=f"kvq {__version__}")
+    parser.add_argument(
+        "-V", "--version", action=PrintVersion, nargs=0, help="print the version of kvq"
+    )
     parser.add_argument(
         "--completion",
         action=PrintCompletion,
@@ -187,48 +196,60 @@ def build_parser(chosen: str | None = None) -> ArgumentParser:
             module = import_module(module_name)
             module.add_arguments(command)
             flags.add_flags(command, *flags.OUTPUT_FLAGS)
+            if sum(bool(action.option_strings) for action in command.actions) > MOST_FLAGS:
+                command.hidden = flags.uncommon()
+                command.add_argument(
+                    "--help-all", action=PrintAllFlags, nargs=0, help="show all flags and exit"
+                )
             command.set_defaults(run=module.run)
+            parser.command = command
         else:
             command.set_defaults(run=SUPPRESS)
     return parser
 
 
 def parse(argv: list[str]) -> Namespace:
-    """What a command line says; a wrong one ends the program as argparse does."""
+    """Returns the parsed command line, filled up from the environment and the user's file."""
+    argv = other_programs.as_ours(argv)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     if chosen is not None and chosen == argv[0] and chosen not in COMMANDS:
-        meant = output.did_you_mean(chosen, COMMANDS)
-        raise UsageError(f"there is no command {chosen!r}{meant}; `kvq --help` lists all")
-    arguments, unknown = build_parser(chosen).parse_known_args(argv or ["--help"])
+        hint = output.did_you_mean(chosen, COMMANDS)
+        raise UsageError(f"there is no command {chosen!r}{hint}; `kvq --help` lists all")
+    parser = build_parser(chosen)
+    other_programs.check_flags(argv, _flags_of(parser, chosen))
+    arguments, unknown = parser.parse_known_args(argv or ["--help"])
+    if unknown and unknown[0] in _flags_of(parser, chosen):
+        raise UsageError(f"{unknown[0]} stands behind the command: kvq {chosen} {unknown[0]} ...")
     if unknown:
         raise UsageError(
             f"{unknown[0]} is not known to `kvq {chosen}`{_nearest(unknown[0], arguments)}; "
             f"see `kvq {chosen} --help`"
         )
 
-    from kvq_apps import configuration
+    from kvq_apps.settings import configuration
 
-    files = configuration.load()
-    for warning in (text for file in files for text in file.warnings):
+    file = configuration.load()
+    for warning in file.warnings:
         output.print_note(f"warning: {warning}")
-    untrusted = (file.untrusted(arguments, chosen) for file in files)
-    arguments.untrusted = next(filter(None, untrusted), None)
-    if arguments.untrusted is not None:
-        output.print_note(f"warning: {arguments.untrusted}")
-    layers.fill(arguments, layers.environment_layer, *(file.layer(chosen) for file in files))
+    sources.fill(arguments, sources.environment_source, file.flag_source(chosen))
     return arguments
 
 
+def _flags_of(parser: Parser, chosen: str | None) -> Collection[str]:
+    """Returns every spelling of the flags of the command `chosen`."""
+    return parser.command.spellings if parser.command and chosen in COMMANDS else ()
+
+
 def _nearest(word: str, arguments: Namespace) -> str:
-    """The command's flag that `word` may have meant, as a question, or nothing."""
+    """Returns a question that names the nearest flag of the command, or an empty text."""
     known = [f"--{name}" for name in flags.FLAGS if hasattr(arguments, flags.field(name))]
     return output.did_you_mean(word.partition("=")[0], known)
 
 
 def _report(error: Exception, argv: list[str]) -> int:
-    text = error.told(_as_typed(argv)) if isinstance(error, KvqError) else str(error)
+    text = error.message_for(_as_typed(argv)) if isinstance(error, KvqError) else str(error)
     try:
-        output.print_error(error, text, as_json=_asked("json", argv))
+        output.print_error(error, text, as_json=_is_switch_on("json", argv))
     except BrokenPipeError:
         return PIPE_CLOSED
     except OSError:
@@ -237,10 +258,10 @@ def _report(error: Exception, argv: list[str]) -> int:
 
 
 def _as_typed(argv: list[str]) -> Callable[[str, str], str]:
-    """What to call an argument: its flag as it was typed, or set in the environment, else ours."""
+    """Returns a function that writes an argument as the user gave it: a synonym or a variable."""
     words = {word.partition("=")[0] for word in argv}
 
-    def called(argument: str, value: str) -> str:
+    def name_argument(argument: str, value: str) -> str:
         name = flags.flag_of(argument)
         ours = f"--{name}"
         typed = [*words.intersection(flags.FLAGS[name].synonyms)] if name in flags.FLAGS else []
@@ -248,32 +269,37 @@ def _as_typed(argv: list[str]) -> Callable[[str, str], str]:
             typed.append(environment_name(name))
         return f"{typed[0] if typed and ours not in words else ours} {value}".rstrip()
 
-    return called
+    return name_argument
 
 
-def _asked(switch: str, argv: list[str]) -> bool:
-    """Whether a switch was given, also when the arguments could not be parsed."""
+def _is_switch_on(switch: str, argv: list[str]) -> bool:
+    """Says whether a switch is on, also when the arguments could not be parsed."""
     return f"--{switch}" in argv or environment(switch) in ("1", "true", "yes")
 
 
 def _debug_traceback(argv: list[str]) -> None:
-    if _asked("debug", argv):
+    if _is_switch_on("debug", argv):
         import traceback
 
-        traceback.print_exc()
+        output.print_note(traceback.format_exc(), end="")
 
 
 def _set_up_logging(*, debug: bool) -> None:
-    """Warnings and above on stderr as `kvq: ...`; with `--debug` everything."""
+    """Logs warnings and errors to stderr as `kvq: ...`; with `--debug` everything."""
     import logging
 
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            output.print_note(self.format(record))
+
     logging.basicConfig(
-        level=logging.DEBUG if debug else logging.WARNING, format="kvq: %(message)s", force=True
-    )
+        level=logging.DEBUG if debug else logging.WARNING, format="kvq: %(message)s", force=True,
+        handlers=[Notes()],
+    )  # fmt: skip
 
 
-def _lenient_streams() -> None:
-    """Text a stream's encoding lacks is escaped; what goes to a closed stream is gone."""
+def _make_streams_lenient() -> None:
+    """Escapes characters that a stream cannot encode, and drops output to a closed stream."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

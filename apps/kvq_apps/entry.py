@@ -1,6 +1,6 @@
-"""Where the process `kvq` begins: Ctrl-C has its meaning before anything slow is imported.
+"""Starts the process `kvq`: handles Ctrl-C before anything slow is imported.
 
-An interrupt inside an import would come out as an ImportError, or as a traceback.
+An interrupt inside an import could become an ImportError or a traceback.
 """
 
 import os
@@ -25,7 +25,7 @@ def main() -> int:
         return INTERRUPTED
     finally:
         if ours:
-            # What is left is the interpreter's own end.
+            # Only the interpreter's own end is left.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

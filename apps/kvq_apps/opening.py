@@ -1,10 +1,10 @@
-"""How a command opens an engine: what it takes to get the model's files is told on stderr."""
+"""Opens an engine for a command, with notes and progress on stderr."""
 
 from pathlib import Path
 
-from kvq_apps.model_path import model_files
-from kvq_runtime import gpu
-from kvq_runtime.named_engine import Engine
+from kvq_apps.names.engine import Engine
+from kvq_apps.names.model_path import model_files
+from kvq_runtime.machine import gpu
 
 
 def open_engine(
@@ -15,7 +15,7 @@ def open_engine(
     device: str = gpu.PROCESSOR,
     weights_budget: str | int | None = None,
 ) -> Engine:
-    """As `Engine.open`, with notes, progress and questions at the terminal."""
+    """Opens an engine as `Engine.open` does, with notes and questions at the terminal."""
     files = model_files(None if name is None else str(name), backend)
     return Engine(
         files, threads=threads, backend=backend, device=device, weights_budget=weights_budget

@@ -1,18 +1,18 @@
-"""Whether another process runs, on every system."""
+"""Checks whether another process runs, on every system."""
 
 import os
 import sys
 
-# Windows': a handle that can be waited for, and that the wait was not over.
+# Constants of Windows: the right to wait for a process, and the answer that it still runs.
 _SYNCHRONIZE = 0x00100000
 _WAIT_TIMEOUT = 0x102
 _ACCESS_DENIED = 5
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process of this id runs; ids are used again, so it may be another one."""
+    """Says whether a process of this id runs; ids are reused, so it may be another process."""
     if sys.platform == "win32":
-        # There `os.kill(process, 0)` would interrupt it.
+        # On Windows `os.kill(process, 0)` would interrupt it.
         import ctypes
 
         kernel = ctypes.WinDLL("kernel32", use_last_error=True)

@@ -1,28 +1,31 @@
-"""Whether a chat's model thinks before it answers, and the form of an answer behind a thought."""
+"""Switches a model's thinking on or off, and constrains answers that follow a thought."""
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError, argument
 
 if TYPE_CHECKING:
     from kvq_models.thinking import Thinking, ThinkingReader
-    from kvq_runtime.constraint import Constraint
+    from kvq_runtime.answer.constraint import Constraint
 
-# What `--think` says: as the template has it; switched on or off; as the template, but not shown.
+# Values of `--think`: as the template does; on; off; as the template does, but not shown.
 AUTO, ON, OFF, HIDE = "auto", "on", "off", "hide"
 CHOICES = (AUTO, ON, OFF, HIDE)
 
 
 def switched(think: str) -> bool | None:
-    """Whether thinking is to be on or off; None: as the model's template has it."""
+    """Says whether thinking is switched on or off; None leaves it to the model's template."""
     return {ON: True, OFF: False}.get(think)
 
 
 def variables(thinking: "Thinking | None", think: str) -> dict[str, Any]:
-    """What the template is given. Raises `UsageError` for `on` where the model cannot think."""
+    """Returns the template's variables for `think`.
+
+    Raises `UsageError` for `on` where the model cannot think.
+    """
     on = switched(think)
     if thinking is None and on:
         raise UsageError(
@@ -33,7 +36,7 @@ def variables(thinking: "Thinking | None", think: str) -> dict[str, Any]:
 
 
 def request_fields(think: str) -> dict[str, Any]:
-    """What a server is asked for; it leaves out what its model's template does not know."""
+    """Returns the fields that ask a server for `think`; its template may ignore them."""
     if think == HIDE:
         return {"include_reasoning": False}
     on = switched(think)
@@ -41,42 +44,42 @@ def request_fields(think: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Thinks:
-    """How answers to one prompt think: `begun` says that the prompt opened the thought.
+class AnswerThoughts:
+    """Describes the thoughts of answers to one prompt.
 
-    It has at most `budget` tokens, None: any. `told`: whoever asks is told of it.
+    `begun` says that the prompt has opened the thought already. A thought has at most `budget`
+    tokens; None sets no limit. `visible` says that the client gets the thought.
     """
 
     thinking: "Thinking"
     begun: bool
     budget: int | None = None
-    told: bool = True
+    visible: bool = True
 
     def reader(self) -> "ThinkingReader":
-        """Reads one answer."""
+        """Returns a reader of one answer."""
         from kvq_models.thinking import ThinkingReader
 
         return ThinkingReader(self.thinking.form, begun=self.begun)
 
     def said(self, answer: "Constraint | None") -> "Constraint | None":
-        """The form of an `answer` that is said, behind the mark that some models have for it."""
-        from kvq_runtime.constraint import Constraint
-
+        """Returns the constraint of an answer after the mark that some models write before it."""
         form = self.thinking.form
         if answer is None or not form.plain:
             return answer
         rules = answer.lark.replace("start:", "said:", 1)
-        return Constraint(f"start: {self._spelled(form.plain)} said\n{rules}")
+        return replace(answer, lark=f"start: {self._spelled(form.plain)} said\n{rules}")
 
     def constraint(
         self, answer: "Constraint | None", shown: Collection[int] = (), *, calls: bool = False
     ) -> "Constraint | None":
-        """The form of a thought and then an `answer`, None: any text and the tokens `shown`.
+        """Returns the constraint of a thought that `answer` follows.
 
-        What is said has its mark (`said`); any text may be a call where `calls` may be made. None
-        where nothing is asked. Raises `UsageError` for a budget that cannot be kept.
+        `answer` has its mark already (`said`). Without an `answer` any text and the tokens `shown`
+        may follow, and with `calls` also tool calls. Returns None where nothing is constrained.
+        Raises `UsageError` for a budget that cannot be kept.
         """
-        from kvq_runtime.constraint import Constraint
+        from kvq_runtime.answer.constraint import Constraint
 
         if answer is None and self.budget is None:
             return None
@@ -97,10 +100,11 @@ class Thinks:
             rules += self._any(shown, calls=calls)
         else:
             rules += answer.lark.replace("start:", "behind:", 1)
-        return Constraint(f"start: {first} behind\n{rules}")
+        whole = f"start: {first} behind\n{rules}"
+        return Constraint(whole) if answer is None else replace(answer, lark=whole)
 
     def _thought(self, end: str) -> str:
-        """Rules of a thought and of the mark after it, as it is spelled."""
+        """Returns the rules of a thought and of the mark `end` after it."""
         mark = _text(self.thinking.form.end)
         if not end.startswith("<"):
             return f'thought[lazy]: /(?s:.*){mark}/\nthought_end: ""\n'
@@ -109,11 +113,11 @@ class Thinks:
         return f"thought{limit}: THOUGHT\nTHOUGHT: {rest}\nthought_end: {end}\n"
 
     def _spelled(self, mark: str) -> str:
-        """A mark in a rule: control tokens by their ids, and what lies between as text."""
+        """Returns a mark as a part of a rule: control tokens by their ids, the rest as text."""
         token_id, tokens = self.thinking.tokenizer.token_id, self.thinking.form.tokens
         known = {token: token_id(token) for token in tokens}
-        held = "|".join(re.escape(token) for token in tokens if known[token] is not None)
-        parts = re.split(f"({held})", mark) if held else [mark]
+        alternatives = "|".join(re.escape(token) for token in tokens if known[token] is not None)
+        parts = re.split(f"({alternatives})", mark) if alternatives else [mark]
         spelled = (
             f"<[{known[part]}]>" if known.get(part) is not None else f"/{_text(part)}/"
             for part in parts
@@ -122,18 +126,18 @@ class Thinks:
         return " ".join(spelled)
 
     def _any(self, shown: Collection[int], *, calls: bool) -> str:
-        """Rules of an answer of any text, in which the tokens `shown` may stand."""
-        form, own = self.thinking.form, self.thinking.shown
+        """Returns the rules of an answer of any text that may contain the tokens `shown`."""
+        form, thought_tokens = self.thinking.form, self.thinking.shown
         opening = _text(form.opening)
         text = f"THOUGHTLESS: /(?s:.+)/ & ~/[ \\n]*{opening}(?s:.*)/\n"
-        # Marks of thoughts are none of what is said.
-        anything = f"(THOUGHTLESS{_tokens(set(shown) - own)})*"
+        # An answer does not contain the marks of thoughts.
+        anything = f"(THOUGHTLESS{_tokens(set(shown) - thought_tokens)})*"
         if not form.plain:
             return f"behind: {anything}\n{text}"
         said = f"{self._spelled(form.plain)} {anything}"
         if not calls:
             return f"behind: {said}\n{text}"
-        # A message ends with a mark of its own, and behind a call none comes.
+        # A message ends with a mark of its own; after a call there is none.
         ends = {
             self.thinking.tokenizer.token_id(token) for token in form.tokens if token in form.end
         }
@@ -149,12 +153,12 @@ class Thinks:
 
 
 def _tokens(ids: Collection[int]) -> str:
-    """Each of these tokens as another possibility."""
+    """Returns each of these tokens as another alternative of a rule."""
     return "".join(f" | <[{token}]>" for token in sorted(ids))
 
 
 def _text(mark: str) -> str:
-    """A mark itself as a part of a pattern."""
-    from kvq_runtime.constraint import escaped
+    """Returns a mark as a part of a pattern that matches it literally."""
+    from kvq_runtime.answer.constraint import escaped
 
     return escaped(mark).strip("/")

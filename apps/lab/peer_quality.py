@@ -1,6 +1,6 @@
 """How far each engine's quantised KV cache moves its own predictions, and what the cache costs.
 
-    python apps/bench/peer_quality.py CHECKPOINT TEXT --context 2048 --out FOLDER
+    python apps/lab/peer_quality.py CHECKPOINT TEXT --context 2048 --out FOLDER
 
 Every engine runs the checkpoint with weights that its caches share and is compared with itself
 holding an unquantised cache, on the same windows of the same text, so that only the cache differs:
@@ -10,8 +10,8 @@ fixed widths and once within the bytes of each peer; beside a peer stands how ma
 divergence of that it has. FOLDER keeps the rows of every engine, and a run that finds it goes on.
 
 Engines: kvq pages; transformers' QuantizedCache with Quanto and HQQ, where they are installed,
-along both axes; llama.cpp's cache types; ONNX Runtime's GroupQueryAttention with int8 and int4 past
-tensors, its static scales calibrated on the very windows that are measured.
+along both axes; llama.cpp's cache types. kvq computes in floats beside its cache, since rounding of
+activations turns the least change of a cache into a visible one.
 """
 
 import argparse
@@ -24,27 +24,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import onnx_ir as ir
-
 from kvq.config import KvPlan
 from kvq.errors import BudgetError, KvqError, UsageError
 from kvq.files import replace_file
-from kvq_apps import output, text_input
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
 from kvq_apps.evaluation.text import divergence, windows
+from kvq_apps.terminal import output, text_input
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_lab.sweep_report import ratio_text, standard_error
 from kvq_models.config import ModelConfig
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.engine import Engine
 from peer_sessions import (
     GROUP_TOKENS,
     Openers,
     Windows,
     is_installed,
-    onnxruntime_sessions,
     transformers_sessions,
 )
 
@@ -61,27 +58,10 @@ COUNTED = {
     "bits; not the whole cache that every step restores to floats; the prompt attends to exact "
     "keys and values",
     "llama.cpp": "the cells it allocates: blocks of 32 codes and one 16-bit scale, along a token",
-    "onnxruntime": "past tensors and scales; one cache, not the copy that unshared past and "
-    "present need; scales that minimise the squared error on the measured windows themselves",
 }
 
 
 # kvq and llama.cpp: sessions of ours
-
-
-def with_float_activations(bundle: Bundle) -> Bundle:
-    """The bundle with matrix products that do not round activations to 8 bits.
-
-    Rounding is deterministic, but turns the least change of the cache into a visible one.
-    """
-    model = ir.load(bundle.model_path)
-    for node in model.graph:
-        if node.op_type == "MatMulNBits":
-            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
-    path = bundle.path / "exact.onnx"
-    ir.save(model, path)
-    path.replace(bundle.model_path)
-    return Bundle.open(bundle.path, verify="size")
 
 
 def engine_sessions(
@@ -103,10 +83,10 @@ def budget_sessions(engine: Engine, held_bytes: Iterable[float], context_tokens:
     """Openers of sessions within so many bytes per token, whatever else they would need."""
     setting = CacheSetting(k_bits=8, v_bits=8, policy="budget")
     return {
-        budget_name(held): setting.opener(
-            engine.session, context_tokens, int(held * context_tokens)
+        budget_name(size): setting.opener(
+            engine.session, context_tokens, int(size * context_tokens)
         )
-        for held in sorted(held_bytes, reverse=True)
+        for size in sorted(held_bytes, reverse=True)
     }
 
 
@@ -117,11 +97,11 @@ def budget_name(held_bytes: float) -> str:
 
 def allocated_bytes(openers: Openers) -> dict[str, int]:
     """What each cache reserves when it is opened, but for those that are refused."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, open_session in openers.items():
         with suppress(BudgetError), open_session() as session:
-            found[name] = session.stats().kv_budget
-    return found
+            sizes[name] = session.stats().kv_budget
+    return sizes
 
 
 KVQ_WIDTHS = ((8, 8), (6, 6), (4, 4), (4, 2), (2, 2))
@@ -144,7 +124,7 @@ def compare(
 
     `allocated` has the bytes of caches that are allocated before the first token.
     """
-    progress = output.Progress()
+    progress = output.ProgressBar()
     try:
         outcomes = divergence(
             list(openers.values()),
@@ -172,11 +152,11 @@ def _numbers(config: ModelConfig) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 
-def _columns(measured: Measurement, held: float, numbers: int) -> Row:
-    """`held` bytes per token of a whole window; `*_next` are of one token more."""
+def _columns(measured: Measurement, bytes_per_token: float, numbers: int) -> Row:
+    """`bytes_per_token` of a whole window; `*_next` are of one token more."""
     return {
-        "bytes_per_token": held,
-        "bits": 8 * held / numbers,
+        "bytes_per_token": bytes_per_token,
+        "bits": 8 * bytes_per_token / numbers,
         "bytes_per_token_next": measured.bytes_per_token,
         "bits_next": 8 * measured.bytes_per_token / numbers,
         "kld": measured.value,
@@ -249,22 +229,17 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             openers = engine_sessions(engine, LLAMA_CACHES, None, context_tokens)
             return compare("llama.cpp", openers, texts, config, allocated_bytes(openers))
 
-    def onnxruntime_rows() -> list[Row]:
-        openers = onnxruntime_sessions(bundle, texts, context_tokens, threads)
-        return compare("onnxruntime", openers, texts, config)
-
     def kvq_rows() -> list[Row]:
-        held = {row["bytes_per_token"] for row in rows if row["cache"] not in UNQUANTIZED_CACHES}
-        with Engine(bundle, threads=threads, backend="onnx") as engine:
+        sizes = {row["bytes_per_token"] for row in rows if row["cache"] not in UNQUANTIZED_CACHES}
+        with Engine(bundle, threads=threads, backend="float") as engine:
             openers = {
                 **engine_sessions(engine, KVQ_CACHES, "uniform", context_tokens),
-                **budget_sessions(engine, held, context_tokens),
+                **budget_sessions(engine, sizes, context_tokens),
             }
             return compare("kvq", openers, texts, config, allocated_bytes(openers))
 
     measurers = {
         "llama.cpp": llama_rows,
-        "onnxruntime": onnxruntime_rows,
         "transformers": transformers_rows,
         "kvq": kvq_rows,
     }
@@ -277,19 +252,19 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def exported(checkpoint: str, path: Path, threads: int) -> Bundle:
-    """The weights all engines read: 8 bits for both graphs, f16 for llama.cpp; made once."""
+    """The weights of two engines: 8 bits for kvq, f16 for llama.cpp; made once."""
     if path.exists():
         return Bundle.open(path, verify="size")
-    output.print_note("exporting the weights: 8 bits for both graphs, f16 for llama.cpp")
+    output.print_note("exporting the weights: 8 bits for kvq, f16 for llama.cpp")
     options = ExportOptions(
-        weights=WeightFormat(bits=8, block=32, embedding_bits=8, linear="ort"),
+        weights=WeightFormat(bits=8, block=32, embedding_bits=8),
         format="both",
         gguf_type="f16",
         kv=KvPlan(k_bits=8, v_bits=8),
         quality=False,
         threads=threads,
     )
-    return with_float_activations(export_model(checkpoint, path, options))
+    return export_model(checkpoint, path, options)
 
 
 def resumed(path: Path, subject: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,10 +283,10 @@ def _versions() -> str:
         "optimum.quanto": "optimum-quanto",
         "hqq": "hqq",
         "llama_cpp": "llama-cpp-python",
-        "onnxruntime": "onnxruntime",
     }
-    found = (f"{name} {version(name)}" for module, name in names.items() if is_installed(module))
-    return ", ".join(found)
+    return ", ".join(
+        f"{name} {version(name)}" for module, name in names.items() if is_installed(module)
+    )
 
 
 def main() -> int:
@@ -331,8 +306,8 @@ def main() -> int:
                     f"--{name} {getattr(arguments, name)} is not possible: give {least} or more"
                 )
         with ExitStack() as stack:
-            held = arguments.out or stack.enter_context(TemporaryDirectory(prefix="kvq-peers-"))
-            report = measure(arguments, Path(held))
+            folder = arguments.out or stack.enter_context(TemporaryDirectory(prefix="kvq-peers-"))
+            report = measure(arguments, Path(folder))
     except KvqError as error:
         output.print_note(f"error: {error}")
         return 2

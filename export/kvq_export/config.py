@@ -1,4 +1,4 @@
-"""What an export is asked to be. Knows no file and no model."""
+"""The options of an export: weight formats, targets, what to fit. Knows no file and no model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,54 +8,45 @@ from typing import Any, Literal, get_args
 from kvq.config import DEFAULT_POLICY, KvPlan
 from kvq.errors import UsageError, argument
 from kvq.policies import policy_named
-from kvq.reference_linear import BLOCKS, WIDTHS, BlockFormat, Grid
+from kvq.reference.linear import BLOCKS, WIDTHS, BlockFormat, Grid
+from kvq_runtime.text_embedding import Pooling, TextEmbedding
 
-# Of a checkpoint's weights where nothing is asked for: the widest mean, and what narrower ones may
-# lose by estimate, nats a token. At 5 bits half a billion parameters lost 3.7 points of infilling.
+# Defaults for a checkpoint: the largest mean width in bits, and the estimated loss (nats a token)
+# that narrower widths may cause. Small models lose much at 5 bits.
 MEAN_BITS, LOSS_NATS = 6.0, 0.0025
 
-# Of ONNX Runtime's product.
-STANDARD_WIDTHS = (4, 8)
-
-Linear = Literal["kvq", "ort"]
-
 Format = Literal["onnx", "gguf", "both"]
-GgufType = Literal["q4_k_m", "q4_0", "q8_0", "f16", "bf16"]
+GgufType = Literal["q8_0", "q4_0", "f16", "bf16", "q4_k_m"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFormat:
-    """How weight matrices are stored: `bits` per code, constants per `block` codes of a row.
+    """Says how weight matrices are stored: `bits` per code, constants per `block` codes of a row.
 
-    `embedding_bits` is the width of the token embedding and of the output head, whether the
-    two are tied or not. `linear` names the op that multiplies them: ours, or ONNX Runtime's
-    MatMulNBits, kept to compare with. `mean_bits` instead mixes widths: so many bits per code over
-    all matrices, more for those that are worth it, and fewer bits yet for as long as all together
-    lose no more than `loss_nats`; `size_bytes` mixes them until the data file has that size
-    (`damage`). An export fills `others` with the formats of matrices, by canonical name, that are
-    not stored as these say.
+    `embedding_bits` is the width of the token embedding and of the output head, tied or not.
+    `mean_bits` mixes widths instead: so many bits per code on average over all matrices, more for
+    those that lose most, and fewer on average as long as the estimated loss of all together stays
+    below `loss_nats`. `size_bytes` mixes widths until the data file has that size (`damage`). An
+    export fills `overrides` with the formats of matrices, by canonical name, that differ from
+    these.
     """
 
     bits: int = 4
     block: int = 64
     embedding_bits: int = 8
-    linear: Linear = "kvq"
     mean_bits: float | None = None
     loss_nats: float = 0.0
     size_bytes: int | None = None
-    others: Mapping[str, BlockFormat] = field(default_factory=dict[str, BlockFormat])
+    overrides: Mapping[str, BlockFormat] = field(default_factory=dict[str, BlockFormat])
 
     def __post_init__(self) -> None:
-        widths = WIDTHS if self.linear == "kvq" else STANDARD_WIDTHS
         for name, value in (("bits", self.bits), ("embedding_bits", self.embedding_bits)):
-            if value not in widths:
-                *most, last = widths
+            if value not in WIDTHS:
+                *most, last = WIDTHS
                 choices = f"{', '.join(map(str, most))} or {last}"
                 raise UsageError(about=name, value=value, possible=f"choose {choices}")
         if self.block not in BLOCKS:
             raise UsageError(about="block", value=self.block, possible="choose 32, 64 or 128")
-        if self.linear not in get_args(Linear):
-            raise UsageError(about="linear", value=self.linear, possible="choose kvq or ort")
         if self.mean_bits is not None and not min(WIDTHS) <= self.mean_bits <= max(WIDTHS):
             raise UsageError(about="bits", value=f"{self.mean_bits:g}", possible="choose 4 to 8")
         if self.mixed and self.embedding_bits != 8:
@@ -63,66 +54,63 @@ class WeightFormat:
                 f"{argument('embedding_bits')} is for {argument('bits')} 4, 5, 6 or 8; where "
                 "widths are mixed, embedding and head get what they are worth"
             )
-        if self.mixed and self.linear == "ort":
-            raise UsageError(
-                f"{argument('linear', 'ort')} has one width for all matrices: {argument('bits')} "
-                "4 or 8"
-            )
 
     @classmethod
-    def recommended(cls, **asked: Any) -> "WeightFormat":
-        """What a checkpoint gets where no width is asked for."""
-        return cls(mean_bits=MEAN_BITS, loss_nats=LOSS_NATS, **asked)
+    def recommended(cls, **fields: Any) -> "WeightFormat":
+        """Returns the format of a checkpoint's weights where no width is given."""
+        return cls(mean_bits=MEAN_BITS, loss_nats=LOSS_NATS, **fields)
 
     @property
     def mixed(self) -> bool:
-        """Whether widths of matrices are to be found by what they are worth."""
+        """Tells whether each matrix gets a width of its own, by what rounding it costs."""
         return self.mean_bits is not None or self.size_bytes is not None
 
     def format_of(self, name: str) -> BlockFormat:
-        """How the canonical matrix `name` is stored."""
-        if name in self.others:
-            return self.others[name]
+        """Returns how the canonical matrix `name` is stored."""
+        if name in self.overrides:
+            return self.overrides[name]
         return self.at(self.embedding_bits if name in ("embed", "head") else self.bits)
 
     def at(self, bits: int) -> BlockFormat:
-        """How a matrix is stored at `bits`; at 8 a zero point would gain a twentieth."""
-        symmetric = self.linear == "ort" or bits == max(WIDTHS)
-        grid = Grid.SYMMETRIC if symmetric else Grid.ZERO_POINT
+        """Returns the format at `bits`; at 8 bits a zero point gains too little to be stored."""
+        grid = Grid.SYMMETRIC if bits == max(WIDTHS) else Grid.ZERO_POINT
         return BlockFormat(bits=bits, block=self.block, grid=grid)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """One export: formats, default KV plan, and what to do around them.
+    """Says what one export writes: formats, the default KV plan, and what is fitted.
 
-    `weights` are those of the ONNX graph, by default what suits the source: `WeightFormat()` a
-    checkpoint, what holds its blocks a GGUF file. A GGUF file that is written as q4_0 takes the
-    width of the embedding from there. `policy` is the bundle's default one, or a spelling of it
-    with options. `name` defaults to the destination's folder name. `force` replaces an existing
-    bundle. `calibrate` rounds weights with error feedback over a text (`calibration_text`, None:
-    what ships) and measures what errors of the cache cost in each layer, for policies that ask.
-    `tokenizer` False exports a checkpoint that has none: the bundle then takes ids only. `predict`:
-    fit matrices that predict a prompt's later layers from what leaves so many first ones, or auto,
-    which measures how many. `predict_with`: fit those that make keys and values from what the
-    bundle at this path computes. `tune` trains the constants of the weights (`tuning`), for which
-    torch must be there.
+    `weights` is for the ONNX graph. By default a checkpoint gets `WeightFormat.recommended()`,
+    and a GGUF file the formats that keep its blocks. A GGUF file that is written as q4_0 takes
+    the width of the embedding from it; q4_k_m is made by llama.cpp. `policy` is the bundle's
+    default one, perhaps with options. `name` defaults to the destination's folder name. `force`
+    replaces an existing bundle. `calibrate` rounds weights with error feedback over a text
+    (`calibration_text`, or the texts that ship). With `fit_cache` too, the cache is fitted to the
+    model. `tokenizer=False` exports a checkpoint that has none: the bundle then takes ids only.
+    `predict` fits matrices that predict a prompt's later layers from the output of so many first
+    ones; `auto` finds how many. `predict_with` fits matrices that make keys and values from those
+    of the bundle at this path. `tune` trains the constants of the weights (`tuning`) and needs
+    torch. `embed` gives the graph an output for vectors of texts, pooled so; a checkpoint that
+    was made for them has it by its own files.
     """
 
     weights: WeightFormat | None = None
     format: Format = "onnx"
-    gguf_type: GgufType = "q4_k_m"
+    gguf_type: GgufType = "q8_0"
     kv: KvPlan = field(default_factory=KvPlan)
     policy: str = DEFAULT_POLICY
     name: str | None = None
     force: bool = False
     quality: bool = True
     calibrate: bool = True
+    fit_cache: bool = True
     calibration_text: str | None = None
     tokenizer: bool = True
     predict: str | None = None
     predict_with: Path | None = None
     tune: bool = False
+    embed: Pooling | None = None
     threads: int = 2
 
     def __post_init__(self) -> None:
@@ -138,20 +126,15 @@ class ExportOptions:
                 value=self.predict,
                 possible="give auto, or how many of the first layers are computed",
             )
-        if self.predict is not None and not (
-            self.onnx and (self.weights is None or self.weights.linear == "kvq")
-        ):
-            raise UsageError(
-                f"{argument('predict')} is of a graph with {argument('linear', 'kvq')}; leave one "
-                "of them out"
-            )
-        if self.predict_with is not None and not self.onnx:
-            raise UsageError(
-                f"{argument('predict_with')} is of the ONNX graph; leave it out, or "
-                f"{argument('format')}"
-            )
+        if self.embed is not None:
+            _ = TextEmbedding(pooling=self.embed)
+        for name in ("predict", "predict_with", "embed"):
+            if getattr(self, name) is not None and not self.onnx:
+                raise UsageError(
+                    f"{argument(name)} is of the ONNX graph; leave it out, or {argument('format')}"
+                )
         self._check_tune()
-        # Evaluated for its refusals.
+        # Raises for an unknown policy.
         _ = policy_named(self.policy)
         if self.threads < 1:
             raise UsageError(about="threads", value=self.threads, possible="give 1 or more")
@@ -159,10 +142,9 @@ class ExportOptions:
     def _check_tune(self) -> None:
         if not self.tune:
             return
-        if not (self.onnx and (self.weights is None or self.weights.linear == "kvq")):
+        if not self.onnx:
             raise UsageError(
-                f"{argument('tune')} is of a graph with {argument('linear', 'kvq')}; leave one of "
-                "them out"
+                f"{argument('tune')} is of the ONNX graph; leave it out, or {argument('format')}"
             )
         if not self.quality:
             raise UsageError(
@@ -172,10 +154,10 @@ class ExportOptions:
 
     @property
     def onnx(self) -> bool:
-        """Whether a graph is asked for."""
+        """Tells whether a graph is written."""
         return self.format != "gguf"
 
     @property
     def gguf(self) -> bool:
-        """Whether a GGUF file is asked for."""
+        """Tells whether a GGUF file is written."""
         return self.format != "onnx"

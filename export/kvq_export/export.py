@@ -1,11 +1,12 @@
-"""The export itself: checkpoint in, bundle out, in the order things must happen.
+"""The export: from a checkpoint to a bundle, in the order things must happen.
 
 Owns no format: reading, quantising, the graph, the manifest and the comparison with the original
-each have their own module.
+have modules of their own.
 """
 
 import ctypes
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -16,57 +17,73 @@ from typing import Any
 
 import numpy as np
 
-from kvq.errors import BackendError, CheckpointError, UsageError, argument
-from kvq.reference_linear import WIDTHS, Grid
-from kvq_export import auxiliary, eight_bits, prediction, quality
-from kvq_export.calibrated import (
-    ENDS,
+from kvq.errors import BackendError, ModelError, UsageError, argument
+from kvq.files import path_of
+from kvq.reference.linear import WIDTHS, Grid
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.fit import auxiliary, eight_bit_baseline, prediction, quality
+from kvq_export.fit.calibrated import (
+    TABLES,
     CalibratedWeights,
     calibration_segments,
     report_texts,
 )
-from kvq_export.checkpoint import holds
-from kvq_export.config import ExportOptions, WeightFormat
-from kvq_export.damage import mixed_formats
-from kvq_export.gguf_export import GgufExport
-from kvq_export.gguf_model import gguf_model
-from kvq_export.gguf_vocabulary import read_vocabulary
-from kvq_export.hub_files import unseen
-from kvq_export.layout import Layout, plan_layout
-from kvq_export.page_forms import fit_pages
-from kvq_export.quality import Original
-from kvq_export.retrieval import score_heads
-from kvq_export.source import Source, open_source
-from kvq_export.staging import free_destination, require_space, staged
-from kvq_export.writer import (
+from kvq_export.fit.damage import mixed_formats
+from kvq_export.fit.page_encodings import fit_pages
+from kvq_export.fit.quality import Original
+from kvq_export.fit.retrieval import score_heads
+from kvq_export.gguf.gguf_export import GgufExport
+from kvq_export.gguf.gguf_model import gguf_model
+from kvq_export.gguf.gguf_vocabulary import read_vocabulary
+from kvq_export.phases import FETCH, MAKE, Phases, Progress, no_progress
+from kvq_export.read.checkpoint import HEAD, keeps
+from kvq_export.read.source import Source, open_source
+from kvq_export.write.layout import Layout, plan_layout
+from kvq_export.write.staging import free_destination, require_space, staged
+from kvq_export.write.writer import (
     CheckpointWeights,
     ClosingReader,
-    Progress,
     WithDraftHead,
     weight_info,
     write_manifest,
     write_model,
 )
+from kvq_models.config import ModelConfig
 from kvq_models.decoder import rope_settings
-from kvq_models.family import WeightSource
+from kvq_models.family import Family, WeightSource
 from kvq_models.keys import read_keys
+from kvq_models.spare_tokens import without_spare_tokens
 from kvq_models.tokenizer import ControlTokens, Tokenizer, TokenizerFiles
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.file_hashes import file_sha256
-from kvq_runtime.manifest import GGUF_FILE, TEMPLATE_FILE, TOKENIZER_FILE, FileInfo, Manifest
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.file_hashes import file_sha256
+from kvq_runtime.bundle.manifest import GGUF_FILE, TEMPLATE_FILE, TOKENIZER_FILE, FileInfo, Manifest
+from kvq_runtime.text_embedding import TextEmbedding
 
 logger = logging.getLogger(__name__)
 
 # Room for the graph and the manifest beside the weights.
 _SLACK_BYTES = 4 << 20
-# Of what is freed glibc gives back at once what is this large (`_return_large_arrays`), by the
-# number that `mallopt` knows it by.
+# The phases of an export in their order, as they are shown.
+FIND_WIDTHS = "finding which weights need more bits"
+WRITE = "rounding and writing the weights"
+TUNE = "tuning the weights"
+FIT_CACHE = "fitting the cache to the model"
+SCORE_HEADS = "finding what looks far back"
+COMPARE = "comparing with the original model"
+PREDICT = "fitting what predicts prompts"
+# Finds the layer in the name of a weight, of the graph or of a GGUF file.
+_LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
+# Arrays from this size on go back to the system when they are freed (`_return_large_arrays`), and
+# the number of that option of `mallopt`.
 _LARGE_BYTES, _M_MMAP_THRESHOLD = 4 << 20, -3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenModel:
-    """Everything known about the model before its weights are read; `draft` of its draft head."""
+    """Holds what is known about a model before its weights are read.
+
+    `draft` names the weights of its draft head, `embedding` says how it makes vectors of texts.
+    """
 
     source: Source
     original: Original
@@ -74,64 +91,107 @@ class OpenModel:
     tokenizer: Tokenizer | None
     files: TokenizerFiles | None
     gguf: GgufExport | None
+    embedding: TextEmbedding | None = None
 
 
 def export_model(
     source: str | Path,
     destination: str | Path,
     options: ExportOptions | None = None,
-    progress: Progress = unseen,
+    progress: Progress | Phases = no_progress,
 ) -> Bundle:
     """Exports the model `source` (a folder, a GGUF file or a hub id) to the folder `destination`.
 
-    `progress` is called with bytes done, bytes in total and what is being done. Raises
-    `ModelError` for the checkpoint and `BundleError` for the destination; then, and when it is
-    interrupted, nothing is left behind.
+    `progress` gets how much of the whole is done and what is being done; it may be the phases of a
+    job that has fetched the source already. Raises `ModelError` for the checkpoint and
+    `BundleError` for the destination; then, and when it is interrupted, nothing is left behind.
     """
     options = options or ExportOptions()
     _return_large_arrays()
     folder = Path(destination).expanduser()
     name = options.name or folder.name
-    # Before the long work, and once more when it is done.
+    # Checked before the long work, and once more when it is done.
     free_destination(folder, force=options.force)
     if options.tune:
         _check_torch()
-    model = open_model(open_source(source, progress), options)
-    weights = _weight_format(model, options, progress)
+    job = progress
+    if not isinstance(job, Phases):
+        job = Phases.of_making(job, fetches=not path_of(source, ModelError).exists())
+    model = open_model(open_source(source, job.of(FETCH)), options)
+    weights = _weight_format(model, options)
+    phases = Phases(_costs(model, weights, options), job.of(MAKE))
+    weights = _mix_widths(model, weights, options, phases)
     options = replace(options, weights=weights)
     _check_prediction(model, options)
     _check_tuning(model, options)
     original = model.original
     sources = {**original.sources, **model.draft}
     layout = plan_layout(original.config, sources, weights) if options.onnx else None
-    total = _graph_bytes(layout) + (0 if model.gguf is None else model.gguf.written_bytes)
     with staged(folder, force=options.force) as partial:
-        files = _write_files(
-            partial, name, model, layout, options,
-            lambda done, label: progress(done, total, label),
-        )  # fmt: skip
+        on_weight = _by_layer(phases.of(WRITE), original.config.num_layers)
+        files = _write_files(partial, name, model, layout, options, on_weight)
         manifest = _manifest(name, model, layout, options, files)
         write_manifest(partial, manifest)
-        manifest, gained = _tuned(manifest, model, partial, layout, options, progress)
-        manifest = _measured(manifest, model, partial, options, progress)
-        if gained is not None:
-            manifest = replace(manifest, quality={**(manifest.quality or {}), "tuning": gained})
+        manifest, tuned = _tune(manifest, model, partial, layout, options, phases)
+        manifest = _measure_bundle(manifest, model, partial, options, phases)
+        if tuned is not None:
+            manifest = replace(manifest, quality={**(manifest.quality or {}), "tuning": tuned})
         write_manifest(partial, manifest)
-    return Bundle.open(folder)
+    bundle = Bundle.open(folder)
+    job.end(MAKE)
+    return bundle
+
+
+def _costs(model: OpenModel, weights: WeightFormat, options: ExportOptions) -> dict[str, float]:
+    """Returns what each phase of this export costs, relative to the others."""
+    has_tokenizer = model.tokenizer is not None
+    fits_cache = has_tokenizer and options.calibrate and options.fit_cache and options.onnx
+    # Codes of a file are kept; only widths that are asked for are rounded for a text.
+    widths_given = weights.mixed or options.weights is not None
+    calibrates = fits_cache and not _rounds_plainly(weights) and widths_given
+    return {
+        phase: cost
+        for phase, cost, included in (
+            (FIND_WIDTHS, 37.0, weights.mixed and options.onnx),
+            (WRITE, 120.0 if calibrates else 1.5, True),
+            (TUNE, 600.0, options.tune),
+            (FIT_CACHE, 8.0, fits_cache),
+            (SCORE_HEADS, 5.5, fits_cache),
+            (COMPARE, 70.0, has_tokenizer and options.quality),
+            (PREDICT, 100.0, has_tokenizer and (options.predict or options.predict_with)),
+        )
+        if included
+    }
+
+
+def _by_layer(progress: Progress, layers: int) -> Callable[[str], None]:
+    """Returns a callback that reports which layer a written weight belongs to, by its name.
+
+    Layers cost about the same, and tables beside them little for their bytes.
+    """
+
+    def report(name: str) -> None:
+        if (layer := _LAYER.search(name)) is None:
+            progress(0, layers, "")
+        else:
+            number = int(layer[1])
+            progress(number + 0.5, layers, f"{WRITE}, layer {number + 1} of {layers}")
+
+    return report
 
 
 def _return_large_arrays() -> None:
-    """Has arrays' memory go back to the system when they are freed; nothing but glibc hears it.
+    """Has the memory of freed arrays go back to the system at once; does nothing without glibc.
 
-    Left to itself, that keeps arrays of up to 32 MiB for later in the heap of every thread: a fifth
-    of what an export of half a billion parameters took at its peak.
+    Otherwise glibc keeps arrays of up to 32 MiB in the heap of every thread, a fifth of an export's
+    peak.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _graph_bytes(layout: Layout | None) -> int:
-    """What the graph's weights take; none without a graph."""
+    """Returns the bytes of the graph's weights, 0 without a graph."""
     return 0 if layout is None else layout.num_bytes
 
 
@@ -141,11 +201,10 @@ def _write_files(
     model: OpenModel,
     layout: Layout | None,
     options: ExportOptions,
-    progress: Callable[[int, str], None],
+    on_weight: Callable[[str], None],
 ) -> dict[str, FileInfo]:
-    """Writes all but the manifest; `progress` is told the bytes of weights that are written."""
-    before = _graph_bytes(layout)
-    disk_bytes = before + (0 if model.gguf is None else model.gguf.disk_bytes)
+    """Writes all files but the manifest; `on_weight` gets the name of each written weight."""
+    disk_bytes = _graph_bytes(layout) + (0 if model.gguf is None else model.gguf.disk_bytes)
     require_space(partial, disk_bytes + _SLACK_BYTES)
     files = _write_texts(partial, model)
     if layout is not None:
@@ -155,16 +214,19 @@ def _write_files(
                 model.original.config,
                 layout,
                 reader,
-                lambda done, _, what: progress(done, what),
+                lambda _, __, name: on_weight(name),
             )
     if model.gguf is not None:
-        model.gguf.write(partial, name, lambda done, _, what: progress(before + done, what))
+        model.gguf.write(partial, name, lambda _, __, name: on_weight(name))
         files[GGUF_FILE] = _file_info(partial / GGUF_FILE)
     return files
 
 
 def _reader(model: OpenModel, layout: Layout, options: ExportOptions) -> ClosingReader:
-    """Those of the model, and of its draft head, whose guesses are checked: each by itself."""
+    """Returns a reader of the model's weights and of its draft head's.
+
+    Those of the head are each rounded by themselves: the model checks what it guesses.
+    """
     reader = _model_reader(model, layout, options)
     if not model.draft:
         return reader
@@ -173,18 +235,18 @@ def _reader(model: OpenModel, layout: Layout, options: ExportOptions) -> Closing
 
 
 def _model_reader(model: OpenModel, layout: Layout, options: ExportOptions) -> ClosingReader:
-    """Rounds with error feedback where there is a text to feed, else every weight by itself.
+    """Returns a reader that rounds with error feedback, or each weight by itself.
 
-    So too at 8 bits, which lose next to nothing, and where none of the layers is rounded.
+    The latter where there is no text, at 8 bits, which lose next to nothing, and where no matrix of
+    the layers is rounded at all.
     """
     original, weights = model.original, layout.format
-    plain = weights.linear == "ort" or weights.bits == max(WIDTHS)
-    kept = all(
-        original.checkpoint.stored(original.sources[name], form.format) is not None
+    all_kept = all(
+        original.checkpoint.kept_blocks(original.sources[name], form.format) is not None
         for name, form in layout.matrices.items()
-        if name not in ENDS
+        if name not in TABLES
     )
-    if model.tokenizer is None or not options.calibrate or plain or kept:
+    if model.tokenizer is None or not options.calibrate or _rounds_plainly(weights) or all_kept:
         return CheckpointWeights(original.checkpoint, original.sources, options.threads)
     segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)
     return CalibratedWeights(original, layout.matrices, segments, options.threads)
@@ -197,7 +259,7 @@ def _manifest(
     options: ExportOptions,
     files: Mapping[str, FileInfo],
 ) -> Manifest:
-    """What is known before the written model is run."""
+    """Returns a manifest of all that is known before the written model is run."""
     control = control_tokens(model)
     return Manifest(
         name=name,
@@ -209,35 +271,38 @@ def _manifest(
         eos_token_ids=control.eos,
         tokens=control.to_json(),
         sampling=model.source.sampling(),
-        source=model.source.describe() | _became(model, layout),
+        source=model.source.describe() | _type_report(model, layout),
         policy=options.policy,
+        embedding=None if layout is None else model.embedding,
     )
 
 
 def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
     """Raises `UsageError` for maps that this model cannot have."""
-    config, asked = model.original.config, options.predict
+    config, predict = model.original.config, options.predict
     layers = config.num_layers
-    plain = config.norm == "rms" and all(one.norms != "after" for one in config.layers)
-    if (asked or options.predict_with) and not plain:
+    has_input_norms = config.norm == "rms" and all(
+        layer.norms != "after" for layer in config.layers
+    )
+    if (predict or options.predict_with) and not has_input_norms:
         raise UsageError(
             f"{argument('predict')} is fitted to what an RMS norm before a layer gives it, and a "
             f"layer of {config.model_type} has none; leave it out"
         )
-    if (asked or options.predict_with) and not config.uniform:
+    if (predict or options.predict_with) and not config.uniform:
         raise UsageError(
             f"{argument('predict')} is of models whose layers are alike, and some of "
             f"{config.model_type} differ in heads, read others' keys or convolve; leave it out"
         )
-    if model.tokenizer is None and (asked or options.predict_with):
+    if model.tokenizer is None and (predict or options.predict_with):
         raise UsageError(
             f"{argument('predict')} is fitted to a text, and a checkpoint without tokenizer.json "
             "reads none; leave it out"
         )
-    if asked is not None and not 1 <= (1 if asked == "auto" else int(asked)) < layers:
+    if predict is not None and not 1 <= (1 if predict == "auto" else int(predict)) < layers:
         raise UsageError(
             about="predict",
-            value=asked,
+            value=predict,
             possible=f"1 to {layers - 1} of this model's {layers} "
             "layers can be computed while the others are predicted",
         )
@@ -262,45 +327,57 @@ def _check_tuning(model: OpenModel, options: ExportOptions) -> None:
         )
     weights = options.weights
     if weights is not None and any(
-        form.grid in (Grid.MINIMUM, Grid.E2M1) for form in weights.others.values()
+        form.grid not in (Grid.SYMMETRIC, Grid.ZERO_POINT) for form in weights.overrides.values()
     ):
         raise UsageError(
             f"{argument('tune')} trains what an export rounds, and blocks of this file are kept "
             f"as they are; leave it out, or ask for {argument('bits')}"
         )
-    from kvq_export import tuning
+    from kvq_export.fit import tuning
 
     tuning.check_tunable(model.original.config)
 
 
-def _tuned(
+def _tune(
     manifest: Manifest,
     model: OpenModel,
     partial: Path,
     layout: Layout | None,
     options: ExportOptions,
-    progress: Progress,
+    phases: Phases,
 ) -> tuple[Manifest, dict[str, Any] | None]:
-    """The manifest of the trained weights, where that was asked for and gained, and what it did."""
+    """Trains the written weights if asked to; returns the manifest and a report, or None."""
     if not options.tune:
         return manifest, None
     assert layout is not None
     assert model.tokenizer is not None
-    from kvq_export import tuning
+    from kvq_export.fit import tuning
 
-    return tuning.tuned(
-        partial, manifest, layout, model.original, model.tokenizer, options, progress
+    return tuning.tune(
+        partial, manifest, layout, model.original, model.tokenizer, options, phases.of(TUNE)
     )
 
 
-def _weight_format(model: OpenModel, options: ExportOptions, progress: Progress) -> WeightFormat:
-    """What the options ask for, with the names of the matrices that are kept wide."""
-    weights, original = options.weights, model.original
-    if weights is None:
-        weights = model.source.weight_format(original.checkpoint, original.sources)
-        # Without a text to measure on, or the wish to, a mix of widths becomes one.
-        if weights.mixed and (model.tokenizer is None or not options.calibrate):
-            weights = WeightFormat()
+def _rounds_plainly(weights: WeightFormat) -> bool:
+    """Tells whether every weight is rounded by itself, which at 8 bits loses next to nothing."""
+    return weights.bits == max(WIDTHS)
+
+
+def _weight_format(model: OpenModel, options: ExportOptions) -> WeightFormat:
+    """Returns the format that the options ask for, or else the source."""
+    if options.weights is not None:
+        return options.weights
+    weights = model.source.weight_format(model.original.checkpoint, model.original.sources)
+    # Widths are mixed by a measurement on a text; without one all matrices get the same.
+    if weights.mixed and (model.tokenizer is None or not options.calibrate):
+        return WeightFormat()
+    return weights
+
+
+def _mix_widths(
+    model: OpenModel, weights: WeightFormat, options: ExportOptions, phases: Phases
+) -> WeightFormat:
+    """Returns the format with one of its own for every matrix, where widths are mixed."""
     if not (weights.mixed and options.onnx):
         return weights
     if model.tokenizer is None:
@@ -308,63 +385,99 @@ def _weight_format(model: OpenModel, options: ExportOptions, progress: Progress)
             "which matrices are worth more bits is measured on a text, and a checkpoint without "
             f"tokenizer.json reads none; choose {argument('bits')} 4, 5, 6 or 8"
         )
+    original = model.original
     segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)
+    progress = phases.of(FIND_WIDTHS)
     return replace(
-        weights, others=mixed_formats(original, segments, weights, options.threads, progress)
+        weights, overrides=mixed_formats(original, segments, weights, options.threads, progress)
     )
 
 
-def _measured(
+def _measure_bundle(
     manifest: Manifest,
     model: OpenModel,
     partial: Path,
     options: ExportOptions,
-    progress: Progress,
+    phases: Phases,
 ) -> Manifest:
-    """The manifest with what running the written model tells; without a tokenizer, nothing."""
+    """Runs the written model and returns the manifest with what that tells.
+
+    Without a tokenizer nothing is measured.
+    """
     if model.tokenizer is None:
         return manifest
-
-    def step(label: str) -> None:
-        progress(1, 1, label)
-
-    if options.calibrate and options.onnx:
-        step("how pages are best encoded")
-        manifest = fit_pages(partial, manifest, model.tokenizer, options.threads)
-        step("which heads look far back")
-        manifest = score_heads(partial, manifest, model.tokenizer)
+    if options.calibrate and options.fit_cache and options.onnx:
+        manifest = fit_pages(
+            partial, manifest, model.tokenizer, options.threads, phases.of(FIT_CACHE)
+        )
+        manifest = score_heads(partial, manifest, model.tokenizer, phases.of(SCORE_HEADS))
         write_manifest(partial, manifest)
     if options.quality:
-        quality = _measure(model, model.tokenizer, partial, options, step)
-        manifest = replace(manifest, quality=quality)
+        report = _measure(model, model.tokenizer, partial, options, phases.of(COMPARE))
+        manifest = replace(manifest, quality=report)
+    if options.predict is None and options.predict_with is None:
+        return manifest
+    progress = phases.of(PREDICT)
+
+    def step(label: str) -> None:
+        progress(0, 1, label)
+
     if options.predict is not None:
-        manifest = prediction.predicting(
+        manifest = prediction.add_maps(
             partial, manifest, options.predict, model.tokenizer, options.threads, step
         )
     if options.predict_with is not None:
         path, tokenizer = options.predict_with, model.tokenizer
-        manifest = auxiliary.fitting(partial, manifest, path, tokenizer, options.threads, step)
+        manifest = auxiliary.add_maps(partial, manifest, path, tokenizer, options.threads, step)
     return manifest
 
 
+def fit_cache(folder: Path, threads: int, progress: Progress = no_progress) -> None:
+    """Measures how the cache of a bundle is stored best, unless its export has done so.
+
+    An interrupt leaves the bundle whole: what is measured counts once the manifest says so.
+
+    Args:
+        folder: The bundle, whose manifest is replaced.
+        threads: How many threads compute.
+        progress: Hears how far it is.
+
+    Raises:
+        BundleError: There is no bundle, or it is damaged.
+        ModelError: It lacks a graph or a tokenizer.
+    """
+    bundle = Bundle.open(folder)
+    if bundle.manifest.forms:
+        return
+    tokenizer = bundle.tokenizer()
+    if not bundle.has_onnx or tokenizer is None:
+        raise ModelError(f"{folder} has no graph, or no tokenizer to read a text with")
+    manifest = fit_pages(folder, bundle.manifest, tokenizer, threads, progress)
+    manifest = score_heads(folder, manifest, tokenizer, progress)
+    write_manifest(folder, manifest)
+
+
 def open_model(source: Source, options: ExportOptions) -> OpenModel:
-    """Refuses what cannot be exported before the first byte is written."""
+    """Opens a model and refuses what cannot be exported, before the first byte is written."""
     family, config, config_json = source.config()
-    # Evaluated for its refusals: the cache must be able to hold this model.
+    # Raises for a model whose keys and values the cache cannot hold.
     _ = config.cache_classes
     checkpoint = source.checkpoint(config)
     config = family.with_draft_head(config, checkpoint.tensors)
+    embedding = source.embedding()
+    if options.embed is not None:
+        embedding = replace(embedding or TextEmbedding(), pooling=options.embed)
+    if embedding is not None:
+        # Without a head it was saved for its vectors alone, and any logits do.
+        tied = config.tied_head or HEAD not in checkpoint.tensors
+        config = replace(config, states=True, tied_head=tied)
     if (reason := family.why_no_draft_head(checkpoint.tensors)) is not None:
         logger.warning("the draft head of %s (mtp) is left out: %s", source.name, reason)
     sources, draft = source.weight_sources(family, config), family.draft_weights(config)
     checkpoint.check({**sources, **draft}, family.spare(config))
-    files = source.tokenizer_files() if options.tokenizer else None
-    tokenizer = None if files is None else Tokenizer.from_files(files, family, config)
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"tokenizer.json names {tokenizer.vocab_size} tokens, config.json gives the model "
-            f"{config.vocab_size}; they do not belong together"
-        )
+    files, tokenizer = None, None
+    if options.tokenizer:
+        files, tokenizer = _read_tokenizer(source.tokenizer_files(), family, config)
     model = OpenModel(
         source=source,
         original=Original(config=config, sources=sources, checkpoint=checkpoint),
@@ -372,6 +485,7 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
         tokenizer=tokenizer,
         files=files,
         gguf=None,
+        embedding=embedding,
     )
     if not options.gguf:
         return model
@@ -392,8 +506,19 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     return replace(model, gguf=gguf)
 
 
+def _read_tokenizer(
+    files: TokenizerFiles, family: Family, config: ModelConfig
+) -> tuple[TokenizerFiles, Tokenizer]:
+    """Returns the tokenizer of the tokens that the model has, and its files."""
+    tokenizer = Tokenizer.from_files(files, family, config)
+    model_files = without_spare_tokens(files, tokenizer, config.vocab_size)
+    if model_files is not files:
+        tokenizer = Tokenizer.from_files(model_files, family, config)
+    return model_files, tokenizer
+
+
 def control_tokens(model: OpenModel) -> ControlTokens:
-    """Those of its tokenizer, or what config.json says without one."""
+    """Returns the control tokens of the tokenizer, or those of config.json without one."""
     if model.tokenizer is not None:
         return model.tokenizer.control
     config = model.original.config
@@ -401,7 +526,7 @@ def control_tokens(model: OpenModel) -> ControlTokens:
 
 
 def _write_texts(folder: Path, model: OpenModel) -> dict[str, FileInfo]:
-    """The tokenizer's files, with size and hash."""
+    """Writes the tokenizer's files; returns their sizes and hashes."""
     if model.files is None:
         return {}
     (folder / TOKENIZER_FILE).write_bytes(model.files.definition.encode())
@@ -421,49 +546,48 @@ def _measure(
     tokenizer: Tokenizer,
     folder: Path,
     options: ExportOptions,
-    step: Callable[[str], None],
+    progress: Progress,
 ) -> Mapping[str, Any]:
     bundle = Bundle.open(folder, verify="size")
     texts = report_texts(tokenizer, bundle.config)
     report: dict[str, Any] = {"text": "prose, code, chats", "tokens": texts.size}
     if bundle.has_onnx:
         with quality.engine_run(bundle, options.threads) as run:
-            wide = _at_8_bits(model, bundle, texts, step)
-            report |= quality.measure(model.original.logits, options.kv, run, texts, step, wide)
+            baseline = _at_8_bits(model, bundle, texts)
+            report |= quality.measure(
+                model.original.logits, options.kv, run, texts, progress, baseline
+            )
     if model.gguf is not None:
-        step("what the GGUF file loses")
-        # Beyond its context llama.cpp computes something else where it has no window.
-        within = texts[0, : model.gguf.model.context_length]
-        found = quality.measure_gguf(model.original, folder / GGUF_FILE, within, options.threads)
-        report["gguf"] = {"type": options.gguf_type} | found
+        # Beyond this context llama.cpp computes another model where it has no window.
+        ids = texts[0, : model.gguf.model.context_length]
+        gguf_report = quality.measure_gguf(model.original, folder / GGUF_FILE, ids, options.threads)
+        report["gguf"] = {"type": options.gguf_type} | gguf_report
     return report
 
 
-def _at_8_bits(
-    model: OpenModel, bundle: Bundle, texts: np.ndarray, step: Callable[[str], None]
-) -> dict[int, np.ndarray] | None:
-    """The likeliest tokens with 8 bits of every second text, where any matrix has fewer."""
+def _at_8_bits(model: OpenModel, bundle: Bundle, texts: np.ndarray) -> dict[int, np.ndarray] | None:
+    """Returns the likeliest tokens with 8 bits of every second text, where any matrix has fewer."""
     weights = bundle.manifest.weights
     if weights is None or all(form.bits == max(WIDTHS) for form in weights.formats.values()):
         return None
-    step("what 8 bits would keep")
-    found = eight_bits.likeliest_tokens(model.original, texts[::2])
-    return dict(zip(range(0, len(texts), 2), found, strict=True))
+    tokens = eight_bit_baseline.likeliest_tokens(model.original, texts[::2])
+    return dict(zip(range(0, len(texts), 2), tokens, strict=True))
 
 
-def _became(model: OpenModel, layout: Layout | None) -> dict[str, Any]:
-    """Of each type of the file's tensors how many there are, and how many got which format.
+def _type_report(model: OpenModel, layout: Layout | None) -> dict[str, Any]:
+    """Counts the file's tensors by type, and by the formats that they got.
 
-    `exact` counts those whose very weights the bundle has, `kept` those whose codes it has.
+    `kept` counts those whose codes the bundle has, `exact` those whose very weights it has.
     """
     if layout is None:
         return {}
     original, types = model.original, dict[str, Any]()
     for name, source in original.sources.items():
         form = layout.matrices.get(name)
-        spelled = "float32" if form is None else str(form.format)
+        format_name = "float32" if form is None else str(form.format)
         tensors = [original.checkpoint.tensors[part] for part in source.parts]
-        kept = form is None or all(one.grid and holds(form.format, one.grid) for one in tensors)
+        grids = [tensor.grid for tensor in tensors]
+        kept = form is None or all(grid and keeps(form.format, grid) for grid in grids)
         for tensor in tensors:
             row = types.setdefault(
                 tensor.dtype, {"tensors": 0, "kept": 0, "exact": 0, "formats": {}}
@@ -471,5 +595,5 @@ def _became(model: OpenModel, layout: Layout | None) -> dict[str, Any]:
             row["tensors"] += 1
             row["kept"] += kept
             row["exact"] += kept and tensor.exact and source.scale == 1
-            row["formats"][spelled] = row["formats"].get(spelled, 0) + 1
+            row["formats"][format_name] = row["formats"].get(format_name, 0) + 1
     return {"types": types}

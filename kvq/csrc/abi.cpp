@@ -74,6 +74,11 @@ static bool attends(const kvq::Device& device, int head_dim) {
 
 extern "C" {
 
+int kvq_regions_of(const kvq_config* config, int32_t columns, int64_t pool_bytes, int64_t* regions) {
+    if (columns < 0 || pool_bytes < 0) return KVQ_BAD_ARGUMENT;
+    return kvq::size_regions(*config, columns, pool_bytes, regions);
+}
+
 int kvq_layout_of(const kvq_config* config, int64_t budget_bytes, int32_t columns,
                   kvq_layout* layout) {
     kvq::Layout full{};

@@ -77,6 +77,8 @@ int Cache::begin(int tokens, const int32_t* parents, int view, int at, const uin
     const BranchState& branch = tail_.branch();
     if (state().broken || tail_.unattended() || branch.staged) return KVQ_BAD_STATE;
     const bool in_gap = tail_.open() ? branch.in_gap : at >= 0 && at != state().tokens;
+    // What other layers remember is of the end alone.
+    if (in_gap && (conv_.any() || delta_.any())) return KVQ_BAD_ARGUMENT;
     if (tokens < 1 || tokens > config().chunk_tokens || view < 0 || view > 1 ||
         (!in_gap && tokens > config().context_tokens - state().tokens - branch.rows) ||
         !begins_at(at, branch.rows + tokens))
@@ -171,17 +173,21 @@ int Cache::prepare(const kvq_attention& a, const Inputs& in) {
     return device_status();
 }
 
-int Cache::prepare_to_read(const kvq_attention& a, const Inputs& in, int64_t* positions) {
+int Cache::prepare_to_read(const kvq_attention& a, const Inputs& in,
+                           std::vector<int64_t>& positions) {
     if (state().broken || !tail_.open() || tail_.unattended() || twin_) return KVQ_BAD_STATE;
     // Of a chunk the rows of the last layer alone are still as they came.
     if (!fits_shape(a) || (tail_.branch().staged && a.layer != config().layers - 1))
         return KVQ_BAD_ARGUMENT;
+    // Rotations have room for the longest pass's rows.
+    if (in.tokens < 0 || in.tokens > config().chunk_tokens) return KVQ_BAD_ARGUMENT;
+    positions.resize(static_cast<size_t>(in.tokens));
     for (int i = 0; i < in.tokens; i++) {
         if (in.asking[i] < 0 || in.asking[i] >= tail_.branch().pass_rows) return KVQ_BAD_ARGUMENT;
-        positions[i] = tail_.positions()[tail_.place(in.row(i))];
+        positions[static_cast<size_t>(i)] = tail_.positions()[tail_.place(in.row(i))];
     }
     Inputs placed = in;
-    placed.positions = positions;
+    placed.positions = positions.data();
     fill_ropes(a, placed);
     if (silent_.empty()) probes_.keep_look(tail_, a, placed);
     return KVQ_OK;
@@ -281,8 +287,7 @@ int read_together(const kvq_attention& a, Cache* const* caches, Inputs* inputs, 
     std::vector<std::vector<int64_t>> positions(count);
     for (size_t s = 0; s < count; s++) {
         Inputs& in = inputs[s];
-        positions[s].resize(static_cast<size_t>(in.tokens));
-        if (const int status = caches[s]->prepare_to_read(a, in, positions[s].data())) return status;
+        if (const int status = caches[s]->prepare_to_read(a, in, positions[s])) return status;
         in.positions = positions[s].data();
         if (caches[s]->is_silent(a.layer))
             std::fill_n(in.out, int64_t{in.tokens} * a.heads * a.head_dim, 0.0f);

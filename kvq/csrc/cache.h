@@ -42,8 +42,8 @@ public:
     }
     int finish(int layer);
     // For `job`s of a layer that reads what `a.layer` has stored of the pass under way, where every layer
-    // has seen it. The queries' positions are set in `positions`, of as many numbers.
-    int prepare_to_read(const kvq_attention& a, const Inputs& in, int64_t* positions);
+    // has seen it. `positions` become the queries'.
+    int prepare_to_read(const kvq_attention& a, const Inputs& in, std::vector<int64_t>& positions);
     // On a device `in` lies there, but for positions, and this is all of it.
     Device* device() const { return twin_ ? &twin_->device() : nullptr; }
     int run_on_device(const kvq_attention& a, const Inputs& in);

@@ -1,5 +1,5 @@
 // What the short convolutions of one sequence remember, and what they compute: see
-// kvq/reference_conv.py, whose places and numbers these are.
+// kvq/reference/conv.py, whose places and numbers these are.
 #pragma once
 #include "attend.h"
 #include "layout.h"

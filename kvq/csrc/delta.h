@@ -1,4 +1,4 @@
-// What the delta nets of one sequence remember, and what they compute: see kvq/reference_delta.py,
+// What the delta nets of one sequence remember, and what they compute: see kvq/reference/delta.py,
 // whose places these are.
 #pragma once
 #include <algorithm>

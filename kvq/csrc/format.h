@@ -1,4 +1,4 @@
-// Layout of a page: the only definition of its bytes. kvq/reference.py restates it in numpy and the
+// Layout of a page: the only definition of its bytes. kvq/reference/stored.py restates it in numpy and the
 // tests compare the two byte for byte.
 //
 // A page holds 64 tokens of one (layer, KV head). A code is an unsigned 8-bit number kept as two

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 27
+#define KVQ_ABI 29
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -49,7 +49,7 @@ typedef struct {
     int32_t conv_layers;        /* convolutions beside the layers that attend; 0: none, then of all that follows */
     int32_t conv_width, conv_taps; /* channels, and rows that one is computed of, its own included */
     int32_t conv_checkpoints;   /* places that can be gone back to beside the newest tokens */
-    int32_t delta_layers;       /* delta nets beside the layers that attend; 0: none, then of all that follows */
+    int32_t delta_layers;       /* delta nets beside the layers that attend, if no convolutions are; 0: none, then of all that follows */
     int32_t delta_key_heads, delta_value_heads, delta_key_dim, delta_value_dim, delta_taps;
     int32_t delta_states;       /* places whose states are kept, 2 or more */
     int32_t delta_fold;         /* tokens after which rows are folded: what the library does, or it refuses */
@@ -102,6 +102,11 @@ typedef struct {
 
 typedef struct { int32_t layer, head, column, k_bits, v_bits; } kvq_action;
 
+/* Bytes [KVQ_REGIONS] of all that is no page, for a table of `columns` pages per (layer, KV head) and
+   owners of what `pool_bytes` have room for. */
+KVQ_EXPORT int kvq_regions_of(const kvq_config *config, int32_t columns, int64_t pool_bytes,
+                              int64_t *regions);
+
 /* How `budget_bytes` divide for a table of `columns` pages per (layer, KV head): from those that a draft
    closes to those of the whole context. */
 KVQ_EXPORT int kvq_layout_of(const kvq_config *config, int64_t budget_bytes, int32_t columns,
@@ -136,7 +141,7 @@ KVQ_EXPORT int kvq_cache_stats(int64_t handle, kvq_stats *stats);
 
 /* From now on passes read by `rule`; share 1 and octaves 0: everything, as at the beginning. */
 KVQ_EXPORT int kvq_cache_read(int64_t handle, const kvq_read *rule);
-/* Keys of pages that close from now on are rounded with it (kvq.reference.carried): float32 [layers,
+/* Keys of pages that close from now on are rounded with it (kvq.reference.stored.carried): float32 [layers,
    kv_heads, head_dim, head_dim], 0 on and below the diagonals. It is not copied: it must stay where it
    is as long as the cache is open. NULL: without, as at the beginning. */
 KVQ_EXPORT int kvq_cache_feed_back(int64_t handle, const float *feedback);
@@ -153,7 +158,8 @@ KVQ_EXPORT int kvq_cache_missing(int64_t handle, int32_t tokens, int64_t *bytes,
    its ancestors and itself. `view` 0 reads pages as they are, 1 wider sides than 4 bits by
    their hi plane.
    `at`: the token that the branch's first row is, in a gap an edit left that has room for all its
-   rows; -1: it goes on from the end, or as the open branch does. `silent`: uint8 [layers], or NULL
+   rows, never beside convolutions or delta nets; -1: it goes on from the end, or as the open branch
+   does. `silent`: uint8 [layers], or NULL
    for none: layers in which the rows ask nothing; their keys and values are stored, `out` is zeros,
    and no probes are kept of such a pass. */
 KVQ_EXPORT int kvq_cache_begin(int64_t handle, int32_t tokens, const int32_t *parents, int32_t view,
@@ -166,20 +172,20 @@ KVQ_EXPORT int kvq_cache_attend(int64_t handle, const kvq_attention *attention, 
                                 const float *q_norm, const float *k_norm,
                                 const float *sink_logits, float *out);
 /* One convolution of the pass: bcx float32 [tokens, 3 conv_width], weight [conv_width, conv_taps], out [tokens,
-   conv_width]; kvq/reference_conv.py defines it. Every convolution must have seen a pass, one
+   conv_width]; kvq/reference/conv.py defines it. Every convolution must have seen a pass, one
    after the other, before the next begins. Of a pass of more than draft_tokens rows all can be kept, or that many at most. */
 KVQ_EXPORT int kvq_cache_convolve(int64_t handle, int32_t layer, int32_t tokens, const float *bcx,
                                   const float *weight, float *out);
 /* One delta net of the pass, as a convolution: rows float32 [tokens, convolved + value channels], gates
    [tokens, 2 delta_value_heads], conv [convolved channels, delta_taps], decay and dt_bias
-   [delta_value_heads], scale [delta_value_dim], out [tokens, value channels]; kvq/reference_delta.py
+   [delta_value_heads], scale [delta_value_dim], out [tokens, value channels]; kvq/reference/delta.py
    defines it. */
 KVQ_EXPORT int kvq_cache_recur(int64_t handle, int32_t layer, int32_t tokens, const float *rows,
                                const float *gates, const float *conv, const float *decay,
                                const float *dt_bias, const float *scale, float norm_eps, float *out);
 /* A layer that brings no keys and values and reads those of layer `attention->layer`, once every layer has seen
-   the pass: q float32 [queries, heads * head_dim] of the pass's rows `rows` int64 [queries]; out as
-   large. Of a chunk that is longer than the tail only the last layer can be read so. Not on a device.
+   the pass: q float32 [queries, heads * head_dim] of the pass's rows `rows` int64 [queries],
+   chunk_tokens at most; out as large. Of a chunk that is longer than the tail only the last layer can be read so. Not on a device.
    Of a pass the i-th look at the last layer is that of the i-th reader. */
 KVQ_EXPORT int kvq_cache_look(int64_t handle, const kvq_attention *attention, int32_t queries,
                               const int64_t *rows, const float *q, const float *inv_freq,
@@ -262,13 +268,16 @@ KVQ_EXPORT int kvq_cache_load(int64_t handle, const uint8_t *bytes, int64_t coun
 KVQ_EXPORT int kvq_pack(int32_t values, int32_t channels, const float *x, int32_t head_dim, int32_t bits,
                         const float *feedback, uint8_t *planes, uint8_t *grid);
 
-/* Weights. A matrix is stored as panels; kvq/reference_linear.py defines their bytes and every
+/* Weights. A matrix is stored as panels; kvq/reference/linear.py defines their bytes and every
    product's arithmetic. No pointer below is kept, none needs any alignment. */
 /* With KVQ_CLAMPED_SWIGLU, for g = min(gate, 7) and u = min(max(up, -7), 7): g / (1 + exp(-1.702 g)) * (u + 1). */
 enum kvq_activation { KVQ_PLAIN = 0, KVQ_SILU = 1, KVQ_GELU_TANH = 2, KVQ_CLAMPED_SWIGLU = 3 };
 enum kvq_scoring { KVQ_SOFTMAX = 0, KVQ_SIGMOID = 1 };
 enum kvq_view { KVQ_FULL = 0, KVQ_HI = 1 }; /* KVQ_HI: of codes the upper four bits alone */
-enum kvq_grid { KVQ_SYMMETRIC = 0, KVQ_ZERO_POINT = 1, KVQ_MINIMUM = 2, KVQ_E2M1 = 3 };
+enum kvq_grid {
+    KVQ_SYMMETRIC = 0, KVQ_ZERO_POINT = 1, KVQ_MINIMUM = 2, KVQ_E2M1 = 3,
+    KVQ_SUPER_MINIMUM = 4, KVQ_SUPER_SYMMETRIC = 5 /* `block` is that of a sub-block */
+};
 
 typedef struct { int32_t rows, columns, bits, block, grid; } kvq_matrix;
 
@@ -304,7 +313,7 @@ KVQ_EXPORT int kvq_embed_run(const kvq_embed *call);
    half) * up half of gate_up . x + gate_up_bias) + down_bias). Experts and shares come of `logits`: those with the
    largest softmax, or sigmoid and `choice_bias` together; shares are these without that, divided by their sum where
    `normalised`. A matrix is that of one expert, of whole panels,
-   and its panels those of all, one expert's behind the other's. kvq/reference_experts.py defines it.
+   and its panels those of all, one expert's behind the other's. kvq/reference/experts.py defines it.
    `residency`: which experts stay in memory, by a handle; 0: the system decides. */
 typedef struct {
     kvq_matrix gate_up, down; /* [2 * width, columns] and [columns, width] */
@@ -321,7 +330,7 @@ typedef struct {
 KVQ_EXPORT int kvq_experts_run(const kvq_experts *call);
 
 /* Bounds the memory that the experts of one model take: their panels must be views of a file, mapped for
-   reading. Of those in memory the ones chosen least often leave it before another is read. One expert
+   reading, and those of one layer always come with the same shapes. Of those in memory the ones chosen least often leave it before another is read. One expert
    alone may take more than the budget, and what the system brings along with it is there while it is read. */
 typedef struct {
     int64_t budget_bytes;
@@ -333,11 +342,11 @@ KVQ_EXPORT int kvq_residency_open(int64_t budget_bytes, int64_t *handle);
 KVQ_EXPORT int kvq_residency_close(int64_t handle);
 KVQ_EXPORT int kvq_residency_stats_of(int64_t handle, kvq_residency_stats *stats);
 
-/* How products ask memory for the weights that come next; no result depends on it. past_caches: 1 one
-   row's past the larger caches, 0 not, -1 as the processor's maker has it. ahead_bytes: how far ahead,
+/* How products ask memory for the weights that come next; no result depends on it. second_level: 1 one
+   row's into the second-level cache alone, 0 into the first too, -1 as the processor's maker has it. ahead_bytes: how far ahead,
    0 by the matrix. */
 #define KVQ_MOST_AHEAD (1 << 20)
-KVQ_EXPORT int kvq_tune(int32_t past_caches, int64_t ahead_bytes);
+KVQ_EXPORT int kvq_tune(int32_t second_level, int64_t ahead_bytes);
 
 /* What products do where kvq_tune said nothing else, by what the processor says of itself. */
 typedef struct {
@@ -345,7 +354,7 @@ typedef struct {
     int64_t level2_bytes;  /* of the second-level cache that a core reads through; 0: not known */
 } kvq_processor;
 typedef struct {
-    int32_t past_caches;   /* whether one row's weights are fetched past the larger caches */
+    int32_t second_level;   /* whether one row's weights are fetched into the second-level cache alone */
     int64_t ahead_bytes;   /* how far ahead weights are fetched, */
     int64_t panel_bytes;   /* but of panels up to so large the same place of the next one */
     int64_t row_bytes;     /* of rounded rows that stay in the cache while panels pass by */
@@ -361,7 +370,7 @@ KVQ_EXPORT const char *kvq_status_text(int status);
 KVQ_EXPORT int kvq_abi(void);                      /* KVQ_ABI */
 KVQ_EXPORT const char *kvq_isa(void);              /* name of the kernels in use */
 KVQ_EXPORT const char *kvq_isa_available(void);    /* names this machine can run, comma separated */
-KVQ_EXPORT int kvq_isa_select(const char *name);
+KVQ_EXPORT int kvq_isa_select(const char *name);   /* of the whole process, between passes: none may run */
 /* `name: why` of kernels that the processor announces and that were tried and are not offered; or empty. */
 KVQ_EXPORT const char *kvq_isa_refused(void);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "probes.h"
 #include "twin.h"
@@ -52,7 +53,8 @@ bool valid(const kvq_config& c) {
            within(c.context_tokens, 1, 1 << 30) &&
            int64_t{c.layers} * c.kv_heads * c.tail_rows <= int64_t{1} << 50 &&
            within(c.chunk_tokens, c.draft_tokens, 1 << 20) && within(c.splits, 1, 1 << 12) &&
-           within(probe_kinds(c), c.probes ? 1 : 0, 1 + (1 << 16)) && within(c.probes, 0, 2 * KVQ_SAMPLES - 1) && valid_convolutions(c) && valid_delta_nets(c) && c.page_version == kPageVersion &&
+           within(probe_kinds(c), c.probes ? 1 : 0, 1 + (1 << 16)) && within(c.probes, 0, 2 * KVQ_SAMPLES - 1) && valid_convolutions(c) && valid_delta_nets(c) &&
+           !(c.conv_layers && c.delta_layers) && c.page_version == kPageVersion &&
            (c.value_groups == kPageTokens || c.value_groups == std::max(kPageTokens, c.head_dim)) &&
            within(c.tail_rows,
                   quantized(c) ? c.sink_tokens + c.tail_tokens + kPageTokens + c.draft_tokens
@@ -108,6 +110,14 @@ bool forms_fit(const kvq_config& c, const uint8_t* forms) {
         if (forms[s] >= kForms || ((forms[s] & kChannelValues) && c.head_dim > c.value_groups))
             return false;
     return true;
+}
+
+int size_regions(const kvq_config& c, int columns, int64_t pool, int64_t* regions) {
+    if (!valid(c) || !within(columns, 0, 1 << 24)) return KVQ_BAD_ARGUMENT;
+    Layout layout{};
+    place(c, columns, pool, layout);
+    std::copy(std::begin(layout.sizes.regions), std::end(layout.sizes.regions), regions);
+    return KVQ_OK;
 }
 
 int lay_out(const kvq_config& c, int64_t budget, int columns, Layout& out) {

@@ -173,6 +173,7 @@ struct Layout {
 };
 bool forms_fit(const kvq_config& config, const uint8_t* forms);  // null: all 0
 // `columns`: pages per stream that the table has room for.
+int size_regions(const kvq_config& config, int columns, int64_t pool, int64_t* regions);
 int lay_out(const kvq_config& config, int64_t budget, int columns, Layout& layout);
 
 // The arena of one cache, region by region.

@@ -1,4 +1,5 @@
 from kvq.cache import Cache as Cache
+from kvq.cache import CacheSpec as CacheSpec
 from kvq.config import AttentionParams as AttentionParams
 from kvq.config import Budget as Budget
 from kvq.config import CacheShape as CacheShape
@@ -14,19 +15,18 @@ from kvq.errors import ModelError as ModelError
 from kvq.errors import SnapshotError as SnapshotError
 from kvq.errors import UnsupportedModelError as UnsupportedModelError
 from kvq.errors import UsageError as UsageError
-from kvq.sizing import CacheSpec as CacheSpec
+from kvq_apps.names.engine import Engine as Engine
+from kvq_runtime.answer.constraint import Constraint as Constraint
+from kvq_runtime.answer.drafter import Draft as Draft
+from kvq_runtime.answer.drafter import Drafter as Drafter
+from kvq_runtime.answer.generation import Generation as Generation
+from kvq_runtime.answer.generation import GenerationOptions as GenerationOptions
+from kvq_runtime.answer.generation import Step as Step
+from kvq_runtime.answer.generation import Vocabulary as Vocabulary
+from kvq_runtime.answer.healing import heal as heal
 from kvq_runtime.config import Sampling as Sampling
-from kvq_runtime.constraint import Constraint as Constraint
-from kvq_runtime.drafter import Draft as Draft
-from kvq_runtime.drafter import Drafter as Drafter
-from kvq_runtime.generation import Generation as Generation
-from kvq_runtime.generation import GenerationOptions as GenerationOptions
-from kvq_runtime.generation import Step as Step
-from kvq_runtime.generation import Vocabulary as Vocabulary
-from kvq_runtime.healing import heal as heal
-from kvq_runtime.metrics import SessionStats as SessionStats
-from kvq_runtime.named_engine import Engine as Engine
-from kvq_runtime.sequence import TokenSequence as TokenSequence
-from kvq_runtime.session import Session as Session
+from kvq_runtime.sequence.sequence import TokenSequence as TokenSequence
+from kvq_runtime.session.metrics import SessionStats as SessionStats
+from kvq_runtime.session.session import Session as Session
 
 __version__: str

@@ -16,19 +16,50 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvq.config import FOLD_TOKENS, AttentionParams
-from kvq.formats import PAGE_VERSION
-from kvq.geometry import CONV_CHECKPOINTS, Geometry, Regions
+from kvq.config import AttentionParams
+from kvq.formats import aligned
 
 # The `KVQ_ABI` this module was written for.
-ABI = 27
+ABI = 29
 
 
-class Config(Structure):
+class Regions(NamedTuple):
+    """Holds the bytes of each region that lies before an arena's pages, in their order."""
+
+    state: int
+    forms: int
+    entering: int
+    views: int
+    entries: int
+    constant_owners: int
+    granule_owners: int
+    places: int
+    tail: int
+    branch: int
+    probes: int
+    probe_rows: int
+    layers: int
+    conv_state: int
+    conv_rows: int
+    delta_state: int
+    delta_rows: int
+    delta_states: int
+    staging_positions: int
+    staging: int
+    rope: int
+    partials: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of them, each up to where the next may begin."""
+        return sum(map(aligned, self))
+
+
+class NativeConfig(Structure):
     """`kvq_config`: what a cache is asked to hold."""
 
     _fields_ = tuple(
@@ -66,7 +97,7 @@ class Config(Structure):
     )
 
 
-class Layout(Structure):
+class NativeLayout(Structure):
     """`kvq_layout`: where the regions of an arena lie."""
 
     _fields_ = (
@@ -81,7 +112,7 @@ class Layout(Structure):
     )
 
 
-class Stats(Structure):
+class NativeStats(Structure):
     """`kvq_stats`: what a cache holds."""
 
     _fields_ = (
@@ -101,7 +132,7 @@ class Stats(Structure):
     )
 
 
-class DeviceFacts(Structure):
+class NativeDevice(Structure):
     """`kvq_device`: what a device is, or why it cannot be used."""
 
     _fields_ = (
@@ -115,7 +146,7 @@ class DeviceFacts(Structure):
     )
 
 
-class Read(Structure):
+class NativeRead(Structure):
     """`kvq_read`: how little of the pages a pass may read."""
 
     _fields_ = (
@@ -126,7 +157,7 @@ class Read(Structure):
     )
 
 
-class Attention(Structure):
+class NativeAttention(Structure):
     """`kvq_attention`: one layer of one pass."""
 
     _fields_ = (
@@ -143,7 +174,7 @@ class Attention(Structure):
     )
 
 
-class ResidencyStats(Structure):
+class NativeResidencyStats(Structure):
     """`kvq_residency_stats`: what of a model's experts is in memory."""
 
     _fields_ = (
@@ -154,17 +185,17 @@ class ResidencyStats(Structure):
     )
 
 
-class Processor(Structure):
+class NativeProcessor(Structure):
     """`kvq_processor`: what a processor says of itself."""
 
     _fields_ = (("maker", c_char * 16), ("level2_bytes", c_int64))
 
 
-class BuiltIn(Structure):
+class NativeBuiltIn(Structure):
     """`kvq_built_in`: what products do where nobody has measured."""
 
     _fields_ = (
-        ("past_caches", c_int32),
+        ("second_level", c_int32),
         ("ahead_bytes", c_int64),
         ("panel_bytes", c_int64),
         ("row_bytes", c_int64),
@@ -172,31 +203,33 @@ class BuiltIn(Structure):
 
 
 _FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
-_BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(Stats)
+_BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(NativeStats)
+_CONFIG = POINTER(NativeConfig)
 POINTERS = {
-    np.dtype(kind): one
-    for kind, one in {
+    np.dtype(kind): pointer_type
+    for kind, pointer_type in {
         np.float32: _FLOATS, np.float16: _HALVES, np.int64: _INTS, np.int32: _INT32S,
         np.uint8: _BYTES,
     }.items()
 }  # fmt: skip
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "kvq_layout_of": (c_int32, (POINTER(Config), c_int64, c_int32, POINTER(Layout))),
-    "kvq_device_open": (c_int32, (c_char_p, _INT32S, POINTER(DeviceFacts))),
+    "kvq_regions_of": (c_int32, (_CONFIG, c_int32, c_int64, POINTER(c_int64))),
+    "kvq_layout_of": (c_int32, (_CONFIG, c_int64, c_int32, POINTER(NativeLayout))),
+    "kvq_device_open": (c_int32, (c_char_p, _INT32S, POINTER(NativeDevice))),
     "kvq_device_best": (c_int32, (c_int32, c_void_p, c_int32, c_int32, c_int32, _INT32S, _FLOATS)),
     "kvq_cache_open": (
         c_int32,
-        (POINTER(Config), c_int64, c_int32, _BYTES, *[c_int32] * 3, c_int64, POINTER(c_int64)),
+        (_CONFIG, c_int64, c_int32, _BYTES, *[c_int32] * 3, c_int64, POINTER(c_int64)),
     ),
     "kvq_cache_close": (c_int32, (c_int64,)),
     "kvq_cache_stats": (c_int32, (c_int64, _STATS)),
-    "kvq_cache_read": (c_int32, (c_int64, POINTER(Read))),
+    "kvq_cache_read": (c_int32, (c_int64, POINTER(NativeRead))),
     "kvq_cache_feed_back": (c_int32, (c_int64, _FLOATS)),
     "kvq_cache_missing": (c_int32, (c_int64, c_int32, POINTER(c_int64), _INT32S)),
     "kvq_cache_begin": (c_int32, (c_int64, c_int32, _INT32S, c_int32, c_int32, _BYTES)),
     "kvq_cache_attend": (
         c_int32,
-        (c_int64, POINTER(Attention), c_int32, _FLOATS, _INTS, *[_FLOATS] * 5),
+        (c_int64, POINTER(NativeAttention), c_int32, _FLOATS, _INTS, *[_FLOATS] * 5),
     ),
     "kvq_cache_convolve": (c_int32, (c_int64, c_int32, c_int32, _FLOATS, _FLOATS, _FLOATS)),
     "kvq_cache_recur": (
@@ -205,7 +238,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "kvq_cache_look": (
         c_int32,
-        (c_int64, POINTER(Attention), c_int32, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
+        (c_int64, POINTER(NativeAttention), c_int32, _INTS, _FLOATS, _FLOATS, _FLOATS, _FLOATS),
     ),
     "kvq_cache_commit": (c_int32, (c_int64, _INT32S, c_int32, _STATS)),
     "kvq_cache_rewind": (c_int32, (c_int64, c_int32, _STATS)),
@@ -231,11 +264,11 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvq_cache_load": (c_int32, (c_int64, c_char_p, c_int64, _STATS)),
     "kvq_pack": (c_int32, (c_int32, c_int32, _FLOATS, c_int32, c_int32, _FLOATS, _BYTES, _BYTES)),
     "kvq_tune": (c_int32, (c_int32, c_int64)),
-    "kvq_processor_of": (c_int32, (POINTER(Processor),)),
-    "kvq_built_in_of": (c_int32, (POINTER(Processor), POINTER(BuiltIn))),
+    "kvq_processor_of": (c_int32, (POINTER(NativeProcessor),)),
+    "kvq_built_in_of": (c_int32, (POINTER(NativeProcessor), POINTER(NativeBuiltIn))),
     "kvq_residency_open": (c_int32, (c_int64, POINTER(c_int64))),
     "kvq_residency_close": (c_int32, (c_int64,)),
-    "kvq_residency_stats_of": (c_int32, (c_int64, POINTER(ResidencyStats))),
+    "kvq_residency_stats_of": (c_int32, (c_int64, POINTER(NativeResidencyStats))),
     "kvq_status_text": (c_char_p, (c_int32,)),
     "kvq_abi": (c_int32, ()),
     "kvq_isa": (c_char_p, ()),
@@ -245,39 +278,9 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-def as_config(arena: Geometry) -> Config:
-    """What the library is asked to lay out."""
-    shape, plan, conv = arena.shape, arena.plan, arena.conv
-    convolutions = (conv.num_layers, conv.width, conv.taps, CONV_CHECKPOINTS) if conv else (0,) * 4
-    delta_nets: tuple[int, ...] = ()
-    if (delta := arena.delta) is not None:
-        sizes = (delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps)
-        delta_nets = (delta.num_layers, *sizes, arena.delta_states, FOLD_TOKENS)
-    return Config(
-        shape.num_layers,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        plan.k_bits,
-        plan.v_bits,
-        plan.sink_tokens,
-        plan.tail_tokens,
-        arena.tail_rows,
-        arena.pass_tokens,
-        arena.context_tokens,
-        arena.splits,
-        arena.probe_kinds,
-        arena.draft_tokens,
-        arena.value_groups,
-        PAGE_VERSION,
-        *convolutions,
-        *delta_nets,
-    )
-
-
-def as_attention(params: AttentionParams, rotary_pairs: int) -> Attention:
+def as_attention(params: AttentionParams, rotary_pairs: int) -> NativeAttention:
     """What one call of `kvq_cache_attend` is told about its layer."""
-    return Attention(
+    return NativeAttention(
         params.layer,
         params.num_heads,
         params.num_kv_heads,

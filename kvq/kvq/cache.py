@@ -1,203 +1,377 @@
-"""The cache as the runtime uses it: one sequence, one budget, one policy.
+"""The KV cache of one sequence: a cache for each class of layers, in exactly one budget of bytes.
 
-Space is made before compute, so the arena is never exceeded; the policy decides what is given up.
-Knows no model: rotary frequencies and scales arrive with every call.
+Layers of one class have the same query heads, KV heads and channels, so that their pages are alike;
+most models have a single class. All classes hold the same tokens. Knows no model.
 """
 
+import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq import native
-from kvq.cache_engine import ON_HOST, open_engine
-from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
-from kvq.errors import BudgetError, CacheError, UsageError, argument
-from kvq.formats import REACH, bytes_per_token, format_bytes, sized
-from kvq.geometry import WINDOW_MARGIN_TOKENS, Tiers
-from kvq.native import VIEWS
-from kvq.policies import Attention, Constants, Evidence, policy_named
-from kvq.policies.spend import evictions
-from kvq.reference import stored_rows
-from kvq.reference_delta import DeltaWeights
-from kvq.selectors import rule_named
-from kvq.sizing import Arena
+from kvq.class_cache import CacheUsage, ClassCache, KeyForm
+from kvq.config import AttentionParams, Budget, KvPlan
+from kvq.errors import CacheError, SnapshotError, UsageError, argument
+from kvq.geometry import require_budget
+from kvq.native import NativeCache
+from kvq.sizing import DEFAULT_TOKENS, ClassArena, ClassSpec, longest_context
+
+if TYPE_CHECKING:
+    from kvq.reference.delta import DeltaWeights
+
+WeightNorms = Callable[[], NDArray[np.float64]]
+Feedback = NDArray[np.float32]
+Retrieval = NDArray[np.float32]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holdings:
-    """What is left of the tokens a cache has taken, over every layer and KV head.
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Describes the cache that a sequence asks for.
 
-    `mean_k_bits`, `mean_v_bits`: widths of what is held, a token of a page at its page's, one of
-    the tail or the sinks at 16; 0 while nothing is. `evicted_share`: of all tokens in all layers
-    and heads, but those that a layer's window has left behind, the share whose page is gone, or
-    that is masked. `read_share`: of the pages that steps could see so far the share they have read.
-    `offloaded_bytes`: of a device's pages those that lie in the host's memory; `streamed_bytes`:
-    what the newest pass copied from there.
+    Attributes:
+        parts: One `ClassSpec` per class of layers. They differ in `shape`, `windows`, `forms` and
+            `readers` alone; the first may have `conv` or `delta`.
+        budget: The budget of all classes together. Each class gets the smallest number of bytes
+            that opens it. Classes whose layers all have a sliding window then get what holds their
+            whole context, since that does not grow with the context. What is left goes to the
+            classes by what each still lacks. A budget in tokens holds so many in every class.
     """
 
-    mean_k_bits: float
-    mean_v_bits: float
-    evicted_share: float
-    read_share: float = 1.0
-    offloaded_bytes: int = 0
-    streamed_bytes: int = 0
+    parts: tuple[ClassSpec, ...]
+    budget: Budget
+
+    def __post_init__(self) -> None:
+        if self.offload_bytes and len(self.parts) > 1:
+            raise UsageError(
+                f"{argument('kv_offload')} is for models whose layers are all alike: leave it out"
+            )
 
     @classmethod
-    def of(cls, tallies: Sequence["Tally"], read_share: float) -> "Holdings":
-        """Of the caches of one sequence."""
-        held = max(1, sum(one.held for one in tallies))
-        wanted = sum(one.wanted for one in tallies)
-        return cls(
-            mean_k_bits=sum(one.k_bits for one in tallies) / held,
-            mean_v_bits=sum(one.v_bits for one in tallies) / held,
-            evicted_share=1 - sum(one.held for one in tallies) / wanted if wanted > 0 else 0.0,
-            read_share=read_share,
-            offloaded_bytes=sum(one.tiers.offloaded_bytes for one in tallies),
-            streamed_bytes=sum(one.tiers.streamed_bytes for one in tallies),
+    def of(
+        cls, *classes: dict[str, Any], budget: Budget | None = None, **shared: Any
+    ) -> "CacheSpec":
+        """Describes a cache by the fields of `ClassSpec` that differ, and those that all share.
+
+        Args:
+            classes: For each class of layers its fields of `ClassSpec`, at least `shape`.
+            budget: Budget of all classes together; None for `DEFAULT_TOKENS` tokens.
+            shared: Fields of `ClassSpec` that all classes have, at least `plan` and
+                `context_tokens`.
+
+        Raises:
+            UsageError: For a combination that is not possible.
+        """
+        parts = tuple(ClassSpec(**shared, **fields) for fields in classes)
+        return cls(parts=parts, budget=budget or Budget())
+
+    @property
+    def plan(self) -> KvPlan:
+        """Widths and floating-point tokens, the same of every class."""
+        return self.parts[0].plan
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy of every class."""
+        return self.parts[0].policy
+
+    @property
+    def read(self) -> str:
+        """Name of the selector of every class."""
+        return self.parts[0].read
+
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes of the second tier; 0 where there is none."""
+        return self.parts[0].offload_bytes
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens the cache will ever hold."""
+        return self.parts[0].context_tokens
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        """Bytes that the budget means."""
+        if self.budget.num_bytes is not None:
+            return self.budget.num_bytes
+        if self.budget.fraction is not None:
+            return int(self.budget.fraction * self.float_bytes)
+        return self.bytes_for_tokens(self._budget_tokens)
+
+    @property
+    def _budget_tokens(self) -> int:
+        return DEFAULT_TOKENS if self.budget.tokens is None else self.budget.tokens
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of the whole context at 16 bits; of a layer with a window those it sees."""
+        return sum(part.float_bytes for part in self.parts)
+
+    @cached_property
+    def minimum_bytes(self) -> int:
+        """Smallest budget that opens a cache of this context."""
+        return sum(part.minimum_bytes for part in self.parts)
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """Smallest budget that holds the whole context without losing a bit."""
+        return sum(part.whole_bytes for part in self.parts)
+
+    def bytes_for_tokens(self, tokens: int) -> int:
+        """Returns the smallest budget that holds `tokens` tokens without losing a bit."""
+        return sum(part.bytes_for_tokens(tokens) for part in self.parts)
+
+    def changed(self, **changes: Any) -> "CacheSpec":
+        """Returns a copy with other values of fields that all classes share, and of `budget`."""
+        budget = changes.pop("budget", self.budget)
+        parts = tuple(part.changed(**changes) for part in self.parts)
+        return CacheSpec(parts=parts, budget=budget)
+
+    def shortened(self) -> "CacheSpec":
+        """Returns the spec with the longest context that an unquantised cache can hold.
+
+        A quantised cache gives up bits and pages instead: its context stays as it is.
+        """
+        if self.plan.quantized:
+            return self
+        if self.budget.num_bytes is None and self.budget.fraction is None:
+            tokens = min(self._budget_tokens, self.context_tokens)
+            return self.changed(context_tokens=tokens)
+        num_bytes = self.budget_bytes
+        longest = longest_context(
+            self.context_tokens,
+            lambda tokens: self.changed(context_tokens=tokens).minimum_bytes <= num_bytes,
         )
+        return self.changed(context_tokens=longest, budget=Budget(num_bytes=num_bytes))
+
+    def resolved(self) -> "Arena":
+        """Divides the budget. Raises `BudgetError` naming the smallest budget that opens."""
+        if len(self.parts) == 1:
+            return Arena(spec=self, parts=(self.parts[0].changed(budget=self.budget).resolved(),))
+        require_budget(self.budget_bytes, self.minimum_bytes)
+        arenas = tuple(
+            part.changed(budget=Budget(num_bytes=num_bytes)).resolved()
+            for part, num_bytes in zip(self.parts, self._shares(), strict=True)
+        )
+        return Arena(spec=self, parts=arenas)
+
+    def _shares(self) -> list[int]:
+        """Returns the bytes of every class, `budget_bytes` together."""
+        if self.budget.num_bytes is None and self.budget.fraction is None:
+            return [part.bytes_for_tokens(self._budget_tokens) for part in self.parts]
+        shares = [part.minimum_bytes for part in self.parts]
+        left = self.budget_bytes - sum(shares)
+        lacks = [part.whole_bytes - least for part, least in zip(self.parts, shares, strict=True)]
+        windowed = [all(part.windows) and bool(part.windows) for part in self.parts]
+        for kind in (True, False):
+            chosen = [i for i, has in enumerate(windowed) if has == kind and lacks[i] > 0]
+            lacking = sum(lacks[i] for i in chosen)
+            shared = min(left, lacking)
+            for i in chosen:
+                shares[i] += shared * lacks[i] // lacking
+            left = self.budget_bytes - sum(shares)
+        # The last class gets what no class needs and what division leaves over.
+        shares[-1] += left
+        return shares
 
 
-class Tally(NamedTuple):
-    """Numbers of K (as many of V) that a cache holds, that it should hold, and their bits."""
+@dataclass(frozen=True, kw_only=True)
+class Arena:
+    """The memory of a sequence's cache, in exactly the bytes of the budget; see `ClassArena`."""
 
-    held: int
-    wanted: int
-    k_bits: int
-    v_bits: int
-    tiers: Tiers
+    spec: CacheSpec
+    parts: tuple[ClassArena, ...]
 
+    @property
+    def plan(self) -> KvPlan:
+        """Plan of the class that holds fewest tokens in floating point."""
+        return min((part.plan for part in self.parts), key=lambda plan: plan.tail_tokens)
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KeyForm:
-    """How a layer makes of keys what it stores: its constants, its rotary frequencies, its norm.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all classes."""
+        return sum(part.num_bytes for part in self.parts)
 
-    inv_freq float32 [rotary_dim / 2]; k_norm float32 [D] or None.
-    """
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens the cache will ever hold."""
+        return self.parts[0].context_tokens
 
-    params: AttentionParams
-    inv_freq: NDArray[np.float32]
-    k_norm: NDArray[np.float32] | None = None
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of a prompt that go through the model at once."""
+        return min(part.chunk_tokens for part in self.parts)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most rows of a branch."""
+        return self.parts[0].draft_tokens
+
+    @property
+    def whole_tokens(self) -> int:
+        """Most tokens of which no class gives anything up."""
+        return min(part.whole_tokens for part in self.parts)
+
+    @property
+    def fewest_bits(self) -> tuple[int, int]:
+        """K and V bits that pages are narrowed to before tokens are given up."""
+        return self.parts[0].fewest_bits
+
+    def tokens_at(self, k_bits: int, v_bits: int) -> int:
+        """Returns the most tokens of which no class gives any up at these widths."""
+        return min(part.tokens_at(k_bits, v_bits) for part in self.parts)
+
+    @property
+    def probes(self) -> bool:
+        """Whether any class keeps evidence for its policy."""
+        return any(part.probes for part in self.parts)
+
+    @property
+    def evidence(self) -> str:
+        """In words, what each class keeps for its policy to decide by."""
+        return "; ".join(part.evidence for part in self.parts)
+
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes of the second tier: of the host's memory, or of a file."""
+        return sum(part.offload_bytes for part in self.parts)
+
+    @property
+    def keeps_places(self) -> bool:
+        """Whether convolutions or delta nets keep checkpoints to go back to."""
+        return any(part.keeps_places for part in self.parts)
+
+    def first(self, count: int) -> "Arena":
+        """Returns the arena of the first `count` classes alone, in the bytes they have here."""
+        return self._of(slice(count))
+
+    def last(self) -> "Arena":
+        """Returns the arena of the last class alone, in the bytes it has here."""
+        return self._of(slice(-1, None))
+
+    def _of(self, which: slice) -> "Arena":
+        parts = self.parts[which]
+        budget = Budget(num_bytes=sum(part.num_bytes for part in parts))
+        return Arena(spec=CacheSpec(parts=self.spec.parts[which], budget=budget), parts=parts)
 
 
 class Cache:
-    """A quantised KV cache in exactly the bytes of `arena`, which `CacheSpec.resolved` makes.
+    """The quantised KV cache of one sequence, in exactly the bytes of `arena`.
 
-    A forward pass is `begin(n)` and one `attend` per layer (by the graph or directly). Its rows
-    form a branch, which further passes may extend, until `commit` keeps a path of it or `rewind`
-    forgets it. `weight_norms` and `retrieval`: as `Evidence` has them. `feedback` float32
-    [L, Hk, D, D]: by which keys are rounded, see `kvq.reference.carried`. `engine`: a row of
-    `kvq.cache_engine.ENGINES`.
+    A forward pass is `begin(n)` and one `attend` per layer, by the graph or directly. Its rows form
+    a branch. Further passes may extend it, until `commit` keeps a path of it or `rewind` forgets
+    it. `AttentionParams.cache` names the class that `AttentionParams.layer` counts in.
     """
 
     def __init__(
         self,
         arena: Arena,
         *,
-        weight_norms: Callable[[], NDArray[np.float64]] | None = None,
-        retrieval: NDArray[np.float32] | None = None,
-        feedback: NDArray[np.float32] | None = None,
-        engine: str = "native",
+        weight_norms: Sequence[WeightNorms] = (),
+        retrieval: Sequence[Retrieval] = (),
+        feedback: Sequence[Feedback] = (),
+        storage: type[NativeCache] = NativeCache,
     ) -> None:
-        spec = arena.spec
-        if arena.resident_columns and engine in ON_HOST:
-            raise UsageError(
-                f"this arena's {argument('kv_offload')} is the host's memory behind a device; a "
-                "processor's is a file: resolve the spec with offload_file=True"
-            )
-        if arena.file_bytes and engine != "native":
-            raise UsageError(
-                f"this arena's {argument('kv_offload')} is a file behind a processor's memory: "
-                f"engine={engine!r} has none"
-            )
-        self.arena = arena
-        self.shape = arena.shape
-        self.plan = arena.plan
-        self.budget_bytes = arena.num_bytes
-        self.context_tokens = arena.context_tokens
-        # Most tokens one forward pass may bring.
-        self.chunk_tokens = arena.pass_tokens
-        # Whether places to go back to can be marked: any place can be gone back to where not.
-        self.keeps_places = arena.keeps_places
-        # What one more token costs at the plan's widths, all layers.
-        self.bytes_per_token = bytes_per_token(arena.shape, arena.plan, arena.value_groups)
-        self.policy = policy_named(spec.policy)
-        self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
-        # Of every layer the first tokens that have gone with its window.
-        self._behind = np.zeros(len(self.windows), np.int64)
-        self._weight_norms = weight_norms
-        self._retrieval = retrieval
-        self.engine = open_engine(engine, arena)
-        self.engine.read_by(rule_named(spec.read))
-        if feedback is not None:
-            self.engine.feed_back(feedback)
+        """Opens an empty cache.
 
-    @property
-    def handle(self) -> int:
-        """What a `kvq::Attention` node is given. Raises `BackendError` on the numpy path."""
-        handle = self.engine.handle
-        if handle is None:
-            native.library()
-            raise UsageError("this cache was opened with engine='numpy' and has no handle")
-        return handle
+        Args:
+            arena: Made by `CacheSpec.resolved`.
+            weight_norms: For every class a function that gives its `Evidence.weight_norms`; or ().
+            retrieval: For every class its `Evidence.retrieval`; or ().
+            feedback: For every class float32 [L, Hk, D, D], by which the rounding error of a key's
+                channel is carried to the next ones (`kvq.reference.stored.carried`); or ().
+            storage: Class that holds the pages, see `kvq.device_cache.storage_on`.
+
+        Raises:
+            BackendError: Where the native library or the device cannot be used.
+            UsageError: For a second tier that the device does not have.
+        """
+        self.arena = arena
+        self.plan = arena.plan
+        parts: list[ClassCache] = []
+        try:
+            for index, part in enumerate(arena.parts):
+                parts.append(
+                    ClassCache(
+                        part,
+                        weight_norms=weight_norms[index] if weight_norms else None,
+                        retrieval=retrieval[index] if retrieval else None,
+                        feedback=feedback[index] if feedback else None,
+                        storage=storage,
+                    )
+                )
+        except BaseException:
+            for opened in parts:
+                opened.close()
+            raise
+        self.parts = tuple(parts)
+        # All classes hold the same tokens.
+        self._first = self.parts[0].storage
 
     @property
     def handles(self) -> tuple[int, ...]:
-        """What a graph is given."""
-        return (self.handle,)
+        """Numbers by which the nodes of a graph name the classes' caches."""
+        return tuple([part.storage.handle for part in self.parts])
 
     @property
-    def parts(self) -> "tuple[Cache, ...]":
-        """The caches of a sequence by class of layers: this one."""
-        return (self,)
+    def budget_bytes(self) -> int:
+        """Bytes of all classes."""
+        return self.arena.num_bytes
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens the cache will ever hold."""
+        return self.arena.context_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens one forward pass may bring."""
+        return min(part.chunk_tokens for part in self.parts)
 
     @property
     def tokens(self) -> int:
         """Committed tokens, evicted ones included."""
-        return self.engine.tokens
+        return self._first.tokens
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use now: tables, tail, scratch and pages."""
-        return self.engine.used_bytes
+        """Bytes in use now."""
+        return sum([part.storage.used_bytes for part in self.parts])
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes ever in use; never above `budget_bytes`."""
-        return self.engine.peak_bytes
+        """No fewer bytes than were ever in use at once; never above `budget_bytes`."""
+        return sum(part.peak_bytes for part in self.parts)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one more token costs at the plan's widths, all layers."""
+        return sum(part.bytes_per_token for part in self.parts)
 
     @property
     def read_share(self) -> float:
-        """Of the pages that steps could see so far the share they have read; 1 before any."""
-        return self.engine.pages_read / self.engine.pages_seen if self.engine.pages_seen else 1.0
+        """Share of the pages that decoding steps have read, of those they could see; 1 at first."""
+        seen = sum(part.storage.pages_seen for part in self.parts)
+        return sum(part.storage.pages_read for part in self.parts) / seen if seen else 1.0
 
     @property
     def branch_rows(self) -> int:
         """Rows after the committed tokens that are neither kept nor forgotten yet."""
-        return self.engine.branch_rows
+        return self.parts[0].branch_rows
 
     @property
     def draft_room(self) -> int:
-        """Rows a pass may bring now so that each sees what it would see alone; 1 or more.
-
-        A row that closes a page is a pass of its own: rows before it must not see what gives way
-        for the page, and those after it see the page and no longer what it was made from.
-        """
-        if not self.plan.quantized:
-            return self.arena.draft_tokens
-        floats = self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS
-        return max(1, min(self.arena.draft_tokens, floats - 1 - self.engine.tail_rows))
+        """Rows a pass may bring now so that each sees what it would see alone; 1 or more."""
+        return min(part.draft_room for part in self.parts)
 
     @property
     def tree_room(self) -> int:
-        """Rows of `draft_room` that may be a tree: those that are read with one tile of 64 rows.
-
-        Within it a row's result does not depend on where it stands, so that a path through a tree
-        has, bit for bit, what it would have alone.
-        """
-        return min(self.draft_room, PAGE_TOKENS - self.engine.tail_rows % PAGE_TOKENS)
+        """Rows of `draft_room` that may form a tree; see `ClassCache.tree_room`."""
+        return min(part.tree_room for part in self.parts)
 
     def begin(
         self,
@@ -208,143 +382,21 @@ class Cache:
         at: int | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
+        """Adds a pass of `tokens` rows to the branch; see `ClassCache.begin`.
 
-        Makes room for what they may become, demoting and evicting pages by the policy. Rows are
-        numbered from 0 in the order they were added; `parents[i]` is the row that the i-th new one
-        follows, -1 the last committed token; None: a chain that goes on from the newest row. A row
-        sees the committed tokens, its ancestors and itself. Only a chain into an empty branch may
-        bring more rows, up to `chunk_tokens`: a chunk of a prompt. `view="hi"` reads 8-bit pages by
-        their high nibbles (QuantSpec, 2502.10424). `at`: the first row is this token of a gap that
-        `edit` left and that holds all rows of the branch; None: it goes on from the end, or as the
-        open branch does. In the layers of `silent` the rows ask nothing: their keys and values are
-        stored and what `attend` gives is zeros; the policy learns nothing from such a pass.
+        Where one class refuses, no class has begun.
         """
-        self._check_rows(tokens, parents, view, at)
-        if silent:
-            self._check_silent(silent)
-        self._make_room(tokens)
-        self.engine.begin(tokens, parents, view=view, at=at, silent=silent)
-        assert self.engine.used_bytes <= self.budget_bytes
-
-    def _check_silent(self, layers: Sequence[int]) -> None:
-        if others := self._others:
-            raise CacheError(f"layers beside {others} cannot be left out of a pass")
-        if any(not 0 <= layer < self.shape.num_layers for layer in layers):
-            raise CacheError(f"layers {tuple(layers)} are not among {self.shape.num_layers}")
-
-    def _make_room(self, tokens: int) -> None:
-        """Gives up what `tokens` more rows need: what nobody sees, then what the policy says.
-
-        Raises `BudgetError`.
-        """
-        short, columns = self._missing(tokens)
-        if (short or columns) and not self.arena.probes:
-            short, columns = self._give_up_sparse(tokens)
-        if short or columns:
-            entering = self.arena.closing_pages(self.engine.tail_rows, self.branch_rows + tokens)
-            evidence = replace(self.evidence(), entering=entering, entry_widths=self.entering())
-            relief = self.policy.relieve(evidence, short, columns)
-            self.engine.demote(relief.actions)
-            if relief.entering is not None:
-                self.engine.demote_entering(relief.entering)
-            if relief.close_gap:
-                self.engine.shift_sinks(self._gap)
-            short, columns = self.engine.missing(tokens)
-        if short or columns:
-            raise BudgetError(
-                f"{format_bytes(self.budget_bytes)} of KV budget cannot take {tokens} tokens at "
-                f"once; {sized(self.budget_bytes + short)} can"
-            )
-
-    def _missing(self, tokens: int) -> tuple[int, int]:
-        """(bytes, columns) that `tokens` more rows lack, once no page is held that none will see.
-
-        Pages that their layer's window has passed stay for rollbacks as long as there is room.
-        """
-        missing = self.engine.missing(tokens)
-        if not any(missing) or not any(self.arena.windows):
-            return missing
-        facts, widths = self.engine.columns()
-        ends = facts[:, 0] + facts[:, 1] + PAGE_TOKENS + WINDOW_MARGIN_TOKENS
-        windows = self.windows[:, None]
-        passed = (windows > 0) & (ends < self._boundary - windows)
-        gone = np.where(passed, facts[:, 2] + PAGE_TOKENS, 0).max(axis=1, initial=0)
-        self._behind = np.maximum(self._behind, gone)
-        self.engine.demote(evictions((widths[..., 0] > 0) & passed[:, None, :]))
-        return self.engine.missing(tokens)
-
-    def _forgot(self, token: int) -> bool:
-        """Whether a layer's window left behind what a row at `token` sees."""
-        sees = token - self.windows + 1
-        return bool(((self.windows > 0) & (self._behind > np.maximum(sees, 0))).any())
-
-    @property
-    def _gap(self) -> int:
-        """Tokens that are gone between the sinks and what follows them."""
-        sinks = self.plan.sink_tokens
-        behind = [*self.engine.columns()[0][:1, 2], *self.engine.places()[sinks : sinks + 1, 0]]
-        return int(behind[0]) - sinks if behind else 0
-
-    def _check_rows(
-        self, tokens: int, parents: Sequence[int] | None, view: str, at: int | None
-    ) -> None:
-        if view not in VIEWS:
-            raise UsageError(f"view {view!r} is not known; choose {' or '.join(VIEWS)}")
-        if parents is not None and len(parents) != tokens:
-            raise CacheError(f"{len(parents)} parents were given for {tokens} rows")
-        rows, room = self.engine.branch_rows, self.arena.draft_tokens
-        if rows + tokens > room and (rows or parents is not None):
-            raise BudgetError(
-                f"a branch of this session holds {room} rows, {rows} + {tokens} were given; open "
-                "it with more draft tokens"
-            )
-        if at in (None, self.tokens):
-            check_context(self.tokens, rows + tokens, self.context_tokens)
-        check_chunk(tokens, self.chunk_tokens)
-
-    def evidence(self) -> Evidence:
-        """What the policy decides by. One observation more in the pages' history of attention.
-
-        A draft makes room for the page it closes up to its length early, and must decide what
-        decoding one by one decides: close to a page's end, attention is as of where that begins.
-        """
-        facts, widths = self.engine.columns()
-        return Evidence(
-            facts=facts,
-            widths=widths,
-            windows=self.windows,
-            tokens=self._boundary,
-            head_dim=self.shape.head_dim,
-            value_groups=self.arena.value_groups,
-            attention=self._attention() if self.arena.probes else None,
-            constants=self._constants,
-            key_squares=self.engine.key_squares,
-            weight_norms=self._weight_norms,
-            retrieval=self._retrieval,
-        )
-
-    @property
-    def _boundary(self) -> int:
-        """Now; or, where a draft could close the next page, the first moment one could."""
-        floats = self.plan.sink_tokens + self.plan.tail_tokens
-        draft = self.arena.draft_tokens
-        past = (self.tokens - floats + draft) % PAGE_TOKENS
-        return max(0, self.tokens - (past if past < draft else 0))
-
-    def _attention(self) -> Attention:
-        facts, queries = self.engine.evidence(self._boundary)
-        names = (field.name for field in fields(Attention))
-        return Attention(**dict(zip(names, (*facts, *queries), strict=True)))
-
-    def _constants(self, layer: int) -> Constants:
-        keys, values = self.engine.constants(layer)
-        return Constants(
-            key_min=keys[..., 1, :] - REACH * keys[..., 0, :],
-            key_range=2 * REACH * keys[..., 0, :],
-            value_min=values[..., 1, :] - REACH * values[..., 0, :],
-            value_range=2 * REACH * values[..., 0, :],
-        )
+        if silent and len(self.parts) > 1:
+            raise CacheError("layers of several classes cannot be left out of a pass")
+        begun: list[ClassCache] = []
+        try:
+            for part in self.parts:
+                part.begin(tokens, parents, view=view, at=at, silent=silent)
+                begun.append(part)
+        except Exception:
+            for part in begun:
+                part.rewind(part.branch_rows - tokens)
+            raise
 
     def attend(
         self,
@@ -358,77 +410,84 @@ class Cache:
         shared: bool = False,
         sink_logits: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """One layer's attention over the cache and the new tokens; stores their keys and values.
-
-        qkv float32 [T, (H + 2 Hk) * D]: unrotated q, k, v heads; positions int64 [T]; inv_freq
-        float32 [rotary_dim / 2]; norms float32 [D]. Returns float32 [T, H * D]. `shared`: `look` of
-        all rows, whose queries alone are in qkv. `sink_logits` float32 [H]: see
-        `reference.attention_weights`; the policy's evidence is of what tokens share alone.
-        """
-        if shared:
-            return self.look(params, qkv, np.arange(len(qkv)), inv_freq, q_norm)
-        self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
-        if sink_logits is not None and sink_logits.shape != (params.num_heads,):
-            raise CacheError(f"sink logits {sink_logits.shape} are not one of each head")
-        return self.engine.attend(params, qkv, positions, inv_freq, q_norm, k_norm, sink_logits)
+        """Computes the attention of one layer; see `ClassCache.attend`."""
+        arrays = (params, qkv, positions, inv_freq, q_norm, k_norm)
+        return self._of(params).attend(*arrays, shared=shared, sink_logits=sink_logits)
 
     def convolve(
         self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """What a convolution gives of the pass's new rows; see `kvq.reference_conv`.
-
-        `layer` counts convolutions. bcx float32 [T, 3 width]: B, C and x side by side; weight
-        [width, taps]; returns float32 [T, width]. Every layer once per pass, one after the other;
-        before, between or behind those that attend. Raises `CacheError` for other shapes and where
-        B * x is not finite.
-        """
-        conv = self.arena.conv
-        if conv is None or not 0 <= layer < conv.num_layers:
-            raise CacheError(f"convolution {layer} is none of {conv}")
-        if bcx.shape[1:] != (3 * conv.width,) or weight.shape != (conv.width, conv.taps):
-            raise CacheError(f"rows {bcx.shape} and weights {weight.shape} are not those of {conv}")
-        return self.engine.convolve(layer, bcx, weight)
+        """Computes a short convolution, whose rows the first class keeps."""
+        return self.parts[0].convolve(layer, bcx, weight)
 
     def recur(
         self,
         layer: int,
         rows: NDArray[np.float32],
         gates: NDArray[np.float32],
-        weights: DeltaWeights,
+        weights: "DeltaWeights",
     ) -> NDArray[np.float32]:
-        """What a delta net gives of the pass's new rows; see `kvq.reference_delta`.
+        """Computes a gated delta net, whose states the first class keeps."""
+        return self.parts[0].recur(layer, rows, gates, weights)
 
-        `layer` counts delta nets. rows float32 [T, conv_width + value_width]: queries, keys, values
-        and gate side by side; gates [T, 2 * value_heads]; returns float32 [T, value_width]. When
-        layers see a pass, and what is refused: as `convolve`.
+    def _of(self, params: AttentionParams) -> ClassCache:
+        if not 0 <= params.cache < len(self.parts):
+            raise CacheError(f"class {params.cache} is none of {len(self.parts)}")
+        return self.parts[params.cache]
+
+    def commit(self, rows: int | Sequence[int]) -> None:
+        """Ends the branch and keeps a path of it; see `ClassCache.commit`."""
+        for part in self.parts:
+            part.commit(rows)
+
+    def rewind(self, rows: int = 0) -> None:
+        """Keeps only the branch's first `rows` rows."""
+        for part in self.parts:
+            part.rewind(rows)
+
+    def trim(self, tokens: int) -> None:
+        """Rolls back to the first `tokens` tokens, or as far as the class that goes back furthest.
+
+        See `ClassCache.trim`.
         """
-        delta = self.arena.delta
-        if delta is None or not 0 <= layer < delta.num_layers:
-            raise CacheError(f"delta net {layer} is none of {delta}")
-        known = weights.belong_to(delta)
-        wide = rows.shape[1:] == (delta.conv_width + delta.value_width,)
-        if not known or not wide or gates.shape != (len(rows), 2 * delta.value_heads):
-            raise CacheError(f"rows {rows.shape} and gates {gates.shape} are not those of {delta}")
-        return self.engine.recur(layer, rows, gates, weights)
+        while any(part.tokens > tokens for part in self.parts):
+            for part in self.parts:
+                if part.tokens > tokens:
+                    part.trim(tokens)
+                tokens = min(tokens, part.tokens)
 
-    def look(
-        self,
-        params: AttentionParams,
-        queries: NDArray[np.float32],
-        rows: NDArray[np.int64],
-        inv_freq: NDArray[np.float32],
-        q_norm: NDArray[np.float32] | None = None,
-    ) -> NDArray[np.float32]:
-        """Attention of a layer that has no keys and values and reads those of `params.layer`.
+    @property
+    def keeps_places(self) -> bool:
+        """Whether convolutions or delta nets keep checkpoints to go back to."""
+        return self.parts[0].keeps_places
 
-        After every layer's `attend` of the pass; a chunk's rows can be read of the last layer only.
-        queries float32 [R, H * D], unrotated, of the pass's `rows` int64 [R]; returns as many. The
-        policy learns nothing from them. Raises `CacheError`.
+    def mark(self, tokens: int) -> None:
+        """Asks the cache to keep a checkpoint after `tokens` tokens; see `ClassCache.mark`."""
+        self.parts[0].mark(tokens)
+
+    def why_not_edit(self) -> str | None:
+        """Returns why nothing in the middle can be replaced, or None."""
+        return self.parts[0].why_not_edit()
+
+    def edit(self, start: int, stop: int, count: int) -> None:
+        """Removes tokens `start` to `stop` and leaves a gap for `count`; see `ClassCache.edit`.
+
+        Where one class refuses, all keep only what stands before `start`.
         """
-        self._check_params(params, inv_freq, (q_norm,))
-        if queries.shape != (len(rows), params.num_heads * params.head_dim):
-            raise CacheError(f"queries of shape {queries.shape} are not those of {len(rows)} rows")
-        return self.engine.look(params, queries, rows, inv_freq, q_norm)
+        try:
+            for part in self.parts:
+                part.edit(start, stop, count)
+        except CacheError:
+            if len(self.parts) > 1:
+                self.trim(start)
+            raise
+
+    def crowded(self, tokens: int) -> list[tuple[int, int]]:
+        """Returns what to encode again so that `tokens` more rows fit; see `ClassCache.crowded`."""
+        for part in self.parts:
+            if runs := part.crowded(tokens):
+                return runs
+        return []
 
     def append(
         self,
@@ -437,298 +496,51 @@ class Cache:
         positions: NDArray[np.int64],
         layers: Sequence[KeyForm],
     ) -> None:
-        """Adds T tokens whose keys and values were made elsewhere, in every layer, and commits.
+        """Adds tokens whose keys and values were made elsewhere; see `ClassCache.append`."""
+        first, *rest = self.parts
+        if rest:
+            raise CacheError("keys and values of several classes of layers cannot be appended")
+        first.append(keys, values, positions, layers)
 
-        keys and values float32 [L, T, Hk, D], before the layer's key norm and rotation, which
-        `layers` give; positions int64 [T]; T up to `chunk_tokens`. The policy learns nothing from
-        them. Unchanged on an error: `CacheError` for another shape or a number that is not finite,
-        `BudgetError` where there is no room.
-        """
-        shape, tokens = self.shape, len(positions)
-        wanted = (shape.num_layers, tokens, shape.num_kv_heads, shape.head_dim)
-        if keys.shape != wanted or values.shape != wanted or len(layers) != wanted[0]:
-            raise CacheError(f"{keys.shape} keys and {values.shape} values are not the {wanted}")
-        queries = np.zeros((tokens, shape.num_heads, shape.head_dim), np.float32)
-        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        rows: list[NDArray[np.float32]] = []
-        for layer, k, v in zip(layers, keys, values, strict=True):
-            rows.append(np.concatenate([queries, k, v], axis=1).reshape(tokens, width))
-            self._check_shapes(layer.params, rows[-1], positions, layer.inv_freq, (layer.k_norm,))
-            # A chunk closes a layer's pages as it passes: there is no way back from the second one.
-            stored_rows(layer.params, k, v, positions, layer.inv_freq, layer.k_norm)
-        self.begin(tokens, silent=range(shape.num_layers))
-        try:
-            for layer, qkv in zip(layers, rows, strict=True):
-                self.attend(
-                    layer.params, qkv, positions, layer.inv_freq, layer.k_norm, layer.k_norm
-                )
-        except CacheError:
-            self.rewind()
-            raise
-        self.commit(tokens)
-
-    def _check_shapes(
-        self,
-        params: AttentionParams,
-        qkv: NDArray[np.float32],
-        positions: NDArray[np.int64],
-        inv_freq: NDArray[np.float32],
-        norms: tuple[NDArray[np.float32] | None, ...],
-    ) -> None:
-        """Native code trusts what it is given, so a wrong shape must not get there."""
-        self._check_params(params, inv_freq, norms)
-        wanted = (len(positions), (params.num_heads + 2 * params.num_kv_heads) * params.head_dim)
-        if qkv.shape != wanted or positions.ndim != 1:
-            raise CacheError(f"qkv of shape {qkv.shape} is not the {wanted} of these positions")
-
-    def _check_params(
-        self,
-        params: AttentionParams,
-        inv_freq: NDArray[np.float32],
-        norms: tuple[NDArray[np.float32] | None, ...],
-    ) -> None:
-        shape = self.shape
-        sizes = (params.num_heads, params.num_kv_heads, params.head_dim)
-        if sizes != (shape.num_heads, shape.num_kv_heads, shape.head_dim) or not (
-            0 <= params.layer < shape.num_layers
-        ):
-            raise CacheError(f"layer {params.layer} with heads {sizes} is none of {shape}")
-        if inv_freq.ndim != 1 or 2 * len(inv_freq) > params.head_dim:
-            raise CacheError(f"{inv_freq.shape} frequencies do not fit {params.head_dim} channels")
-        if any(norm is not None and norm.shape != (params.head_dim,) for norm in norms):
-            raise CacheError(f"a norm's weights are not of shape ({params.head_dim},)")
-
-    def commit(self, rows: int | Sequence[int]) -> None:
-        """Ends the branch: keeps a path of it, forgets every other row, closes full pages.
-
-        `rows`: row numbers, root first, each the parent of the next; or how many of the first rows,
-        which must be a chain. 0 forgets all.
-        """
-        self.engine.commit(rows)
-        assert self.engine.used_bytes <= self.budget_bytes
-
-    def rewind(self, rows: int = 0) -> None:
-        """Keeps only the branch's first `rows` rows; pages and committed rows stay as they were."""
-        self.engine.rewind(rows)
-
-    def trim(self, tokens: int) -> None:
-        """Rolls back to the first `tokens` tokens, or to fewer.
-
-        None where a layer's window has left behind what the next token sees again. Convolutions and
-        delta nets go back exactly by a few tokens, and further to the nearest earlier place they
-        remember, see `mark`.
-        """
-        if tokens < self.tokens and self._forgot(tokens):
-            tokens = 0
-        self.engine.trim(tokens)
-        self._behind[:] = np.minimum(self._behind, self.tokens)
-
-    def mark(self, tokens: int) -> None:
-        """Somebody will go back to the first `tokens` tokens, which may be still to come.
-
-        Convolutions and delta nets remember the two places that were marked, or gone back to, last
-        before others. Nothing happens where there are none of either, see `keeps_places`.
-        """
-        if self.keeps_places:
-            self.engine.mark(tokens)
-
-    def why_not_edit(self) -> str | None:
-        """Why nothing in the middle can be replaced, or None."""
-        if not (others := self._others):
-            return None
-        return f"the model's {others} remember what stood before each token"
-
-    @property
-    def _others(self) -> str | None:
-        """What remembers tokens beside attention, or None."""
-        if self.arena.delta is not None:
-            return "delta nets"
-        return None if self.arena.conv is None else "convolutions"
-
-    def edit(self, start: int, stop: int, count: int) -> None:
-        """Removes tokens `start` to `stop` and moves what follows, leaving a gap for `count`.
-
-        Positional integrity encoding (PIE, 2407.03157): metadata only. No page's bytes change, no
-        key is rotated; a page that tokens of both sides lie in gets two *views*, each with a mask
-        and a shift of its own, and queries are turned back by the shift. `begin(n, at=start)`
-        fills the gap; until then its tokens are seen by nobody. Raises `CacheError` where a sink
-        would move, the context would overflow, the views the budget has room for are used up, or a
-        layer's window has left behind what is seen from `start`.
-        """
-        if self._forgot(start):
-            raise CacheError(
-                f"layers with a window have given up tokens that are seen from token {start} on; a "
-                "session opened for edits keeps them"
-            )
-        if (reason := self.why_not_edit()) is not None:
-            raise CacheError(reason)
-        self.engine.edit(start, stop, count)
-
-    def _give_up_sparse(self, tokens: int) -> tuple[int, int]:
-        """Evicts pages that edits have left least of; (bytes, columns) that are missing then.
-
-        A budget that holds the context gathers no evidence for a policy, and is short only of what
-        `crowded` would have told to encode again.
-        """
-        while any(missing := self.engine.missing(tokens)):
-            left = self._tokens_left()
-            if not len(left) or left.min() == PAGE_TOKENS:
-                break
-            layers, heads = np.indices((self.shape.num_layers, self.shape.num_kv_heads))
-            pages = np.zeros((layers.size, 5), np.int32)
-            pages[:, 0], pages[:, 1], pages[:, 2] = layers.ravel(), heads.ravel(), left.argmin()
-            self.engine.demote(pages)
-        return missing
-
-    def _tokens_left(self) -> NDArray[np.int64]:
-        """Int64 [C]: of each page's 64 tokens those that any view shows; 64 where none does."""
-        masks = np.ascontiguousarray(self.engine.columns()[0][:, 3:]).view(np.uint8)
-        left = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
-        return np.where(left == 0, PAGE_TOKENS, left)
-
-    def crowded(self, tokens: int) -> list[tuple[int, int]]:
-        """What to encode again where edits have left too little room for `tokens` more rows.
-
-        Runs (first, after the last) of the tokens in the page that has the fewest left: once they
-        are gaps the page is free. None where there is room, and none where no page has lost any;
-        in a budget that gives pages up anyway, only those of a page that is half gone.
-        """
-        if not any(self._missing(max(0, min(tokens, self.context_tokens)))):
-            return []
-        left = self._tokens_left()
-        most = PAGE_TOKENS // 2 if self.arena.probes else PAGE_TOKENS - 1
-        if not len(left) or left.min() > most:
-            return []
-        views = self.engine.views()
-        own = views[views[:, 0] == left.argmin()]
-        masks = np.ascontiguousarray(own[:, 4:]).view(np.uint8)
-        view, slot = np.nonzero(np.unpackbits(masks, axis=1, bitorder="little"))
-        held = np.sort(own[view, 3] + slot)
-        runs = np.split(held, np.flatnonzero(np.diff(held) > 1) + 1)
-        return [(int(run[0]), int(run[-1]) + 1) for run in runs]
-
-    def demote(self, actions: NDArray[np.int32]) -> None:
-        """Applies actions int32 [n, 5]: layer, head, column, K bits, V bits; 0 and 0 evict."""
-        if actions.shape != (len(actions), 5):
-            raise CacheError(f"actions of shape {actions.shape} are not [n, 5]")
-        if self.arena.resident_columns and actions[:, 3:].any():
-            raise CacheError(
-                f"pages keep their widths in a cache with {argument('kv_offload')}: leave it out"
-            )
-        self.engine.demote(actions)
-
-    def demote_entering(self, widths: NDArray[np.uint8]) -> None:
-        """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
-        wanted = (self.shape.num_layers, self.shape.num_kv_heads, 2)
-        if widths.shape != wanted:
-            raise CacheError(f"widths of shape {widths.shape} are not {wanted}")
-        self.engine.demote_entering(widths)
-
-    def shift(self, column: int, delta: int) -> None:
-        """Moves a page by `delta` positions; the query turns back, the keys stay."""
-        self.engine.shift(column, delta)
-
-    def mask(self, column: int, mask: int) -> None:
-        """Hides those of a page's 64 tokens that `mask` leaves out; nothing shows them again."""
-        self.engine.mask(column, mask)
-
-    def views(self) -> NDArray[np.int64]:
-        """Int64 [V, 5]: column, pos0, delta, first token and mask of every view of every page.
-
-        Slot i of a page is token first + i where bit i of the mask is set: its key was rotated to
-        position pos0 + i and stands delta further now.
-        """
-        return self.engine.views()
-
-    def places(self) -> NDArray[np.int64]:
-        """Int64 [n, 3]: token, position now and how far it has moved, of the tail's rows."""
-        return self.engine.places()
-
-    def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Facts int64 [C, 4] (pos0, delta, first token, mask) and widths uint8 [L, Hk, C, 2].
-
-        Of a page with several views the first three are those of the view that stands last, the
-        mask is what any of them shows.
-        """
-        return self.engine.columns()
-
-    def holdings(self) -> Holdings:
-        """Mean widths and losses, counted from the page table."""
-        return Holdings.of([self.tally()], self.read_share)
-
-    def tally(self) -> "Tally":
-        """What `holdings` is computed from."""
-        facts, widths = self.engine.columns()
-        masks = np.ascontiguousarray(facts[:, 3:]).view(np.uint8)
-        visible = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
-        streams, tail = self.arena.streams, self.engine.tail_rows
-        held = streams * tail + int(((widths[..., 0] > 0) @ visible).sum())
-        behind = np.maximum(0, self._behind - self.plan.sink_tokens).sum() * self.shape.num_kv_heads
-        bits = FLOAT_WIDTH * streams * tail + np.einsum("lhcs,c->s", widths, visible)
-        channels = self.shape.head_dim
-        return Tally(
-            held=held * channels,
-            wanted=int(streams * self.tokens - behind) * channels,
-            k_bits=int(bits[0]) * channels,
-            v_bits=int(bits[1]) * channels,
-            tiers=self.engine.tiers,
-        )
-
-    def entering(self) -> NDArray[np.uint8]:
-        """Widths uint8 [L, Hk, 2] that the next pages close at: the plan's until they fall."""
-        return self.engine.entering()
-
-    def page(self, layer: int, head: int, column: int) -> bytes:
-        """Stored bytes of one page: constants, then planes."""
-        return self.engine.page(layer, head, column)
-
-    def tail(
-        self, layer: int, head: int
-    ) -> tuple[NDArray[np.float16], NDArray[np.float16], NDArray[np.int32]]:
-        """Floating-point rows (k, v) float16 [n, D] and their positions int32 [n]."""
-        return self.engine.tail(layer, head)
+    def usage(self) -> CacheUsage:
+        """Counts mean widths and losses of all classes from their page tables."""
+        return CacheUsage.of([part.tally() for part in self.parts], self.read_share)
 
     def state(self) -> bytes:
-        """A snapshot of everything held; `load_state` of an equal cache restores it."""
-        return self.engine.state()
+        """Returns a snapshot of everything held; `load_state` of an equal cache restores it."""
+        states = [part.state() for part in self.parts]
+        if len(states) == 1:
+            return b"".join(states)
+        lengths = struct.pack(f"<{len(states)}q", *map(len, states))
+        return lengths + b"".join(states)
 
     def load_state(self, state: bytes) -> None:
-        """Restores a snapshot. Raises `SnapshotError` if it belongs to another arena."""
-        self.engine.load_state(state)
-        self._behind = self._gone_out_of_sight()
-
-    def _gone_out_of_sight(self) -> NDArray[np.int64]:
-        """Int64 [L]: the first tokens that layers with a window neither hold nor see.
-
-        Some may be gone by the policy: a rollback will compute them again, which it need not.
-        """
-        sinks = self.plan.sink_tokens
-        facts, widths = self.engine.columns()
-        floats = self.engine.places()[sinks:, 0].min(initial=self.tokens)
-        held = (widths[..., 0] > 0).any(axis=1)
-        oldest = np.where(held, facts[:, 2], floats).min(axis=1, initial=floats)
-        unseen = np.minimum(oldest, np.maximum(0, self.tokens - self.windows))
-        leaves = (self.windows > 0) & (oldest > sinks) & any(self.arena.windows)
-        return np.where(leaves, unseen, 0)
+        """Restores a snapshot; a refused one changes nothing. Raises `SnapshotError`."""
+        if len(self.parts) == 1:
+            self.parts[0].load_state(state)
+            return
+        header = struct.Struct(f"<{len(self.parts)}q")
+        whole = len(state) >= header.size
+        lengths: tuple[int, ...] = header.unpack_from(state) if whole else (-1,)
+        if min(lengths) < 0 or header.size + sum(lengths) != len(state):
+            raise SnapshotError(
+                "the saved cache is not of a model with as many classes of layers; read its text "
+                "again and save the session again"
+            )
+        before = [part.state() for part in self.parts]
+        start = header.size
+        try:
+            for part, length in zip(self.parts, lengths, strict=True):
+                part.load_state(state[start : start + length])
+                start += length
+            if len({part.tokens for part in self.parts}) > 1:
+                raise SnapshotError("the saved cache holds other tokens in one class of layers")
+        except SnapshotError:
+            for part, earlier in zip(self.parts, before, strict=True):
+                part.load_state(earlier)
+            raise
 
     def close(self) -> None:
         """Gives the arena back; the cache cannot be used afterwards."""
-        self.engine.close()
-
-
-def check_context(held: int, new: int, context_tokens: int) -> None:
-    """Raises `BudgetError` where `new` tokens after `held` are more than the context."""
-    if held + new > context_tokens:
-        raise BudgetError(
-            f"{held} + {new} tokens exceed this session's context of {context_tokens}; open it "
-            f"with a larger {argument('context_tokens')}"
-        )
-
-
-def check_chunk(tokens: int, chunk_tokens: int) -> None:
-    """Raises `BudgetError` for more rows than a pass of this budget takes, or none."""
-    if not 1 <= tokens <= chunk_tokens:
-        raise BudgetError(
-            f"one forward pass takes 1 to {chunk_tokens} tokens in this budget, {tokens} were "
-            "given; split them"
-        )
+        for part in self.parts:
+            part.close()

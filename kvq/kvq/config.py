@@ -15,6 +15,8 @@ MOST_TAPS = 16
 MOST_DELTA_DIM = 256
 # Tokens after which a delta net folds rows into its state.
 FOLD_TOKENS = 8
+# Checkpoints that convolutions keep at most.
+CONV_CHECKPOINTS = 16
 
 DEFAULT_CHUNK_TOKENS = 256
 # Rows of the floating-point tail kept free for tokens that may be forgotten.
@@ -101,7 +103,7 @@ class DeltaShape:
     """Layers that are gated delta nets: each of `value_heads`, which share `key_heads` evenly.
 
     A value head keeps a matrix float32 [key_dim, value_dim]; queries, keys and values come of
-    convolutions over a row and `taps` - 1 before it. See `kvq.reference_delta`.
+    convolutions over a row and `taps` - 1 before it. See `kvq.reference.delta`.
     """
 
     num_layers: int
@@ -154,6 +156,11 @@ class DeltaShape:
         """Numbers of the matrices of a layer."""
         return self.value_heads * self.key_dim * self.value_dim
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state of all layers, with the rows that convolutions see before it."""
+        return self.num_layers * (self.state_width + self.before * self.conv_width) * 4
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvPlan:
@@ -196,7 +203,7 @@ def check_widths(k_bits: int, v_bits: int) -> None:
             raise UsageError(about=name, value=bits, possible=f"choose 8, 6, 4 or 2{hint}")
 
 
-def parse_kv(text: str, asked: str = f"{argument('kv')} ") -> tuple[int, int]:
+def parse_kv(text: str, prefix: str = f"{argument('kv')} ") -> tuple[int, int]:
     """`"4:2"` or `"4,2"` -> (4, 2); `"8"` -> (8, 8); `"fp"` -> (16, 16).
 
     Raises `UsageError`; `asked` is what was typed before `text`.
@@ -205,14 +212,14 @@ def parse_kv(text: str, asked: str = f"{argument('kv')} ") -> tuple[int, int]:
         return FLOAT_WIDTH, FLOAT_WIDTH
     match = re.fullmatch(r"(\d+)(?:[:,](\d+))?", text.strip())
     if match is None:
-        raise UsageError(f"{asked}{text!r} is not possible: write K:V widths such as 4:2, or fp")
+        raise UsageError(f"{prefix}{text!r} is not possible: write K:V widths such as 4:2, or fp")
     k_bits = int(match[1])
     v_bits = int(match[2] or match[1])
     whole = k_bits == v_bits == FLOAT_WIDTH
     if not whole and not {k_bits, v_bits} <= set(PAGE_WIDTHS):
-        *others, last = map(str, PAGE_WIDTHS)
+        *most, last = map(str, PAGE_WIDTHS)
         raise UsageError(
-            f"{asked}{text} is not possible: choose {', '.join(others)} or {last} for keys and for "
+            f"{prefix}{text} is not possible: choose {', '.join(most)} or {last} for keys and for "
             "values, such as 4:2, or fp (16 bits for both)"
         )
     return k_bits, v_bits
@@ -269,19 +276,19 @@ def parse_weights(text: str | int) -> int:
 def parse_bytes(flag: str, text: str | int) -> int:
     """What `flag` was given, as `"8GiB"` or a number. Raises `UsageError` for all else."""
     try:
-        found = parse_budget(text).num_bytes
+        num_bytes = parse_budget(text).num_bytes
     except UsageError:
-        found = None
-    if found is None:
+        num_bytes = None
+    if num_bytes is None:
         raise UsageError(f"{flag} {text!r} is not possible: give bytes (8GiB, 536870912)")
-    return found
+    return num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionParams:
     """What one attention layer computes; the attributes of a `kvq::Attention` node.
 
-    `layer` counts those of its class, whose cache is the `cache`th of a sequence (`kvq.classes`).
+    `layer` counts those of its class, whose cache is the `cache`th of a sequence (`kvq.cache`).
     `scale` multiplies q.k; `softcap` c > 0 gives c*tanh(s/c); `window_tokens` w > 0 lets a query
     at position p see keys at positions > p - w; `rope_factor` multiplies cos and sin.
     """

@@ -2,8 +2,7 @@
 
 from kvq import devices
 from kvq.errors import BackendError, argument
-from kvq.native import NativeCache
-from kvq.selectors import ReadRule
+from kvq.native import HOST, NativeCache
 
 
 class DeviceCache(NativeCache):
@@ -11,30 +10,30 @@ class DeviceCache(NativeCache):
 
     def _device_number(self) -> int:
         if self.arena.conv is not None or self.arena.delta is not None:
-            others = "delta nets" if self.arena.delta else "convolutions"
+            mixers = "delta nets" if self.arena.delta else "convolutions"
             raise BackendError(
-                f"{others} have no kernel on the device {self.device!r}; use "
+                f"{mixers} have no kernel on the device {self.device!r}; use "
                 f"{argument('device', 'cpu')}"
             )
-        found, heads = devices.opened(self.device), self.arena.shape.head_dim
-        if heads not in found.head_dims:
+        opened, heads = devices.opened(self.device), self.arena.shape.head_dim
+        if heads not in opened.head_dims:
             raise BackendError(
                 f"heads of {heads} channels have no kernel on the device {self.device!r}, which "
-                f"has those of {', '.join(map(str, found.head_dims))}; use "
+                f"has those of {', '.join(map(str, opened.head_dims))}; use "
                 f"{argument('device', 'cpu')}"
             )
-        return found.number
-
-    def read_by(self, rule: ReadRule) -> None:
-        if rule.channels:
-            raise BackendError(
-                f"the device {self.device!r} ranks pages by all channels of a query: "
-                f"{argument('kv_read')} double-sparsity needs {argument('device', 'cpu')}"
-            )
-        super().read_by(rule)
+        return opened.number
 
 
 class CudaCache(DeviceCache):
     """In a GPU's memory."""
 
     device = "cuda"
+
+
+STORAGES: dict[str, type[NativeCache]] = {HOST: NativeCache, CudaCache.device: CudaCache}
+
+
+def storage_on(device: str) -> type[NativeCache]:
+    """Returns the class whose caches lie in the memory of `device`, a row of `STORAGES`."""
+    return STORAGES[device]

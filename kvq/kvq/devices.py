@@ -13,8 +13,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq import native
-from kvq.abi import DeviceFacts
+from kvq import native, native_library
+from kvq.abi import NativeDevice
 from kvq.errors import BackendError, CacheError
 
 # Files beside the native library, or paths.
@@ -74,7 +74,7 @@ def opened(name: str) -> Device:
 
     Raises `BackendError` with the reason if it cannot be used.
     """
-    reason = native.why_not() or (driver_missing() if name == "cuda" else "")
+    reason = native_library.why_not() or (driver_missing() if name == "cuda" else "")
     path = _library_path(name)
     if not reason and path is None:
         reason = (
@@ -84,9 +84,9 @@ def opened(name: str) -> Device:
     if reason:
         raise _unusable(name, reason)
     assert path is not None
-    number, facts = c_int32(), DeviceFacts()
+    number, facts = c_int32(), NativeDevice()
     arguments = str(path).encode(), ctypes.byref(number), ctypes.byref(facts)
-    if native.library().kvq_device_open(*arguments):
+    if native_library.library().kvq_device_open(*arguments):
         raise _unusable(name, f"{path}: {facts.reason.decode(errors='replace')}")
     shown = facts.name.decode(errors="replace")
     if facts.capability < OLDEST_CAPABILITY:
@@ -118,9 +118,9 @@ def best(
     """
     places = np.empty((shape[0], count), np.int32)
     values = np.empty((shape[0], count), np.float32)
-    found = native.pointer(places), native.pointer(values)
-    library = native.library()
-    if status := library.kvq_device_best(device.number, address, *shape, count, *found):
+    pointers = native.pointer(places), native.pointer(values)
+    library = native_library.library()
+    if status := library.kvq_device_best(device.number, address, *shape, count, *pointers):
         reason = library.kvq_status_text(status).decode()
         raise CacheError(f"the device gave no best logits: {reason}")
     return places, values
@@ -166,8 +166,8 @@ def _shown(version: int) -> str:
 
 
 def _library_path(name: str) -> Path | None:
-    own = native.library_path()
-    path = own.parent / LIBRARIES[name] if own else None
+    path = native_library.library_path()
+    path = path.parent / LIBRARIES[name] if path else None
     return path if path and path.is_file() else None
 
 

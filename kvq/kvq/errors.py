@@ -1,4 +1,4 @@
-"""Every error a user can cause; anything else that escapes is a bug of ours.
+"""All errors that a user can cause; any other exception is a bug.
 
     KvqError
     ├── UsageError               a flag or argument has a bad value
@@ -12,13 +12,14 @@
     ├── SnapshotError            a saved session cannot be used here
     └── BackendError             a dependency or a feature is missing
 
-An error is data: what it is `about`, the `value`, what is `possible`. Its message says what was
-asked, what is possible and what to do, and names arguments by marks (`argument`), which whoever
-shows it turns into the names that the reader knows: `str(error)` into those of Python, the command
-line into flags.
+An error holds data: what it is `about`, the `value`, and what is `possible`. Its message says what
+was asked, what is possible and what to do. It names arguments by marks (`argument`). Whoever shows
+the message replaces the marks by names that the reader knows: `str(error)` by those of Python, the
+command line by flags.
 """
 
 import collections.abc
+import json
 import re
 import typing
 
@@ -26,20 +27,20 @@ _MARK = re.compile("\ue000([^\ue001=]*)(?:=([^\ue001]*))?\ue001")
 
 
 def argument(name: str, value: str = "") -> str:
-    """An argument in a message, by its name in Python; with a `value` what is to be given."""
+    """Returns the mark of an argument for a message; `value` is what to give it."""
     return f"\ue000{name}={value}\ue001" if value else f"\ue000{name}\ue001"
 
 
 def in_python(name: str, value: str = "") -> str:
-    """An argument as Python writes it: `context_tokens`, `kv="fp"`."""
+    """Returns an argument as Python writes it: `context_tokens`, `kv="fp"`."""
     return f'{name}="{value}"' if value else name
 
 
 class KvqError(Exception):
-    """Base of all errors meant for users; the command line prints it and exits with `exit_code`.
+    """Is the base of all errors for users; the command line prints it and exits with `exit_code`.
 
-    Where no `message` is given it is made of what the error is `about` (the name of an argument),
-    the `value` that cannot be, and what is `possible`.
+    Without a `message` one is made from what the error is `about` (the name of an argument), the
+    `value` that is not possible, and what is `possible`.
     """
 
     exit_code = 2
@@ -56,60 +57,108 @@ class KvqError(Exception):
 
     @property
     def about(self) -> str | None:
-        """The argument that is to blame: the one that was given, else the first in the message."""
-        found = _MARK.search(super().__str__())
-        return self._about or (found and found[1])
+        """Returns the argument that is to blame: the given one, else the first in the message."""
+        mark = _MARK.search(super().__str__())
+        return self._about or (mark and mark[1])
 
-    def told(self, called: collections.abc.Callable[[str, str], str]) -> str:
-        """The message, in which argument `name` (and its value or "") is `called(name, value)`."""
-        return _MARK.sub(lambda mark: called(mark[1], mark[2] or ""), super().__str__())
+    def message_for(self, spell: collections.abc.Callable[[str, str], str]) -> str:
+        """Returns the message, in which `spell(name, value)` writes every argument.
+
+        The value of an argument that has none is "".
+        """
+        return _MARK.sub(lambda mark: spell(mark[1], mark[2] or ""), super().__str__())
 
     def __str__(self) -> str:
-        return self.told(in_python)
+        return self.message_for(in_python)
 
 
 class UsageError(KvqError):
-    """A flag or argument has a value that cannot be used."""
+    """Says that a flag or argument has a value that cannot be used."""
 
 
 class DataError(KvqError):
-    """A text or evaluation file cannot be used."""
+    """Says that a text or evaluation file cannot be used."""
 
 
 class ModelError(KvqError):
-    """A model cannot be used."""
+    """Says that a model cannot be used."""
 
 
 class UnsupportedModelError(ModelError):
-    """No family knows this architecture, or this value of one of its keys."""
+    """Says that no family knows this architecture, or this value of one of its keys."""
 
 
 class CheckpointError(ModelError):
-    """A checkpoint, a folder or a GGUF file, is damaged or incomplete."""
+    """Says that a checkpoint, a folder or a GGUF file, is damaged or incomplete."""
 
 
 class BundleError(KvqError):
-    """A bundle is damaged, newer than this version, or not a bundle."""
+    """Says that a bundle is damaged, newer than this version, or not a bundle."""
 
 
 class BudgetError(KvqError):
-    """The byte budget cannot hold what was asked; the message names the smallest that can."""
+    """Says that the byte budget is too small for what was asked, and names one that is not."""
 
 
 class CacheError(KvqError):
-    """The cache was given numbers it cannot hold, or is in a state that refuses the call."""
+    """Says that the cache got numbers that it cannot hold, or cannot do this in its state."""
 
 
 class SnapshotError(KvqError):
-    """A saved session is damaged, newer, or belongs to another model or plan."""
+    """Says that a saved session is damaged, newer, or belongs to another model or plan."""
 
 
 class BackendError(KvqError):
-    """A backend, a library or a feature of it is missing."""
+    """Says that a backend, a library or a feature of it is missing."""
+
+
+# How Python's own errors about bad values read; their words do not help a user.
+_PYTHON_TEXTS = re.compile(
+    r"argument|unsupported operand|not supported between|invalid literal for|values? to unpack|"
+    r"could not convert|Exceeds the limit|object (is not|has no|cannot|of type)|indices must be|"
+    r"cannot be interpreted|division|out of range|cannot convert|not (iterable|subscriptable)|"
+    r"math domain|byte string|too large"
+)
+_ARGUMENT = re.compile(
+    r"(unexpected keyword|missing \d+ required).*argument.*?: '(\w+)'|argument '(\w+)'"
+)
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns why something could not be read or written, in words for a user."""
+    match error:
+        case json.JSONDecodeError():
+            text = f"it is no JSON from line {error.lineno}, column {error.colno} on"
+        case UnicodeDecodeError():
+            text = f"it is not UTF-8 at byte {error.start}"
+        case UnicodeEncodeError():
+            text = f"it has half a letter at character {error.start}"
+        case KeyError():
+            text = f"it lacks {error.args[0] if error.args else 'a key'}"
+        case RecursionError():
+            text = "it is nested too deeply"
+        case MemoryError():
+            text = "there is not enough memory for it"
+        case OSError() if error.strerror:
+            text = error.strerror
+        case _:
+            text = _plain(str(error))
+    return text
+
+
+def _plain(text: str) -> str:
+    """Returns the text of an exception, or plain words where it is one of Python's own."""
+    if "null byte" in text:
+        return "it has a zero byte"
+    named = _ARGUMENT.search(text)
+    if named is not None:
+        key = named[2] or named[3]
+        return f"it lacks {key}" if "missing" in text else f"{key} is not known"
+    return text if text and not _PYTHON_TEXTS.search(text) else "a value in it is not of its kind"
 
 
 def closed(error: collections.abc.Callable[[], KvqError]) -> typing.Any:
-    """Stands where something was that is closed: who asks anything of it is told by an error."""
+    """Returns a stand-in for a closed object; every use of it raises `error()`."""
 
     class Closed:
         def __getattr__(self, _: str) -> typing.NoReturn:

@@ -94,12 +94,6 @@ def sized(count: int) -> str:
     return text if text.endswith("bytes") else f"{text} ({count} bytes)"
 
 
-def whole_units(count: int) -> str:
-    """The least whole number of a unit that is `count` bytes or more, to type: `2MiB`."""
-    unit, size = ("MiB", 1 << 20) if count >= 1 << 20 else ("KiB", 1 << 10)
-    return f"{-(-count // size)}{unit}"
-
-
 def aligned(size: int) -> int:
     """`size` up to where the next region or page may begin."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,57 +1,46 @@
-"""How the bytes of an arena divide: its regions, its page table, its pages. Holds no data.
+"""Divides the bytes of an arena into regions, a page table and pages. Holds no data.
 
-The native library counts the same bytes (`kvq_layout_of`); a test compares them region by region.
+The native library counts the bytes of each region; a test counts them again.
 """
 
 from bisect import bisect_right
+from ctypes import byref, c_int64
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
-from kvq.config import FOLD_TOKENS, PAGE_TOKENS, CacheShape, ConvShape, DeltaShape, KvPlan
-from kvq.errors import BudgetError
+from kvq.abi import NativeConfig, Regions
+from kvq.config import (
+    CONV_CHECKPOINTS,
+    FOLD_TOKENS,
+    PAGE_TOKENS,
+    CacheShape,
+    ConvShape,
+    DeltaShape,
+    KvPlan,
+)
+from kvq.errors import BudgetError, UsageError
 from kvq.formats import (
     ALIGNMENT,
-    aligned,
+    PAGE_VERSION,
     format_bytes,
     granule_bytes,
-    kept_heads,
     page_bytes,
-    probe_slots,
     sized,
 )
+from kvq.native_library import library
 
 # What a layer's window has passed is kept this much longer: a rollback by no more loses nothing.
 WINDOW_MARGIN_TOKENS = 4 * PAGE_TOKENS
-# `sizeof` of the library's structs.
-STATE_BYTES = 200
-VIEW_BYTES = 24
-ENTRY_BYTES = 40
-PROBE_BYTES = 8
-BRANCH_ROW_BYTES = 24
-CONV_STATE_BYTES = 40
-DELTA_STATE_BYTES = 40
 # Of `kvq_config.probes`: KVQ_SAMPLES.
 SAMPLES = 1 << 20
 # Of the bytes for pages their table may take so many, where a policy decides by what attention
 # looks at: heads then give up different pages of one column, and those that look back keep nearly
 # all. A row goes only with every page in it: a table too short takes from these what they keep.
 TABLE_SHARE = 0.05
-LAYER_BYTES = 552
-# Rotary frequencies of a layer that those bytes have room for; a head may have more.
-LAYER_PAIRS = 128
-# Bytes of what a floating-point row is: token, position, how far it has moved.
-PLACE_BYTES = 12
 # Views that columns share beyond one each: so many, and one more per column. Of them an edit leaves
 # free what filling gaps may take.
 SPARE_VIEWS, GAP_VIEWS = 64, 32
-# Convolutions: committed rows kept beyond those that the next row needs, so that going back by no
-# more computes nothing again; places further back that may be gone back to; and how many tokens
-# decoding passes from one such place to the next.
-CONV_BACK_ROWS = 8
-CONV_CHECKPOINTS = 16
-CONV_STEP_TOKENS = 256
-# Of the places that are kept those that were wanted last, at most: marked, or gone back to.
-MOST_WANTED = 8
 # Delta nets: states that are needed, that by which the next token is computed and the one before
 # it; and of how many places further back they are kept, in a budget that holds the whole context.
 LEAST_DELTA_STATES = 2
@@ -74,38 +63,6 @@ class Tiers(NamedTuple):
     device_bytes: int = 0
     offloaded_bytes: int = 0
     streamed_bytes: int = 0
-
-
-class Regions(NamedTuple):
-    """Bytes of the regions that lie before an arena's pages, in their order."""
-
-    state: int
-    forms: int
-    entering: int
-    views: int
-    entries: int
-    constant_owners: int
-    granule_owners: int
-    places: int
-    tail: int
-    branch: int
-    probes: int
-    probe_rows: int
-    layers: int
-    conv_state: int
-    conv_rows: int
-    delta_state: int
-    delta_rows: int
-    delta_states: int
-    staging_positions: int
-    staging: int
-    rope: int
-    partials: int
-
-    @property
-    def num_bytes(self) -> int:
-        """All of them, each up to where the next may begin."""
-        return sum(map(aligned, self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,35 +179,12 @@ class Geometry:
         return max(0, rows) // PAGE_TOKENS if self.plan.quantized else 0
 
     def regions_for(self, columns: int, pool_bytes: int) -> Regions:
-        """Everything but pages: state, tables, tail, probes, scratch."""
-        shape, dim = self.shape, self.shape.head_dim
-        slots = probe_slots(self.draft_tokens, samples=self.samples) if self.probes else 0
-        askers = shape.num_layers + self.readers
-        split_rows = self.splits * self.draft_tokens * shape.num_heads
-        return Regions(
-            state=STATE_BYTES,
-            forms=self.streams,
-            entering=self.streams * 2,
-            views=(2 * columns + SPARE_VIEWS) * VIEW_BYTES,
-            entries=columns * self.streams * ENTRY_BYTES,
-            constant_owners=columns * self.streams * 4,
-            granule_owners=pool_bytes // granule_bytes(dim) * 4,
-            places=self.tail_rows * PLACE_BYTES,
-            tail=self.streams * self.tail_rows * dim * 4,
-            branch=self.draft_tokens * BRANCH_ROW_BYTES,
-            probes=slots * (1 + self.readers) * PROBE_BYTES,
-            probe_rows=slots * askers * shape.num_kv_heads * kept_heads(shape) * dim * 2,
-            layers=askers * _layer_bytes(dim) if slots else 0,
-            conv_state=CONV_STATE_BYTES + 4 * CONV_CHECKPOINTS if self.conv else 0,
-            conv_rows=conv_bytes(self.conv, self.draft_tokens),
-            delta_state=DELTA_STATE_BYTES + 4 * self.delta_states if self.delta else 0,
-            delta_rows=delta_row_bytes(self.delta, self.draft_tokens, self.delta_states),
-            delta_states=delta_state_bytes(self.delta, self.delta_states),
-            staging_positions=self.pass_tokens * 4,
-            staging=shape.num_kv_heads * self.pass_tokens * dim * 4 * self.plan.quantized,
-            rope=self.pass_tokens * dim * 4,
-            partials=split_rows * (dim + 2) * 4,
-        )
+        """Returns the bytes of everything but pages: state, tables, tail, probes, scratch.
+
+        The library counts them. `columns`: pages per stream that the table has room for;
+        `pool_bytes`: bytes of pages whose owners are kept.
+        """
+        return _regions(self, columns, pool_bytes)
 
     def bytes_for_columns(self, columns: int) -> int:
         """Smallest budget in which `columns` pages per stream fit at the plan's widths."""
@@ -268,10 +202,10 @@ class Geometry:
             free = room - room // granule_bytes(self.shape.head_dim) * 4
             # No more rows than leave the pages a draft can close at full width.
             first = self.pages_bytes(self._columns_closed_by(self.draft_tokens))
-            wanted = self.columns_within(free, 2, 2, self._row_bytes)
+            columns_wanted = self.columns_within(free, 2, 2, self._row_bytes)
             if self.probes:
-                wanted = max(wanted, int(free * TABLE_SHARE) // self._row_bytes)
-            columns = min(wanted, self.wanted_columns, (free - first) // self._row_bytes)
+                columns_wanted = max(columns_wanted, int(free * TABLE_SHARE) // self._row_bytes)
+            columns = min(columns_wanted, self.wanted_columns, (free - first) // self._row_bytes)
         return columns, self.regions_for(columns, room)
 
     def room_for_pages(self, num_bytes: int) -> int:
@@ -305,7 +239,7 @@ class Geometry:
     @property
     def _row_bytes(self) -> int:
         """Bytes of one column of the page table."""
-        return 2 * VIEW_BYTES + self.streams * (ENTRY_BYTES + 4)
+        return sum(self.regions_for(1, 0)) - sum(self.regions_for(0, 0))
 
     def _page_bytes(self, k_bits: int, v_bits: int) -> int:
         return page_bytes(self.shape.head_dim, k_bits, v_bits, self.value_groups)
@@ -329,59 +263,45 @@ def require_budget(num_bytes: int, minimum_bytes: int) -> None:
         )
 
 
-def conv_bytes(conv: ConvShape | None, draft_tokens: int) -> int:
-    """Bytes of the rows that convolutions remember.
-
-    The newest committed ones, those of a branch, the newest of a chunk, and of every place that may
-    be gone back to, of which one is on the way into a chunk, those before it.
-    """
-    if conv is None:
-        return 0
-    newest = conv.before + CONV_BACK_ROWS
-    rows = 2 * newest + draft_tokens + (CONV_CHECKPOINTS + 1) * conv.before
-    return conv.num_layers * rows * conv.width * 4
-
-
-def most_delta_newest(delta: DeltaShape) -> int:
-    """Committed rows of a delta net that are kept at most: see `delta_newest`."""
-    return delta.before + 2 * FOLD_TOKENS
-
-
-def delta_newest(delta: DeltaShape, states: int) -> int:
-    """Committed rows of a delta net that are kept beside so many states.
-
-    Two folds', and what convolutions see there: so far can be gone back without computing anything
-    again. Who keeps no place to go back to has one fold's, and computes what lies further back.
-    """
-    if states > LEAST_DELTA_STATES:
-        return most_delta_newest(delta)
-    return max(delta.before, FOLD_TOKENS)
-
-
-def delta_row_bytes(delta: DeltaShape | None, draft_tokens: int, states: int) -> int:
-    """Bytes of the rows that delta nets remember: the newest, a branch's, the newest of a chunk.
-
-    Of a chunk these begin at the last base but one at the latest, whose state it makes.
-    """
-    if delta is None:
-        return 0
-    newest = delta_newest(delta, states)
-    rows = newest + draft_tokens + max(newest, 2 * FOLD_TOKENS - 1)
-    return delta.num_layers * rows * delta.row_width * 4
-
-
-def delta_state_bytes(delta: DeltaShape | None, states: int) -> int:
-    """Bytes of so many states of delta nets, each with the rows that convolutions see before it."""
-    if delta is None:
-        return 0
-    return states * delta.num_layers * (delta.state_width + delta.before * delta.conv_width) * 4
-
-
-def _layer_bytes(head_dim: int) -> int:
-    """Bytes of what is kept of a layer's attention, to repeat it."""
-    return LAYER_BYTES + 4 * max(0, head_dim // 2 - LAYER_PAIRS)
-
-
 def _pages(tokens: int) -> int:
     """Pages that so many tokens fill or begin."""
     return -(-tokens // PAGE_TOKENS)
+
+
+def as_config(arena: Geometry) -> NativeConfig:
+    """Returns what the library is asked to lay out."""
+    shape, plan, conv = arena.shape, arena.plan, arena.conv
+    convolutions = (conv.num_layers, conv.width, conv.taps, CONV_CHECKPOINTS) if conv else (0,) * 4
+    delta_nets: tuple[int, ...] = ()
+    if (delta := arena.delta) is not None:
+        sizes = (delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps)
+        delta_nets = (delta.num_layers, *sizes, arena.delta_states, FOLD_TOKENS)
+    return NativeConfig(
+        shape.num_layers,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        plan.k_bits,
+        plan.v_bits,
+        plan.sink_tokens,
+        plan.tail_tokens,
+        arena.tail_rows,
+        arena.pass_tokens,
+        arena.context_tokens,
+        arena.splits,
+        arena.probe_kinds,
+        arena.draft_tokens,
+        arena.value_groups,
+        PAGE_VERSION,
+        *convolutions,
+        *delta_nets,
+    )
+
+
+@lru_cache(maxsize=256)
+def _regions(geometry: Geometry, columns: int, pool_bytes: int) -> Regions:
+    config, out = as_config(geometry), (c_int64 * len(Regions._fields))()
+    if status := library().kvq_regions_of(byref(config), columns, pool_bytes, out):
+        text = library().kvq_status_text(status).decode()
+        raise UsageError(f"a cache of {geometry.shape} is not possible: {text}")
+    return Regions(*out)

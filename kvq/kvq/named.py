@@ -1,4 +1,4 @@
-"""Things chosen by name with options, as `--kv-policy` and `--draft` do it. Knows no thing."""
+"""Creates objects that are chosen by name with options, as for `--kv-policy` and `--draft`."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -8,33 +8,40 @@ from typing import Any
 from kvq.errors import UsageError
 
 
-def named(asked: str, text: str, table: Mapping[str, str]) -> Any:
-    """What `NAME` or `NAME:option=value,...` says, made from its `module:Class` in `table`.
+def named(label: str, text: str, table: Mapping[str, str]) -> Any:
+    """Creates what `NAME` or `NAME:option=value,...` names, from its `module:Class` in `table`.
 
-    `asked` is what takes the name, as messages call it. Options are the fields of the class, a
-    dataclass. Raises `UsageError` naming what is possible.
+    Options are the fields of the class, a dataclass.
+
+    Args:
+        label: What takes the name, as messages call it.
+        text: The name and its options.
+        table: Name -> `module:Class`.
+
+    Raises:
+        UsageError: The name or an option is unknown; the message says what is possible.
     """
     name, _, options = text.partition(":")
     if name not in table:
-        raise UsageError(f"{asked} {name!r} is unknown; possible: {', '.join(sorted(table))}")
+        raise UsageError(f"{label} {name!r} is unknown; possible: {', '.join(sorted(table))}")
     module, attribute = table[name].split(":")
     kind = getattr(import_module(module), attribute)
-    return kind(**_options(f"{asked} {text!r}", kind, options))
+    return kind(**_options(f"{label} {text!r}", kind, options))
 
 
-def _options(asked: str, kind: Any, options: str) -> dict[str, Any]:
-    """Option texts as the types of the dataclass's fields (int, float or str)."""
+def _options(label: str, kind: Any, options: str) -> dict[str, Any]:
+    """Returns the options with the types of the dataclass's fields (int, float or str)."""
     known = {field.name: field.type for field in fields(kind)}
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in filter(None, options.split(",")):
         name, equals, value = part.partition("=")
         if name not in known or not equals:
             possible = ", ".join(f"{key}=..." for key in known) or "none"
-            raise UsageError(f"{asked}: option {part!r}; possible: {possible}")
-        read = {"int": int, int: int, "float": float, float: float}.get(known[name], str)
+            raise UsageError(f"{label}: option {part!r}; possible: {possible}")
+        parse = {"int": int, int: int, "float": float, float: float}.get(known[name], str)
         try:
-            given[name] = read(value)
+            values[name] = parse(value)
         except ValueError:
-            number = "a whole number" if read is int else "a number"
-            raise UsageError(f"{asked}: {name} takes {number}, not {value!r}") from None
-    return given
+            number = "a whole number" if parse is int else "a number"
+            raise UsageError(f"{label}: {name} takes {number}, not {value!r}") from None
+    return values

@@ -1,128 +1,38 @@
-"""Finds and loads the native library and wraps its C ABI; says why when there is none.
+"""Wraps the C ABI of the native library; `kvq/csrc/kvq.h` defines every call made here.
 
-Knows no policy and no model. `kvq/csrc/kvq.h` is the definition of every call made here.
+Knows no policy and no model.
 """
 
 import ctypes
-import logging
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from ctypes import c_int32, c_int64, c_uint8, c_uint64
-from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.abi import ABI, POINTERS, SIGNATURES, Layout, Read, Stats, as_attention, as_config
+from kvq.abi import POINTERS, NativeLayout, NativeRead, NativeStats, Regions, as_attention
 from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, argument, closed
 from kvq.files import room_on_disk
 from kvq.formats import constant_bytes, format_bytes, grid_bytes
-from kvq.geometry import Geometry, Regions, Tiers
-from kvq.reference_delta import DeltaWeights
+from kvq.geometry import Geometry, Tiers, as_config
+from kvq.native_library import library
 from kvq.selectors import ReadRule
-from kvq.settings import cache_folder, environment
-from kvq.sizing import Arena
+from kvq.settings import cache_folder
+from kvq.sizing import ClassArena
 
-LIBRARY = "libkvq_native" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-_GET_WHEEL = "pip install --force-reinstall --no-deps --only-binary :all: kvq-runtime"
-_BUILD = "install g++, then: pip install -e ."
+if TYPE_CHECKING:
+    from kvq.reference.delta import DeltaWeights
+
 EVIDENCE_FACTS = 8
 _MOST = 1 << 31
 _CLOSED: Any = closed(lambda: CacheError("this cache was closed: open another one"))
 VIEWS = {"full": 0, "hi": 1}
-
-log = logging.getLogger("kvq")
-
-
-@cache
-def library_path() -> Path | None:
-    """The native library in any folder of the package: an editable install has two."""
-    import kvq
-
-    for folder in kvq.__path__:
-        path = Path(folder) / LIBRARY
-        if path.is_file():
-            return path
-    return None
-
-
-@cache
-def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library with its signatures, or None and why, ending in the command that mends it."""
-    path = library_path()
-    mend = _BUILD if Path(__file__).parents[1].joinpath("CMakeLists.txt").is_file() else _GET_WHEEL
-    if environment("native") == "0":
-        return None, "KVQ_NATIVE=0 asks for the numpy path; unset KVQ_NATIVE"
-    if path is None:
-        return None, f"{LIBRARY}, the fast path, is not in this installation; {mend}"
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        return None, f"{path} does not load: {error}; {mend}"
-    # A library left over from another version would be called with arguments it does not take.
-    if not hasattr(library, "kvq_abi") or library.kvq_abi() != ABI:
-        return None, f"{path} belongs to another version of kvq; {mend}"
-    for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    wanted = environment("isa")
-    if wanted and library.kvq_isa_select(wanted.encode()):
-        available = library.kvq_isa_available().decode()
-        name, _, reason = library.kvq_isa_refused().decode().partition(": ")
-        why = f", since {reason}" if name == wanted else ""
-        raise BackendError(
-            f"KVQ_ISA={wanted} is not possible here{why}; this machine runs {available}"
-        )
-    return library, ""
-
-
-def available() -> bool:
-    """Whether the native library is used; the first refusal is logged with its reason."""
-    return load()[0] is not None or _warn_once()
-
-
-@cache
-def _warn_once() -> bool:
-    log.warning("native cache not in use (%s); numpy takes over, many times slower", why_not())
-    return False
-
-
-def why_not() -> str:
-    """Why the native library is not used; empty if it is."""
-    return load()[1]
-
-
-def library() -> ctypes.CDLL:
-    """The loaded library. Raises `BackendError` with the reason if there is none."""
-    loaded, reason = load()
-    if loaded is None:
-        raise BackendError(f"the native cache is not available: {reason}")
-    return loaded
-
-
-def isa() -> str:
-    """Name of the kernels in use: one of `kvq/README.md`, such as `avx2`."""
-    return library().kvq_isa().decode()
-
-
-def isas() -> list[str]:
-    """Names of the kernels this machine can run, best first."""
-    return library().kvq_isa_available().decode().split(",")
-
-
-def isa_refused() -> str:
-    """`NAME: why` of kernels that the processor announces and that do not work here; or empty."""
-    return library().kvq_isa_refused().decode()
-
-
-def select_isa(name: str) -> None:
-    """Switches kernels for the whole process. Raises `BackendError` if they cannot run here."""
-    if library().kvq_isa_select(name.encode()):
-        raise BackendError(f"kernels {name!r} cannot run here; choose from {', '.join(isas())}")
+# The device of caches that lie in the processor's memory.
+HOST = "cpu"
 
 
 def pack(
@@ -136,25 +46,25 @@ def pack(
     """(planes, grid) of one page's keys (0) or values (1), float32 [64, D], at `bits`.
 
     `axis`: the one a group of the grid lies along; by default the tokens for keys. `feedback`
-    float32 [D, D]: see `kvq.reference.carried`.
+    float32 [D, D]: see `kvq.reference.stored.carried`.
     """
     x = np.ascontiguousarray(x, np.float32)
     dim = x.shape[1]
     planes = np.zeros(64 * dim, np.uint8)
     channels = (side if axis is None else axis) == 0
     grid = np.zeros(grid_bytes(dim if channels else 64), np.uint8)
-    given = None if feedback is None else np.ascontiguousarray(feedback, np.float32)
-    pointers = given if given is None else pointer(given), pointer(planes), pointer(grid)
+    carried = None if feedback is None else np.ascontiguousarray(feedback, np.float32)
+    pointers = carried if carried is None else pointer(carried), pointer(planes), pointer(grid)
     _check(library().kvq_pack(side, channels, pointer(x), dim, bits, *pointers))
     return planes[: 64 * dim * bits // 8], grid
 
 
 def layout(geometry: Geometry, num_bytes: int, columns: int) -> dict[str, Any]:
     """The library's own count of an arena's bytes, to be compared with `kvq.geometry`'s."""
-    config, out = as_config(geometry), Layout()
+    config, out = as_config(geometry), NativeLayout()
     library().kvq_layout_of(ctypes.byref(config), num_bytes, columns, ctypes.byref(out))
-    found = {field[0]: getattr(out, field[0]) for field in Layout._fields_}
-    return found | {"regions": Regions(*out.regions)}
+    sizes = {field[0]: getattr(out, field[0]) for field in NativeLayout._fields_}
+    return sizes | {"regions": Regions(*out.regions)}
 
 
 class NativeCache:
@@ -164,14 +74,14 @@ class NativeCache:
     and bytes are what the last call that changed them returned.
     """
 
-    device = "cpu"
+    device = HOST
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: ClassArena) -> None:
         self.arena = arena
         self._library = library()
-        self._stats = Stats()
+        self._stats = NativeStats()
         # The same, for whoever asks an open cache.
-        self._held: Stats = self._stats
+        self._open_stats: NativeStats = self._stats
         handle, forms = c_int64(), np.array(arena.spec.forms, np.uint8)
         with _second_tier(arena.file_bytes) as file:
             _check(
@@ -196,7 +106,7 @@ class NativeCache:
     def close(self) -> None:
         if self.handle:
             self._library.kvq_cache_close(self.handle)
-            self.handle, self._held = 0, _CLOSED
+            self.handle, self._open_stats = 0, _CLOSED
 
     def __del__(self) -> None:
         if getattr(self, "handle", 0):
@@ -204,39 +114,39 @@ class NativeCache:
 
     @property
     def tokens(self) -> int:
-        return self._held.tokens
+        return self._open_stats.tokens
 
     @property
     def branch_rows(self) -> int:
-        return self._held.branch_rows
+        return self._open_stats.branch_rows
 
     @property
     def used_bytes(self) -> int:
-        return self._held.used_bytes
+        return self._open_stats.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return self._held.peak_bytes
+        return self._open_stats.peak_bytes
 
     @property
     def tail_rows(self) -> int:
-        return self._held.tail_rows
+        return self._open_stats.tail_rows
 
     @property
     def pages_seen(self) -> int:
-        return self._held.pages_seen
+        return self._open_stats.pages_seen
 
     @property
     def pages_read(self) -> int:
-        return self._held.pages_read
+        return self._open_stats.pages_read
 
     @property
     def tiers(self) -> Tiers:
-        held = self._held
-        return Tiers(held.device_bytes, held.offloaded_bytes, held.streamed_bytes)
+        stats = self._open_stats
+        return Tiers(stats.device_bytes, stats.offloaded_bytes, stats.streamed_bytes)
 
     def read_by(self, rule: ReadRule) -> None:
-        numbers = Read(rule.share, rule.spread, rule.octaves, rule.channels)
+        numbers = NativeRead(share=rule.share, spread=1.0, octaves=rule.octaves)
         self._call("read", ctypes.byref(numbers))
 
     def feed_back(self, feedback: NDArray[np.float32]) -> None:
@@ -304,12 +214,12 @@ class NativeCache:
         layer: int,
         rows: NDArray[np.float32],
         gates: NDArray[np.float32],
-        weights: DeltaWeights,
+        weights: "DeltaWeights",
     ) -> NDArray[np.float32]:
-        given = (rows, gates, weights.conv, weights.decay, weights.dt_bias, weights.scale)
-        held = [np.ascontiguousarray(one, np.float32) for one in given]
+        inputs = (rows, gates, weights.conv, weights.decay, weights.dt_bias, weights.scale)
+        arrays_in = [np.ascontiguousarray(array, np.float32) for array in inputs]
         out = np.empty((len(rows), len(weights.decay) * len(weights.scale)), np.float32)
-        arrays = (*map(pointer, held), weights.norm_eps, pointer(out))
+        arrays = (*map(pointer, arrays_in), weights.norm_eps, pointer(out))
         self._call("recur", layer, len(rows), *arrays)
         return out
 
@@ -377,7 +287,7 @@ class NativeCache:
         self._call("mask", column, c_uint64(mask))
 
     def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        shape, count = self.arena.shape, self._held.columns
+        shape, count = self.arena.shape, self._open_stats.columns
         facts = np.zeros((count, 4), np.int64)
         widths = np.zeros((shape.num_layers, shape.num_kv_heads, count, 2), np.uint8)
         pointers = pointer(facts), pointer(widths)
@@ -385,12 +295,12 @@ class NativeCache:
         return facts, widths
 
     def views(self) -> NDArray[np.int64]:
-        facts = np.zeros((self._held.views, 5), np.int64)
+        facts = np.zeros((self._open_stats.views, 5), np.int64)
         self._call("views", len(facts), pointer(facts))
         return facts
 
     def places(self) -> NDArray[np.int64]:
-        places = np.zeros((self._held.tail_rows, 3), np.int64)
+        places = np.zeros((self._open_stats.tail_rows, 3), np.int64)
         self._call("places", len(places), pointer(places))
         return places
 
@@ -401,7 +311,7 @@ class NativeCache:
         return widths
 
     def evidence(self, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        shape, count = self.arena.shape, self._held.columns
+        shape, count = self.arena.shape, self._open_stats.columns
         streams = (shape.num_layers, shape.num_kv_heads)
         facts = np.zeros((EVIDENCE_FACTS, *streams, count), np.float32)
         queries = np.zeros((3, *streams, shape.head_dim), np.float32)
@@ -410,7 +320,7 @@ class NativeCache:
         return facts, queries
 
     def constants(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        shape, count = self.arena.shape, self._held.columns
+        shape, count = self.arena.shape, self._open_stats.columns
         keys = np.zeros((shape.num_kv_heads, count, 2, shape.head_dim), np.float32)
         values = np.zeros((shape.num_kv_heads, count, 2, PAGE_TOKENS), np.float32)
         pointers = pointer(keys), pointer(values)
@@ -418,7 +328,7 @@ class NativeCache:
         return keys, values
 
     def key_squares(self, layer: int) -> NDArray[np.float32]:
-        count = self._held.columns
+        count = self._open_stats.columns
         squares = np.zeros((self.arena.shape.num_kv_heads, count, PAGE_TOKENS), np.float32)
         self._call("key_squares", layer, count, pointer(squares))
         return squares
@@ -435,7 +345,7 @@ class NativeCache:
     def tail(
         self, layer: int, head: int
     ) -> tuple[NDArray[np.float16], NDArray[np.float16], NDArray[np.int32]]:
-        rows, dim = self._held.tail_rows, self.arena.shape.head_dim
+        rows, dim = self._open_stats.tail_rows, self.arena.shape.head_dim
         k, v = np.zeros((2, rows, dim), np.float16)
         positions = np.zeros(rows, np.int32)
         pointers = pointer(k), pointer(v), pointer(positions)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq import native
+from kvq import native, native_library
 from kvq.errors import BackendError
-from kvq.reference_experts import SCORINGS, Scoring
-from kvq.reference_linear import ACTIVATIONS, Bytes, Float, PanelFormat, View
+from kvq.reference.experts import SCORINGS, Scoring
+from kvq.reference.linear import ACTIVATIONS, Bytes, Float, PanelFormat, View
 
 _STATUS = {
     2: "shapes, ids or options do not fit the matrix",
@@ -24,13 +24,17 @@ _STATUS = {
 VIEWS: tuple[View, ...] = ("full", "hi")
 
 
-class _Matrix(ctypes.Structure):
+class NativeMatrix(ctypes.Structure):
+    """`kvq_matrix`: the shape of a stored matrix."""
+
     _fields_ = tuple((name, c_int32) for name in ("rows", "columns", "bits", "block", "grid"))
 
 
-class _Linear(ctypes.Structure):
+class NativeLinear(ctypes.Structure):
+    """`kvq_linear`: one product."""
+
     _fields_ = (
-        ("matrix", _Matrix),
+        ("matrix", NativeMatrix),
         ("panels", POINTER(c_uint8)),
         *((name, POINTER(c_float)) for name in ("x", "norm", "bias", "residual", "out")),
         *((name, c_int32) for name in ("tokens", "activation", "view", "exact_rows", "first_row")),
@@ -38,10 +42,12 @@ class _Linear(ctypes.Structure):
     )
 
 
-class _Experts(ctypes.Structure):
+class NativeExperts(ctypes.Structure):
+    """`kvq_experts`: one mixture of experts."""
+
     _fields_ = (
-        ("gate_up", _Matrix),
-        ("down", _Matrix),
+        ("gate_up", NativeMatrix),
+        ("down", NativeMatrix),
         *((f"{name}_panels", POINTER(c_uint8)) for name in ("gate_up", "down")),
         *((name, POINTER(c_float)) for name in ("x", "logits", "residual")),
         *((f"{name}_bias", POINTER(c_float)) for name in ("gate_up", "down", "choice")),
@@ -53,9 +59,11 @@ class _Experts(ctypes.Structure):
     )
 
 
-class _Embed(ctypes.Structure):
+class NativeEmbed(ctypes.Structure):
+    """`kvq_embed`: rows of a matrix, mixed."""
+
     _fields_ = (
-        ("matrix", _Matrix),
+        ("matrix", NativeMatrix),
         ("panels", POINTER(c_uint8)),
         ("ids", POINTER(c_int64)),
         ("weights", POINTER(c_float)),
@@ -88,12 +96,12 @@ def linear(
     """
     out = np.empty((len(x), form.rows), np.float32)
     x = np.ascontiguousarray(x, np.float32)
-    call = _Linear(
+    call = NativeLinear(
         matrix(form), _pointer(panels), _pointer(x), _pointer(norm), _pointer(bias),
         _pointer(residual), _pointer(out), len(x), ACTIVATIONS.index(activation),
         VIEWS.index(view), exact_rows, first_row, norm_eps,
     )  # fmt: skip
-    _check(native.library().kvq_linear_run(ctypes.byref(call)))
+    _check(native_library.library().kvq_linear_run(ctypes.byref(call)))
     return out
 
 
@@ -121,14 +129,14 @@ def experts(
     """
     x, logits = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(logits, np.float32)
     out = np.empty((len(x), down[0].rows), np.float32)
-    call = _Experts(
+    call = NativeExperts(
         matrix(gate_up[0]), matrix(down[0]), _pointer(gate_up[1]), _pointer(down[1]),
         _pointer(x), _pointer(logits), _pointer(residual), _pointer(gate_up_bias),
         _pointer(down_bias), _pointer(choice_bias), _pointer(out), len(x), logits.shape[1],
         chosen, normalised, ACTIVATIONS.index(activation), VIEWS.index(view),
         SCORINGS.index(scoring), residency,
     )  # fmt: skip
-    _check(native.library().kvq_experts_run(ctypes.byref(call)))
+    _check(native_library.library().kvq_experts_run(ctypes.byref(call)))
     return out
 
 
@@ -139,23 +147,23 @@ def embed(form: PanelFormat, panels: Bytes, ids: NDArray[np.int64], weights: Flo
     """
     out = np.empty((len(ids), form.columns), np.float32)
     ids = np.ascontiguousarray(ids, np.int64)
-    call = _Embed(
+    call = NativeEmbed(
         matrix(form), _pointer(panels), _pointer(ids), _pointer(weights), _pointer(out), *ids.shape
     )
-    _check(native.library().kvq_embed_run(ctypes.byref(call)))
+    _check(native_library.library().kvq_embed_run(ctypes.byref(call)))
     return out
 
 
 def weight_bytes_read() -> int:
     """Bytes of weights all products of this process have read."""
-    call = native.library().kvq_weight_bytes_read
+    call = native_library.library().kvq_weight_bytes_read
     call.restype = c_int64
     return int(call())
 
 
-def matrix(form: PanelFormat) -> _Matrix:
+def matrix(form: PanelFormat) -> NativeMatrix:
     """The shape of a matrix as the library is told it."""
-    return _Matrix(form.rows, form.columns, form.bits, form.block, form.grid)
+    return NativeMatrix(form.rows, form.columns, form.bits, form.block, form.grid)
 
 
 def _pointer(x: NDArray[Any] | None) -> Any:

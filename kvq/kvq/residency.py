@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from mmap import PAGESIZE
 
-from kvq import native
-from kvq.abi import ResidencyStats
+from kvq import native_library
+from kvq.abi import NativeResidencyStats
 from kvq.errors import BackendError, argument
 
 
@@ -42,7 +42,7 @@ class Residency:
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self._library = native.library()
+        self._library = native_library.library()
         handle = ctypes.c_int64()
         if self._library.kvq_residency_open(budget_bytes, ctypes.byref(handle)):
             raise BackendError(
@@ -53,10 +53,10 @@ class Residency:
 
     def stats(self) -> Resident:
         """What is in memory now, and how often that was enough. Raises `BackendError`: closed."""
-        found = ResidencyStats()
-        if self._library.kvq_residency_stats_of(self.handle, ctypes.byref(found)):
+        stats = NativeResidencyStats()
+        if self._library.kvq_residency_stats_of(self.handle, ctypes.byref(stats)):
             raise BackendError("this model is closed; open it again with Engine.open")
-        return Resident(**{name: getattr(found, name) for name in Resident.__slots__})
+        return Resident(**{name: getattr(stats, name) for name in Resident.__slots__})
 
     def close(self) -> None:
         """Bounds nothing any more; passes that name it fail."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from kvq.abi import Regions
 from kvq.config import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_DRAFT_TOKENS,
@@ -29,8 +30,6 @@ from kvq.geometry import (
     LEAST_DELTA_STATES,
     SPARE_VIEWS,
     Geometry,
-    Regions,
-    delta_state_bytes,
     require_budget,
 )
 from kvq.policies import policy_named
@@ -45,7 +44,7 @@ PLACES_SHARE = 1 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arena(Geometry):
+class ClassArena(Geometry):
     """The memory of one cache: what is held, in exactly `num_bytes`, of what `spec` asks for.
 
     `max_columns`: pages per stream the table has room for. `regions`: what lies before the pages.
@@ -54,7 +53,7 @@ class Arena(Geometry):
     `file_bytes`: the last so many of a processor's arena, where the oldest pages lie, are a file's.
     """
 
-    spec: "CacheSpec"
+    spec: "ClassSpec"
     num_bytes: int
     max_columns: int
     regions: Regions
@@ -85,9 +84,20 @@ class Arena(Geometry):
     @property
     def whole_tokens(self) -> int:
         """Most tokens held at the plan's widths; of more, bits or tokens are given up."""
+        return self.tokens_at(self.plan.k_bits, self.plan.v_bits)
+
+    @property
+    def fewest_bits(self) -> tuple[int, int]:
+        """K and V bits that pages are narrowed to before tokens are given up."""
+        plan = (self.plan.k_bits, self.plan.v_bits)
+        fewest = policy_named(self.spec.policy).fewest_bits if self.plan.quantized else None
+        return plan if fewest is None else (min(plan[0], fewest[0]), min(plan[1], fewest[1]))
+
+    def tokens_at(self, k_bits: int, v_bits: int) -> int:
+        """Most tokens held while all pages have these widths."""
         if not self.plan.quantized:
             return self.context_tokens
-        within = self.columns_within(self.pool_bytes, self.plan.k_bits, self.plan.v_bits)
+        within = self.columns_within(self.pool_bytes, k_bits, v_bits)
         columns = min(self.max_columns, within)
         if columns >= self.wanted_columns:
             return self.context_tokens
@@ -121,7 +131,7 @@ class Arena(Geometry):
         """Bytes of one page's planes at the plan's widths."""
         return self._page_bytes(self.plan.k_bits, self.plan.v_bits) - self._constants
 
-    def in_tiers(self, device_bytes: int) -> "Arena":
+    def in_tiers(self, device_bytes: int) -> "ClassArena":
         """With as many columns on a device as so many bytes there take.
 
         At least what one pass closes stays there. Raises `BudgetError`.
@@ -140,7 +150,7 @@ class Arena(Geometry):
         more = (device_bytes - self.bytes_with_resident(least)) // step if step > 0 else 0
         return replace(self, resident_columns=min(least + more, self.max_columns - 1))
 
-    def over_file(self, memory_bytes: int) -> "Arena":
+    def over_file(self, memory_bytes: int) -> "ClassArena":
         """With so many bytes in memory and the others, all of them planes of pages, in a file.
 
         What is asked of every page, the constants, stays in memory. Raises `BudgetError`.
@@ -156,7 +166,7 @@ class Arena(Geometry):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheSpec:
+class ClassSpec:
     """What is asked of a cache.
 
     `context_tokens`: most tokens it will ever hold. `budget`: empty for `DEFAULT_TOKENS`.
@@ -205,11 +215,13 @@ class CacheSpec:
                 f"room for {self.draft_tokens} draft tokens is not possible: give 1 to "
                 f"{MOST_DRAFT_TOKENS}"
             )
+        if self.conv is not None and self.delta is not None:
+            raise UsageError("a cache has convolutions or delta nets beside attention, not both")
 
         # Evaluated for its refusals.
         _ = rule_named(self.read)
 
-    def resolved(self) -> Arena:
+    def resolved(self) -> ClassArena:
         """What is held of it. Raises `BudgetError` naming the smallest budget that opens."""
         num_bytes = self.budget_bytes
         whole = num_bytes >= self.whole_bytes
@@ -228,11 +240,11 @@ class CacheSpec:
         while not geometry.takes_chunk(num_bytes) or (not whole and geometry.crowds(num_bytes)):
             geometry = geometry.with_shorter_chunk()
         columns, regions = geometry.divide(num_bytes)
-        return Arena(
+        return ClassArena(
             **vars(geometry), spec=self, num_bytes=num_bytes, max_columns=columns, regions=regions
         )
 
-    def _in_tiers(self) -> Arena:
+    def _in_tiers(self) -> ClassArena:
         """The whole context, in a first tier and behind it. Raises `BudgetError`."""
         if not self.plan.quantized:
             raise UsageError(
@@ -259,9 +271,9 @@ class CacheSpec:
 
     def _affordable_places(self, num_bytes: int) -> int:
         """Of how many places delta nets keep states in a budget less than the whole context's."""
-        one = delta_state_bytes(self.delta, 1)
+        state_bytes = self.delta.state_bytes if self.delta else 0
         free = max(0, num_bytes - self.minimum_bytes)
-        return min(DELTA_PLACES, int(free * PLACES_SHARE) // one) if one else 0
+        return min(DELTA_PLACES, int(free * PLACES_SHARE) // state_bytes) if state_bytes else 0
 
     def geometry(self, *, tight: bool, probes: bool, places: int) -> Geometry:
         """The arena's, before its bytes. `tight`: of a cache that cannot hold its whole context.
@@ -317,8 +329,12 @@ class CacheSpec:
     @cached_property
     def whole_bytes(self) -> int:
         """Smallest budget that holds the whole context without losing a bit."""
-        geometry = self.geometry(tight=False, probes=False, places=DELTA_PLACES)
-        return geometry.bytes_for_columns(geometry.wanted_columns)
+        return self.whole_geometry.bytes_for_columns(self.whole_geometry.wanted_columns)
+
+    @property
+    def whole_geometry(self) -> Geometry:
+        """The geometry of an arena that holds the whole context."""
+        return self.geometry(tight=False, probes=False, places=DELTA_PLACES)
 
     def bytes_for_tokens(self, tokens: int) -> int:
         """Smallest budget that holds `tokens` tokens, or the whole context, without losing a bit.
@@ -331,10 +347,10 @@ class CacheSpec:
         if not self.plan.quantized:
             return replace(self, context_tokens=tokens).whole_bytes
         # As many places as are kept in the bytes that are found with them.
-        found = (self._tight_bytes(tokens, places) for places in range(DELTA_PLACES + 1))
+        candidates = (self._tight_bytes(tokens, places) for places in range(DELTA_PLACES + 1))
         enough = (
             num_bytes
-            for places, num_bytes in enumerate(found)
+            for places, num_bytes in enumerate(candidates)
             if self._affordable_places(num_bytes) <= places
         )
         # From here on the whole context fits, and there are no probes.
@@ -353,11 +369,11 @@ class CacheSpec:
                 return num_bytes
             geometry = geometry.with_shorter_chunk()
 
-    def changed(self, **changes: Any) -> "CacheSpec":
+    def changed(self, **changes: Any) -> "ClassSpec":
         """With other values of these fields."""
         return replace(self, **changes)
 
-    def shortened(self) -> "CacheSpec":
+    def shortened(self) -> "ClassSpec":
         """With the longest context, up to this one, of which the budget gives up nothing.
 
         A quantised cache demotes and evicts, so it keeps its context. An unquantised one does

@@ -1,6 +1,6 @@
-"""What the schema of a call's arguments says: the branches a value may fit, and their kinds.
+"""Reads the JSON schema of a call's arguments: the branches that a value may fit, and their kinds.
 
-A part of JSON Schema 2020-12: what is no part of it is refused by name. Knows no notation.
+It follows a part of JSON Schema 2020-12 and ignores the rest. It knows no notation of calls.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def _is_text(value: object) -> bool:
 
 
 def _are_texts(value: object) -> bool:
-    return is_array(value) and all(isinstance(one, str) for one in value)
+    return is_array(value) and all(isinstance(item, str) for item in value)
 
 
 _NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# What may be said of each kind, by JSON's names of kinds.
+# The keywords of each kind of value, by JSON's names of kinds.
 KEYWORDS = {
     "string": ("minLength", "maxLength", "pattern"),
     "number": _NUMBER,
@@ -40,17 +40,12 @@ KEYWORDS = {
     "boolean": (),
     "null": (),
 }
-# An integer is a number.
+# Integers are counted as numbers.
 KINDS = frozenset(KEYWORDS) - {"integer"}
 _SAID = {keyword for keywords in KEYWORDS.values() for keyword in keywords} | {"type", "enum"}
 _PARTS = ("$ref", "allOf", "anyOf", "oneOf", "const")
-# Words for people and places of other schemas; `format` says what is meant, as the standard has it.
-_NOTES = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "format", "nullable"),
-    *("contentEncoding", "contentMediaType", "discriminator", "x-guidance", "strict", "example"),
-}
-_SHAPES = {
+# What the value of a keyword must be: a test, and its description.
+SHAPES: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "properties": (is_object, "an object of schemas"),
     "required": (_are_texts, "a list of names"),
     "enum": (is_array, "a list of values"),
@@ -61,42 +56,52 @@ _SHAPES = {
     "maxItems": (_is_count, "a whole number"),
     "pattern": (_is_text, "a pattern"),
 }
-_KNOWN = {*_SAID, *_NOTES, *_PARTS}
-_MOST_DEEP = 64
+# The keywords that are followed.
+FOLLOWED = frozenset({*_SAID, *_PARTS})
+_MOST_DEPTH = 64
 _MOST_BRANCHES = 64
-# Parts may refer to others twice over and over.
+# References may multiply: each part may refer to another one twice.
 _MOST_STEPS = 4000
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Branch]:
-    """The branches of `schema`, one of which a value has to fit; none where nothing fits.
+    """Returns the branches of `schema`, one of which a value has to fit; none if no value fits.
 
-    Each says its `type` as a list and holds no reference; `root` is the schema that references
-    mean. Raises `UsageError` for what is no schema or cannot be followed here.
+    Each branch has its `type` as a list and no references. `root` is the schema that references
+    point into. Raises `UsageError` for what is no schema or cannot be followed here.
     """
-    found: list[Branch] = []
+    branches: list[Branch] = []
     for branch in _branches(schema, root, iter(range(_MOST_STEPS)), 0):
         kinds = _types(branch)
         if "enum" in branch:
-            values = [one for one in branch["enum"] if _fits(one, kinds)]
-            mine = sorted({kind_of(one) for one in values})
-            found += [{"type": mine, "enum": values}] if values else []
+            values = [value for value in branch["enum"] if _fits(value, kinds)]
+            value_kinds = sorted({kind_of(value) for value in values})
+            branches += [{"type": value_kinds, "enum": values}] if values else []
         elif kinds:
-            found.append(branch | {"type": kinds})
-    return found
+            branches.append(branch | {"type": kinds})
+    return branches
+
+
+def are_disjoint(schemas: Iterable[Any], root: Mapping[str, Any]) -> bool:
+    """Returns whether no value fits two of `schemas`, as far as types and properties tell."""
+    try:
+        groups = [_branches(schema, root, iter(range(_MOST_STEPS)), 0) for schema in schemas]
+        return all(_disjoint(*pair) for pair in combinations(groups, 2))
+    except UsageError:
+        return False
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The kinds of value that `schema` wants, all of them where that cannot be told."""
+    """Returns the kinds of value that `schema` allows; all kinds if this cannot be told."""
     try:
-        found = {kind for branch in alternatives(schema, root) for kind in branch["type"]}
+        kinds = {kind for branch in alternatives(schema, root) for kind in branch["type"]}
     except UsageError:
         return KINDS
-    return frozenset("number" if kind == "integer" else kind for kind in found)
+    return frozenset("number" if kind == "integer" else kind for kind in kinds)
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a value of JSON."""
+    """Returns the kind of a JSON value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -107,51 +112,48 @@ def kind_of(value: Any) -> str:
 def _branches(
     schema: Any, root: Mapping[str, Any], steps: Iterator[int], depth: int
 ) -> list[Branch]:
-    """As `alternatives`, with what each branch says as it came; `steps` are left to be made."""
+    """Returns the branches as `alternatives` does, before their types are completed.
+
+    `steps` limits how many schemas are read.
+    """
     if isinstance(schema, bool):
         return [{}] if schema else []
-    if depth > _MOST_DEEP or next(steps, None) is None:
+    if depth > _MOST_DEPTH or next(steps, None) is None:
         raise UsageError("the JSON schema is nested too deeply, or a part of it refers to itself")
     checked = _checked(schema)
-    found = [{key: value for key, value in checked.items() if key in _SAID}]
+    branches = [{key: value for key, value in checked.items() if key in _SAID}]
     for part in _parts(checked, root, partial(_branches, root=root, steps=steps, depth=depth + 1)):
-        if len(found) * len(part) > _MOST_BRANCHES:
+        if len(branches) * len(part) > _MOST_BRANCHES:
             raise UsageError(
                 f"the JSON schema has more than {_MOST_BRANCHES} branches in one place"
             )
-        found = [_both(one, other) for one, other in product(found, part)]
-    return found
+        branches = [_both(left, right) for left, right in product(branches, part)]
+    return branches
 
 
 def _checked(schema: Any) -> dict[str, Any]:
-    """`schema`, of which every word is known and fit to be followed."""
+    """Returns `schema` after checking the values of its keywords. Raises `UsageError`."""
     if not is_object(schema):
         raise UsageError(f"a JSON schema is an object; {type(schema).__name__} was given")
-    unknown = next((key for key in schema if key not in _KNOWN and key[:2] != "x-"), None)
-    if unknown is not None:
-        raise UsageError(
-            f"{unknown!r} in the JSON schema is nothing that calls of this model can be held to; "
-            "leave it out, or let tool_choice be auto"
-        )
-    for name, (holds, what) in _SHAPES.items():
+    for name, (holds, description) in SHAPES.items():
         if name in schema and not holds(schema[name]):
-            raise UsageError(f"{name!r} in the JSON schema is {what}")
+            raise UsageError(f"{name!r} in the JSON schema is {description}")
     return schema
 
 
 def _parts(
     schema: Mapping[str, Any], root: Mapping[str, Any], read: Callable[[Any], list[Branch]]
 ) -> Iterator[list[Branch]]:
-    """The branches of each part that holds beside what `schema` says itself."""
+    """Yields the branches of each part that applies beside the keywords of `schema` itself."""
     if "const" in schema:
         yield [{"enum": [schema["const"]]}]
     if "$ref" in schema:
         yield read(_referred(schema["$ref"], root))
-    for one in schema.get("allOf", ()):
-        yield read(one)
+    for part in schema.get("allOf", ()):
+        yield read(part)
     for name in ("anyOf", "oneOf"):
-        groups = [read(one) for one in schema.get(name, ())]
-        if name == "oneOf" and not all(_apart(*two) for two in combinations(groups, 2)):
+        groups = [read(part) for part in schema.get(name, ())]
+        if name == "oneOf" and not all(_disjoint(*pair) for pair in combinations(groups, 2)):
             raise UsageError(
                 "'oneOf' in the JSON schema has parts that one value may fit at once; let them "
                 "differ in their types or in a required property, or say 'anyOf'"
@@ -161,7 +163,7 @@ def _parts(
 
 
 def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
-    """The part of `root` that `reference` means."""
+    """Returns the part of `root` that `reference` points to."""
     place: Any = root
     steps = reference.split("/") if isinstance(reference, str) else []
     for step in steps[1:]:
@@ -172,24 +174,25 @@ def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
     return place
 
 
-def _both(one: Branch, other: Branch) -> Branch:
-    """What fits both branches."""
-    found = {**other, **one}
-    for key in one.keys() & other.keys():
-        mine, others = one[key], other[key]
+def _both(left: Branch, right: Branch) -> Branch:
+    """Returns the branch of values that fit both branches."""
+    merged = {**right, **left}
+    for key in left.keys() & right.keys():
+        left_value, right_value = left[key], right[key]
         if key == "required":
-            found[key] = [*mine, *others]
+            merged[key] = [*left_value, *right_value]
         elif key == "properties":
-            both = {name: {"allOf": [mine[name], others[name]]} for name in mine if name in others}
-            found[key] = {**mine, **others, **both}
+            names = left_value.keys() & right_value.keys()
+            both = {name: {"allOf": [left_value[name], right_value[name]]} for name in names}
+            merged[key] = {**left_value, **right_value, **both}
         elif key == "enum":
-            shared = _told(others)
-            found[key] = [value for value in mine if _told([value]) <= shared]
+            shared = _json_texts(right_value)
+            merged[key] = [value for value in left_value if _json_texts([value]) <= shared]
         elif key == "type":
-            found[key] = [kind for kind in _types(one) if kind in _types(other)]
-        elif mine != others:
+            merged[key] = [kind for kind in _types(left) if kind in _types(right)]
+        elif left_value != right_value:
             raise UsageError(f"parts of the JSON schema that hold at once differ in {key!r}")
-    for closed, open_ in ((one, other), (other, one)):
+    for closed, open_ in ((left, right), (right, left)):
         if closed.get("additionalProperties", True) is not True and not (
             open_.get("properties", {}).keys() <= closed.get("properties", {}).keys()
         ):
@@ -197,19 +200,19 @@ def _both(one: Branch, other: Branch) -> Branch:
                 "parts of the JSON schema that hold at once exclude each other's properties; name "
                 "all properties in one part, or leave 'additionalProperties' out"
             )
-    return found
+    return merged
 
 
 def _types(branch: Branch) -> list[str]:
-    """The kinds of a branch, by what it says where it does not name them."""
-    given = branch.get("type")
-    kinds = [given] if isinstance(given, str) else given
+    """Returns the kinds of a branch; without a `type` they follow from its other keywords."""
+    declared = branch.get("type")
+    kinds = [declared] if isinstance(declared, str) else declared
     if kinds is None:
         about = [kind for kind in KEYWORDS if any(key in branch for key in KEYWORDS[kind])]
         kinds = [kind for kind in about or KEYWORDS if kind != "integer"]
     if not is_array(kinds) or not all(kind in KEYWORDS for kind in kinds):
         raise UsageError(
-            f"Invalid type: {given!r} in the JSON schema; one of {', '.join(KEYWORDS)}"
+            f"Invalid type: {declared!r} in the JSON schema; one of {', '.join(KEYWORDS)}"
         )
     return kinds
 
@@ -219,34 +222,43 @@ def _fits(value: Any, kinds: Iterable[str]) -> bool:
     return kind_of(value) in kinds or ("integer" in kinds and kind_of(value) == "number" and whole)
 
 
-def _told(values: Iterable[Any]) -> set[str]:
-    """Values by texts that are the same where they are."""
-    whole = (int(one) if isinstance(one, float) and one.is_integer() else one for one in values)
-    return {json.dumps(one, sort_keys=True) for one in whole}
-
-
-def _apart(one: list[Branch], other: list[Branch]) -> bool:
-    """Whether no value fits a branch of both."""
-    return all(_two_apart(*two) for two in product(one, other))
-
-
-def _two_apart(one: Branch, other: Branch) -> bool:
-    if "enum" in one and "enum" in other:
-        return _told(one["enum"]).isdisjoint(_told(other["enum"]))
-    kinds, others = (
-        {"number" if kind == "integer" else kind for kind in _types(branch)}
-        for branch in (one, other)
+def _json_texts(values: Iterable[Any]) -> set[str]:
+    """Returns the values as JSON texts, which are equal where the values are."""
+    plain = (
+        int(value) if isinstance(value, float) and value.is_integer() else value for value in values
     )
-    if kinds & others != {"object"}:
-        return not kinds & others
-    mine, theirs = one.get("properties", {}), other.get("properties", {})
-    both = set(one.get("required", ())) & set(other.get("required", ())) & mine.keys()
-    values = ((_values(mine[name]), _values(theirs.get(name))) for name in both)
-    return any(a is not None and b is not None and _told(a).isdisjoint(_told(b)) for a, b in values)
+    return {json.dumps(value, sort_keys=True) for value in plain}
+
+
+def _disjoint(left: list[Branch], right: list[Branch]) -> bool:
+    """Returns whether no value fits a branch of both."""
+    return all(_disjoint_branches(*pair) for pair in product(left, right))
+
+
+def _disjoint_branches(left: Branch, right: Branch) -> bool:
+    if "enum" in left and "enum" in right:
+        return _json_texts(left["enum"]).isdisjoint(_json_texts(right["enum"]))
+    left_kinds, right_kinds = (
+        {"number" if kind == "integer" else kind for kind in _types(branch)}
+        for branch in (left, right)
+    )
+    if left_kinds & right_kinds != {"object"}:
+        return not left_kinds & right_kinds
+    left_properties, right_properties = left.get("properties", {}), right.get("properties", {})
+    names = set(left.get("required", ())) & set(right.get("required", ())) & left_properties.keys()
+    values = (
+        (_values(left_properties[name]), _values(right_properties.get(name))) for name in names
+    )
+    return any(
+        first is not None
+        and second is not None
+        and _json_texts(first).isdisjoint(_json_texts(second))
+        for first, second in values
+    )
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """The few values that a property may have, None: it may have others."""
+    """Returns the values that a property is limited to; None: it is not limited."""
     if not is_object(schema):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")

@@ -1,95 +1,112 @@
-"""Renders a checkpoint's chat template in a sandbox.
+"""Turns messages into the text of a prompt by a checkpoint's chat template.
 
-Owns the template environment (the functions and tags templates on the hub expect), where a
-template is found, and the guard that keeps control tokens in messages from becoming real. Knows
-no token ids: `tokenizer` encodes what comes out.
+It finds the template, and its guard keeps control tokens in messages from becoming real ones. It
+knows no token ids: `tokenizer` encodes the text.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-
 from kvq.errors import ModelError
-from kvq_models.bounded_templates import BoundedEnvironment
+from kvq_models.conversation import Reconciler
+from kvq_models.repairs import text_of
+from kvq_models.template_process import TemplateProcess
+from kvq_models.thinking import THOUGHT_NAMES
 
-# Characters of a template's own complaint that are passed on.
-_TOLD = 500
+logger = logging.getLogger(__name__)
+
+# Any character would do, since it is replaced where a message holds it.
+_MARK = "\ue000"
+_PLACEHOLDER = re.compile(f"{_MARK}([0-9]{{1,9}}){_MARK}")
+_END = f"{_MARK}end{_MARK}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Holds the text of a prompt, and what was changed in the conversation for the template."""
+
+    text: str
+    reconciled: tuple[str, ...] = ()
 
 
 class ChatTemplate:
-    """One compiled template. Raises ModelError when it does not compile or refuses its messages.
+    """Renders one template. Raises ModelError if it does not compile or refuses its messages.
 
-    Whoever made the model wrote it: what it may use and how much is bounded.
+    The template is code by whoever made the model, so it runs in a process of its own with limits.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self._environment = BoundedEnvironment([_GenerationTag, loopcontrols])
-        self._environment.filters["tojson"] = _tojson
-        self._environment.bound_filters()
-        names: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        self._environment.globals.update(names)
-        with self._environment.within(source), _said("does not compile"):
-            self._template = self._environment.from_string(source)
-            # Names that it looks up besides those it sets itself.
-            self.variables = frozenset(
-                meta.find_undeclared_variables(self._environment.parse(source))
-            )
+        self._process = TemplateProcess(source)
+        self._reconciler = Reconciler(self._process.render)
+        self._logged: set[tuple[str, ...]] = set()
+
+    def begin(self) -> None:
+        """Starts the process that renders, without waiting for it."""
+        self._process.begin()
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Returns the names that the template looks up and does not set itself."""
+        return self._process.variables()
 
     def render(self, context: Mapping[str, Any]) -> str:
-        """The prompt text for `context` (messages, add_generation_prompt, bos_token, ...)."""
-        with self._environment.within(context), _said("refuses these messages"):
-            return self._template.render(**context)
+        """Returns the prompt for `context` (messages, add_generation_prompt, bos_token, ...)."""
+        return self.prompt(context).text
+
+    def prompt(self, context: Mapping[str, Any]) -> Prompt:
+        """Returns the prompt for `context`, with messages changed as far as the template needs it.
+
+        If `continue_final_message` is true, the text ends with that of the last message.
+        """
+        variables = dict(context)
+        if not variables.pop("continue_final_message", False):
+            return self._reconciled(variables)
+        *earlier, last = variables["messages"]
+        for fields in _marked(last):
+            rows = [*earlier, {**last, **fields}]
+            whole = self._reconciled(variables | {"messages": rows, "add_generation_prompt": False})
+            head, mark, _ = whole.text.rpartition(_END)
+            if mark:
+                return Prompt(head, whole.reconciled)
+        raise ModelError(
+            "the model's chat template leaves out the last message, so it cannot be continued; "
+            "end with a message of the user's"
+        )
+
+    def _reconciled(self, context: dict[str, Any]) -> Prompt:
+        messages, changes = self._reconciler.reconcile(context)
+        if changes and changes not in self._logged:
+            self._logged.add(changes)
+            logger.warning(
+                "the model's chat template does not take these messages as they are; changed: %s",
+                ", ".join(changes),
+            )
+        if changes:
+            context = {**context, "messages": messages}
+        return Prompt(self._process.render(context), changes)
 
 
-@contextmanager
-def _said(what: str) -> Generator[None]:
-    """Turns whatever a template raises into a `ModelError`."""
-    try:
-        yield
-    except Exception as error:
-        told = error if isinstance(error, TemplateError) else f"{type(error).__name__} {error}"
-        raise ModelError(f"the model's chat template {what}: {str(told)[:_TOLD]}") from error
-
-
-def find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The template text from chat_template.jinja, else from tokenizer_config.json, else None.
-
-    Raises ModelError for one that cannot be read.
-    """
-    path = folder / "chat_template.jinja"
-    try:
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        template: Any = tokenizer_config.get("chat_template")
-        if not isinstance(template, list):
-            return template
-        entries = cast(list[dict[str, str]], template)
-        return {entry["name"]: entry["template"] for entry in entries}.get("default")
-    except (OSError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ModelError(f"the chat template of {folder} cannot be read: {error!r}") from error
-
-
-# Any character would do: where a message holds it, it is replaced too.
-_MARK = "\ue000"
-_PLACEHOLDER = re.compile(f"{_MARK}([0-9]{{1,9}}){_MARK}")
+def _marked(message: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yields the texts of a message with a mark at the end, which shows where it ends later."""
+    text = text_of(message.get("content"))
+    thoughts = [name for name in THOUGHT_NAMES if message.get(name)]
+    if not text and thoughts:
+        # The message ends in its thought, which not every template shows.
+        yield {name: f"{message[name]}{_END}" for name in thoughts}
+    yield {"content": f"{text}{_END}"}
 
 
 class MessageGuard:
     """Replaces control tokens in a user's messages by placeholders, and finds these again.
 
-    A placeholder is the token's number between two marks. A mark in a message becomes a
-    placeholder itself, so that no message can spell one.
+    A placeholder is the token's number between two marks. A mark in a message becomes a placeholder
+    itself, so no message can contain a false placeholder.
     """
 
     def __init__(
@@ -108,7 +125,7 @@ class MessageGuard:
         return self._pattern.sub(lambda match: f"{_MARK}{self._numbers[match[0]]}{_MARK}", text)
 
     def split(self, text: str) -> Iterable[tuple[str, bool]]:
-        """Parts of a rendered text, and whether control tokens in them are meant."""
+        """Yields the parts of a rendered text, and whether control tokens in them are real."""
         plain, start = "", 0
         for match in _PLACEHOLDER.finditer(text):
             number = int(match[1])
@@ -122,36 +139,6 @@ class MessageGuard:
                 plain += _MARK
         if rest := plain + text[start:]:
             yield rest, True
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here only its body matters."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 reads a class attribute
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

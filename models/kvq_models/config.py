@@ -1,9 +1,9 @@
-"""The one description of a model that every other component reads.
+"""The one description of a model that all other components read.
 
-A model is a list of layers between an embedding and a head, and a layer says all of itself: what
-mixes tokens, what feeds each of them forward, where its norms are. Shapes of weights, the forward
-pass, the graph and the check of a graph are derived from the list. Knows nothing about the file a
-model came from or the names its weights had there (see `family`).
+A model is a list of layers between an embedding and a head. A layer describes itself completely:
+what mixes tokens, what feeds each token forward, where its norms are. Shapes of weights, the
+forward pass, the graph and the check of a graph follow from the list. The file a model came from,
+and the names of its weights there, are in `family`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 
 from kvq.config import MOST_TAPS, AttentionParams, CacheShape, ConvShape, DeltaShape
-from kvq.errors import ModelError, UsageError
-from kvq.reference_experts import SCORINGS, Scoring
+from kvq.errors import ModelError, UsageError, reason_of
+from kvq.reference.experts import SCORINGS, Scoring
 
 T = TypeVar("T")
 
 Activation = Literal["silu", "gelu_tanh"]
-# How an expert's gate meets its up: activation(gate) * up, or as `reference_experts` says.
+# How an expert's gate and up are combined: activation(gate) * up, or `clamped_swiglu`.
 Gating = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-# By the root mean square, with weights; by mean and variance, with weights and biases.
+# rms: by the root mean square, with weights; layer: by mean and variance, with weights and biases.
 NormKind = Literal["rms", "layer"]
-# Of each half of a layer: before it, on what it adds to the stream, or both.
+# Where each half of a layer has a norm: before it, on its output, or both.
 Norms = Literal["before", "after", "both"]
-# What is normalised together before queries and keys rotate: each head, or all of a token's.
+# What is normalised together before queries and keys rotate: each head, or all heads of a token.
 QkNorm = Literal["none", "heads", "rows"]
-# What a layer's values are made by: a matrix of their own, or that of the keys.
+# The matrix that makes a layer's values: their own, or that of the keys.
 Values = Literal["own", "keys"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
-    """One rotary table: the first 2 * len(inv_freq) dimensions of a head rotate, i with i + half.
+    """Describes one rotary table: the first 2 * len(inv_freq) dimensions of a head rotate.
 
-    `inv_freq` holds float32 values (radians per position); cos and sin are multiplied by
-    `factor`. A model trained with two tables also has `long_inv_freq`, used for a whole session
-    when its context exceeds `original_context` tokens.
+    Dimension i rotates with dimension i + half. `inv_freq` holds float32 values (radians per
+    position); cos and sin are multiplied by `factor`. A model trained with two tables also has
+    `long_inv_freq`, which a whole session uses if its context exceeds `original_context` tokens.
     """
 
     inv_freq: tuple[float, ...]
@@ -52,19 +52,33 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """Causal attention: `heads` query heads share `kv_heads` key-value heads of `head_dim`.
+    """Describes causal attention: `heads` query heads share `kv_heads` key-value heads.
 
-    `scale` multiplies q.k; a `softcap` c > 0 turns that into c * tanh(x / c) (0 = none); of the
-    tokens the newest `window_tokens` are seen (0 = all). `rope` is the index of its rotary table.
-    `qk_norm`: how queries, and keys, are normalised before they are rotated. With a `growth` the
-    query of a token at position p is multiplied by 1 + growth * ln(1 + p // growth_tokens): in a
-    long context attention stays as sharp as in a short one. With a `value_norm` each head of values
-    is divided by its root mean square. A layer with a `kv_from` has queries alone, and reads the
-    keys and values of that earlier layer. With an `output_gate` the matrix of queries makes a gate
-    of every head too, behind its query; what the head gives is multiplied by sigmoid(gate). With
-    `sinks` each head has a learned logit beside those of its keys, of no token: it shares in the
-    softmax and gives nothing. With a `head_gate` one more product makes a number of every head,
-    by whose sigmoid what the head gives is multiplied.
+    Args:
+        heads: Query heads.
+        kv_heads: Key-value heads, which the query heads share evenly.
+        head_dim: Channels of a head.
+        scale: Multiplies q.k.
+        softcap: c > 0 turns the scaled product x into c * tanh(x / c); 0: none.
+        window_tokens: Only this many newest tokens are seen; 0: all.
+        rope: Index of the rotary table.
+        qk_norm: How queries and keys are normalised before they rotate.
+        qkv_bias: Whether the products of queries, keys and values have biases.
+        output_bias: Whether the output product has a bias.
+        growth: The query of a token at position p is multiplied by 1 + growth * ln(1 + p //
+            growth_tokens), so that attention stays as sharp in a long context as in a short one; 0:
+            it is not.
+        growth_tokens: See `growth`.
+        value_norm: Whether each head of values is divided by its root mean square.
+        values: What makes the values: a matrix of their own, or that of the keys.
+        kv_from: An earlier layer whose keys and values are read; this layer then has queries alone.
+            None: its own are read.
+        output_gate: Whether the matrix of queries makes a gate of every head too, after its query;
+            the output of the head is multiplied by sigmoid(gate).
+        sinks: Whether each head has a learned logit of no token beside those of its keys, which
+            takes part in the softmax and gives nothing.
+        head_gate: Whether one more product makes a number for every head, by whose sigmoid the
+            output of the head is multiplied.
     """
 
     heads: int
@@ -88,32 +102,33 @@ class Attention:
 
     @property
     def width(self) -> int:
-        """Columns of what it gives: all query heads side by side."""
+        """Returns the columns of the output: all query heads side by side."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Columns of its keys, and of its values; none where it reads another layer's."""
+        """Returns the columns of its keys, and of its values; 0 if it reads another layer's."""
         return 0 if self.kv_from is not None else self.kv_heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the packed row: query heads, then key heads, then value heads."""
+        """Returns the columns of the packed row: query heads, then key heads, then value heads."""
         return self.width + 2 * self.kv_width
 
     @property
     def projected_width(self) -> int:
-        """Columns of what the matrix makes: the packed row, and the gates where there are any."""
+        """Returns the columns of the matrix's output: the packed row, and the gates if any."""
         return self.qkv_width + self.width * self.output_gate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortConv:
-    """A short convolution: each channel of the stream is summed over a token and a few before it.
+    """Describes a short convolution: each channel is summed over a token and a few before it.
 
-    One matrix makes rows [B | C | x] of what enters, three times as wide as the stream. The rows of
-    B * x are summed over `taps` tokens, the newest itself, with weights of each channel; C times
-    that goes through a second matrix. It has no keys and values, and no positions.
+    One matrix makes rows [B | C | x] of the input, three times as wide as the stream. The rows of B
+    * x are summed over `taps` tokens, the token itself included, with weights of each channel. C
+    times this sum goes through a second matrix. A short convolution has no keys and values, and no
+    positions.
     """
 
     taps: int
@@ -121,13 +136,13 @@ class ShortConv:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaNet:
-    """A gated delta net: `value_heads` keep a matrix each, which every token changes a little.
+    """Describes a gated delta net: each of `value_heads` keeps a matrix that every token changes.
 
-    One matrix makes queries, keys, values and a gate of what enters; the first three are convolved
-    over `taps` tokens, channel by channel, and activated. A second, small and exact, says how much
-    a head forgets and how much it takes in. What the heads give is normalised head by head, times
-    silu(gate), and goes through a third matrix. `value_heads` share the queries and keys of
-    `key_heads`. It has no positions. See `kvq.reference_delta`.
+    One matrix makes queries, keys, values and a gate of the input; the first three are convolved
+    over `taps` tokens, channel by channel, and activated. A second, small and exact matrix tells
+    how much a head forgets and how much it takes in. The output of the heads is normalised head by
+    head, multiplied by silu(gate), and goes through a third matrix. `value_heads` share the queries
+    and keys of `key_heads`. A delta net has no positions. See `kvq.reference.delta`.
     """
 
     taps: int
@@ -137,7 +152,10 @@ class DeltaNet:
     value_dim: int
 
     def shape(self, num_layers: int) -> DeltaShape:
-        """Of so many layers. Raises UsageError where it is not possible."""
+        """Returns the shape of `num_layers` such layers.
+
+        Raises UsageError if it is not possible.
+        """
         return DeltaShape(num_layers=num_layers, **dataclasses.asdict(self))
 
 
@@ -146,7 +164,7 @@ Mixer = Attention | ShortConv | DeltaNet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dense:
-    """An MLP: `down` of activation(gate) * up, both of `width` columns, or of activation(up)."""
+    """Describes an MLP of `width`: `down` of activation(gate) * up, or of activation(up)."""
 
     width: int
     activation: Activation = "silu"
@@ -155,26 +173,34 @@ class Dense:
 
     @property
     def widest(self) -> int:
-        """Columns of the widest of its MLPs, which is its own."""
+        """Returns the columns of the widest MLP, which is this one."""
         return self.width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """A mixture of `count` gated MLPs of `width`, of which each token is fed to `chosen`.
+    """Describes a mixture of `count` gated MLPs, of which each token uses `chosen`.
 
-    A router gives every expert a share by `scoring`: the softmax of its products, or the sigmoid of
-    each; a token's output is the sum of those of its `chosen` experts with the largest shares, each
-    times its share, which are first divided by their sum where `normalised` (Mixtral, 2401.04088),
-    and times `scale`, which canonical weights have in them. With a `choice_bias` each expert has a
-    number that is added to its share where experts are chosen (2408.15664). `router_bias` and
-    `bias`: whether the products of the router, and of the experts, have biases. `activation` says
-    how gate and up meet.
+    A router gives every expert a share. A token's output is the sum of the outputs of its `chosen`
+    experts with the largest shares, each multiplied by its share (Mixtral, arXiv 2401.04088).
 
-    Each token is also fed to the MLP `beside`, if there is one. Then router, experts and MLP each
-    read the stream through a norm of their own, and what the experts and the MLP make is normalised
-    before both are added. Or it is fed to the MLP `shared`, which reads what the router reads; what
-    that makes is multiplied by the sigmoid of one more product, and added.
+    Args:
+        count: Number of experts.
+        chosen: Experts of a token.
+        width: Columns of an expert.
+        normalised: Whether the shares of the chosen experts are divided by their sum.
+        activation: How gate and up are combined.
+        beside: An MLP that each token also uses. Router, experts and this MLP then read the stream
+            through a norm of their own each, and the outputs of the experts and of the MLP are
+            normalised before they are added.
+        shared: An MLP that each token also uses, with the input of the router. Its output is
+            multiplied by the sigmoid of one more product, and added.
+        scoring: The shares: the softmax of the router's products, or the sigmoid of each.
+        choice_bias: Whether each expert has a number that is added to its share only to choose
+            experts (arXiv 2408.15664).
+        router_bias: Whether the products of the router have biases.
+        bias: Whether the products of the experts have biases.
+        scale: Multiplies the output; canonical weights contain it.
     """
 
     count: int
@@ -192,12 +218,12 @@ class Experts:
 
     @property
     def widest(self) -> int:
-        """Columns of the widest of its MLPs."""
-        return max(self.width, *(one.width for one in (self.beside, self.shared) if one), 0)
+        """Returns the columns of the widest of its MLPs."""
+        return max(self.width, *(mlp.width for mlp in (self.beside, self.shared) if mlp), 0)
 
     @property
     def gated(self) -> bool:
-        """They all are, as `Dense` may be."""
+        """Returns True: all experts are gated, as `Dense` may be."""
         return True
 
 
@@ -206,11 +232,11 @@ Feed = Dense | Experts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """One layer: what its mixer and then its feed make of the stream is added to the stream.
+    """Describes one layer: the outputs of its mixer and then of its feed are added to the stream.
 
-    That is multiplied by `scale` before, which canonical weights have in them. Where both are
-    `parallel` the feed reads what the mixer does, through the same norm, and not what it made.
-    Behind a `scaled` layer the stream is multiplied by a learned number.
+    They are multiplied by `scale` before, which canonical weights contain. If the layer is
+    `parallel`, the feed reads the same normalised input as the mixer, and not the mixer's output.
+    After a `scaled` layer the stream is multiplied by a learned number.
     """
 
     mixer: Mixer
@@ -222,29 +248,29 @@ class Layer:
 
     @property
     def attention(self) -> Attention:
-        """Its mixer. Raises ModelError for a layer that does not attend."""
+        """Returns its mixer. Raises ModelError for a layer that does not attend."""
         if not isinstance(self.mixer, Attention):
             raise ModelError("a layer that does not attend has no heads of queries")
         return self.mixer
 
     @property
     def attends(self) -> bool:
-        """Whether its mixer is attention."""
+        """Returns whether its mixer is attention."""
         return isinstance(self.mixer, Attention)
 
     @property
     def owns_keys(self) -> bool:
-        """Whether tokens have keys and values of this layer."""
+        """Returns whether tokens have keys and values of this layer."""
         return isinstance(self.mixer, Attention) and self.mixer.kv_from is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerLayer:
-    """Embeddings of a second table, `width` numbers for every layer: they enter behind its feed.
+    """Describes a second embedding table with `width` numbers for every layer.
 
-    A token's row of the table, `rows` tokens of it, is added to what the normalised stream that
-    enters the first layer makes by one matrix; both are of `layers * width` columns. A layer
-    multiplies its part by activation(gate . stream), and what another matrix makes of that is
+    A token's row of the table, which has `rows` tokens, is added to one matrix times the normalised
+    stream that enters the first layer; both have `layers * width` columns. After its feed each
+    layer multiplies its part by activation(gate . stream), and another matrix times this is
     normalised and added to the stream.
     """
 
@@ -255,10 +281,10 @@ class PerLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheClass:
-    """Layers whose keys and values lie in one cache: `layers` of the model, alike in shape.
+    """Describes layers whose keys and values share one cache: `layers` of the model, of one shape.
 
-    `windows`: the sliding window of each, 0 for one that sees all. `readers`: how many layers of
-    the model own nothing and read what the last of them has stored.
+    `windows` are their sliding windows, 0 for a layer that sees all. `readers` is how many layers
+    of the model have no keys and read those of the last layer here.
     """
 
     shape: CacheShape
@@ -269,19 +295,20 @@ class CacheClass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Everything the arithmetic of a decoder-only model depends on, apart from its weights.
+    """Describes all arithmetic of a decoder-only model, apart from its weights.
 
-    The embedding row is multiplied by `embedding_scale`, logits by `logits_scale`, which the
-    canonical weight of the last norm has in it; logits x become c * tanh(x / c) where
-    `final_softcap` is a c > 0; norm weights are stored as w - `norm_offset`. `norm` is the kind of
-    all norms but those of queries and keys. With a `head_bias` one is added to the logits. With
-    `windows_apart` layers that see a window have a cache of their own, which holds little more than
-    that; else pages behind it go when room is short.
+    The embedding row is multiplied by `embedding_scale`. Logits are multiplied by `logits_scale`,
+    which the canonical weight of the last norm contains, and become c * tanh(x / c) if
+    `final_softcap` is a c > 0. Norm weights are stored as w - `norm_offset`. `norm` is the kind of
+    all norms except those of queries and keys. With `head_bias` a bias is added to the logits. With
+    `windows_apart` layers with a window have a cache of their own, which holds little more than the
+    window; otherwise pages that left the window are dropped when space is short.
 
-    A model may have a `draft_head`: one layer that guesses, from the state that the model made of a
-    token and from the token after it, the one after that (multi-token prediction). What it computes
-    is a model of its own, `drafting`, which `joins` a token's embedding and such a state, each
-    normalised, by one matrix. A *state* is the stream behind the final norm.
+    A model may have a `draft_head`: one layer that guesses a token from the token before it and the
+    model's state before that (multi-token prediction). It computes as a model of its own,
+    `drafting`, which `joins` a token's embedding and such a state, each normalised, by one matrix.
+    A *state* is the stream after the final norm. With `states` a pass can return those of its rows
+    also where no draft head reads them: vectors of texts are made from them.
     """
 
     model_type: str
@@ -302,11 +329,12 @@ class ModelConfig:
     windows_apart: bool = False
     draft_head: Layer | None = None
     joins: bool = False
+    states: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse shapes that cannot be a model. Raises ModelError."""
+        """Refuses shapes that cannot be a model. Raises ModelError."""
         self._check_numbers()
         draft = () if self.draft_head is None else (self.draft_head,)
         for layer in dict.fromkeys((*self.layers, *draft)):
@@ -386,7 +414,7 @@ class ModelConfig:
 
     def _check_attention(self, mixer: Attention) -> None:
         for name in ("heads", "kv_heads", "head_dim"):
-            _check_count(_CALLED[name], getattr(mixer, name), least=1)
+            _check_count(_CONFIG_NAMES[name], getattr(mixer, name), least=1)
         _check_count("a layer's window_tokens", mixer.window_tokens, least=0)
         _check_count("a layer's rope", mixer.rope, least=0, most=len(self.ropes) - 1)
         _check_real("attention_scale", mixer.scale)
@@ -407,30 +435,32 @@ class ModelConfig:
             raise ModelError("a layer that reads another's keys has no sinks")
 
     def _check_sharing(self) -> None:
-        """A layer reads one of the same shape whose rows are still there: the last of its class."""
+        """Checks that layers read stored keys of their own shape: those of the last of a class."""
         if self.draft_head is not None and not self.draft_head.owns_keys:
             raise ModelError("a draft head attends, with keys and values of its own")
-        last = {one.layers[-1] for one in self.cache_classes}
+        last = {cache_class.layers[-1] for cache_class in self.cache_classes}
         if not last:
             raise ModelError("no layer has keys and values: a model without any is not possible")
-        others = {one.mixer for one in self.layers if not isinstance(one.mixer, Attention)}
-        if len(others) > 1:
+        other_mixers = {
+            layer.mixer for layer in self.layers if not isinstance(layer.mixer, Attention)
+        }
+        if len(other_mixers) > 1:
             raise ModelError(
                 "layers that do not attend must be alike: convolutions over different numbers of "
                 "rows, or beside delta nets, are not possible"
             )
         for index, layer in enumerate(self.layers):
-            own = layer.mixer
-            if not isinstance(own, Attention) or own.kv_from is None:
+            mixer = layer.mixer
+            if not isinstance(mixer, Attention) or mixer.kv_from is None:
                 continue
-            source = own.kv_from
+            source = mixer.kv_from
             if type(source) is not int or not 0 <= source < index or source not in last:
                 raise ModelError(
                     f"layer {index} reads the keys of layer {source!r}, which must be an earlier "
                     "layer, the last of those that are like it and have keys of their own"
                 )
             read = self.layers[source].attention
-            if (own.heads, own.kv_heads, own.head_dim) != (
+            if (mixer.heads, mixer.kv_heads, mixer.head_dim) != (
                 read.heads,
                 read.kv_heads,
                 read.head_dim,
@@ -439,65 +469,66 @@ class ModelConfig:
 
     @property
     def drafting(self) -> ModelConfig | None:
-        """The draft head as a model of one layer; it shares the embedding and the output head."""
+        """Returns the draft head as a model of one layer that shares the embedding and the head."""
         if self.draft_head is None:
             return None
         return dataclasses.replace(self, layers=(self.draft_head,), draft_head=None, joins=True)
 
     @property
     def has_states(self) -> bool:
-        """Whether a pass can tell the states of its rows: a draft head reads them."""
-        return self.joins or self.draft_head is not None
+        """Returns whether a pass can return the states of its rows."""
+        return self.states or self.joins or self.draft_head is not None
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Returns the number of layers."""
         return len(self.layers)
 
     @property
     def num_heads(self) -> int:
-        """Query heads of the first layer that attends, and of every one of a `uniform` model."""
+        """Returns the query heads of the first layer that attends; in a `uniform` model, of all."""
         return self._attends_first.heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Key-value heads, likewise."""
+        """Returns the key-value heads of the first layer that attends."""
         return self._attends_first.kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head, likewise."""
+        """Returns the channels of a head of the first layer that attends."""
         return self._attends_first.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Columns of a packed row, likewise; see `Attention.qkv_width`."""
+        """Returns `Attention.qkv_width` of the first layer that attends."""
         return self._attends_first.qkv_width
 
     @property
     def _attends_first(self) -> Attention:
-        return next(one.mixer for one in self.layers if isinstance(one.mixer, Attention))
+        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     @property
     def widest_feed(self) -> int:
-        """Columns of the widest MLP."""
+        """Returns the columns of the widest MLP."""
         return max(layer.feed.widest for layer in self.layers)
 
     @property
     def cache_classes(self) -> tuple[CacheClass, ...]:
-        """What a sequence keeps of layers that have keys of their own, by the shape of their heads.
+        """Returns the layers with keys of their own, grouped by the shape of their heads.
 
-        In the order of their first layers. Where layers read others' keys, those with a window are
-        apart from those without: only the last of a class can be read. So they are where
-        `windows_apart` asks for it.
+        The groups are in the order of their first layers. If some layers read others' keys, layers
+        with a window are in other groups than those without, since only the last layer of a group
+        can be read. So they are if `windows_apart` is set.
         """
-        attending = [one.mixer for one in self.layers if isinstance(one.mixer, Attention)]
-        apart = self.windows_apart or any(mixer.kv_from is not None for mixer in attending)
+        attending = [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        by_window = self.windows_apart or any(mixer.kv_from is not None for mixer in attending)
+        windows = self.windows
         members: dict[tuple[int, ...], list[int]] = {}
         for index, layer in enumerate(self.layers):
             mixer = layer.mixer
             if isinstance(mixer, Attention) and mixer.kv_from is None:
-                window = mixer.window_tokens if apart else 0
+                window = mixer.window_tokens if by_window else 0
                 key = (mixer.heads, mixer.kv_heads, mixer.head_dim, window)
                 members.setdefault(key, []).append(index)
         return tuple(
@@ -509,7 +540,7 @@ class ModelConfig:
                     head_dim=head_dim,
                 ),
                 layers=tuple(layers),
-                windows=tuple(self.windows[layer] for layer in layers),
+                windows=tuple(windows[layer] for layer in layers),
                 readers=sum(mixer.kv_from == layers[-1] for mixer in attending),
             )
             for (heads, kv_heads, head_dim, _), layers in members.items()
@@ -517,49 +548,51 @@ class ModelConfig:
 
     @property
     def conv_shape(self) -> ConvShape | None:
-        """What the layers that convolve have in common, or None where there are none."""
-        found = [one.mixer for one in self.layers if isinstance(one.mixer, ShortConv)]
-        if not found:
+        """Returns the common shape of the convolution layers, or None if there are none."""
+        convolutions = [layer.mixer for layer in self.layers if isinstance(layer.mixer, ShortConv)]
+        if not convolutions:
             return None
-        return ConvShape(num_layers=len(found), width=self.hidden_size, taps=found[0].taps)
+        return ConvShape(
+            num_layers=len(convolutions), width=self.hidden_size, taps=convolutions[0].taps
+        )
 
     @property
     def delta_shape(self) -> DeltaShape | None:
-        """What the layers that are delta nets have in common, or None where there are none."""
-        found = [one.mixer for one in self.layers if isinstance(one.mixer, DeltaNet)]
-        return found[0].shape(len(found)) if found else None
+        """Returns the common shape of the delta nets, or None if there are none."""
+        nets = [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)]
+        return nets[0].shape(len(nets)) if nets else None
 
     def mixer_place(self, layer: int) -> int:
-        """Which it is of the layers that do not attend."""
-        return sum(not one.attends for one in self.layers[:layer])
+        """Returns the number of a layer among those that do not attend."""
+        return sum(not layer.attends for layer in self.layers[:layer])
 
     @property
     def streams(self) -> int:
-        """(layer, KV head) pairs of all classes."""
-        return sum(one.shape.streams for one in self.cache_classes)
+        """Returns the number of (layer, KV head) pairs of all classes."""
+        return sum(cache_class.shape.streams for cache_class in self.cache_classes)
 
     def by_class(self, of_streams: Sequence[T]) -> list[Sequence[T]]:
-        """What is given of all streams, class by class; of none, nothing of each."""
-        ends = np.cumsum([one.shape.streams for one in self.cache_classes]).tolist()
+        """Splits a sequence over all streams by class; an empty one gives empty ones."""
+        ends = np.cumsum([cache_class.shape.streams for cache_class in self.cache_classes]).tolist()
         return [of_streams[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     @property
     def uniform(self) -> bool:
-        """Whether every layer has keys of its own, and heads as all others."""
+        """Returns whether all layers have keys of their own and heads of one shape."""
         return len(self.cache_classes) == 1 and len(self.cache_classes[0].layers) == self.num_layers
 
     def place(self, layer: int) -> tuple[int, int]:
-        """Which of `cache_classes` holds the keys that a layer reads, and which layer there."""
+        """Returns the number of the class whose keys a layer reads, and the layer in it."""
         source = self.layers[layer].attention.kv_from
         owner = layer if source is None else source
-        for index, one in enumerate(self.cache_classes):
-            if owner in one.layers:
-                return index, one.layers.index(owner)
+        for index, cache_class in enumerate(self.cache_classes):
+            if owner in cache_class.layers:
+                return index, cache_class.layers.index(owner)
         raise AssertionError(f"layer {layer} is of no class")
 
     @property
     def first_reader(self) -> int:
-        """The first layer from which on all read others' keys, or how many layers there are."""
+        """Returns the first layer from which on all read others' keys, or the number of layers."""
         first = self.num_layers
         while first:
             mixer = self.layers[first - 1].mixer
@@ -570,22 +603,22 @@ class ModelConfig:
 
     @property
     def float_bytes_per_token(self) -> int:
-        """Bytes of all keys and values of one token at 16 bits."""
-        return sum(one.shape.float_bytes_per_token for one in self.cache_classes)
+        """Returns the bytes of all keys and values of one token at 16 bits."""
+        return sum(cache_class.shape.float_bytes_per_token for cache_class in self.cache_classes)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The sliding window of every layer, 0 for one that sees all, or that does not attend."""
+        """Returns the sliding window of every layer, 0 if it sees all or does not attend."""
         mixers = [layer.mixer for layer in self.layers]
-        return tuple(one.window_tokens if isinstance(one, Attention) else 0 for one in mixers)
+        return tuple(mixer.window_tokens if isinstance(mixer, Attention) else 0 for mixer in mixers)
 
     @property
     def has_long_rope(self) -> bool:
-        """True when a session must choose between two rotary tables, see `needs_long_rope`."""
+        """Returns whether a session has to choose between two rotary tables."""
         return any(rope.long_inv_freq is not None for rope in self.ropes)
 
     def needs_long_rope(self, context_tokens: int) -> bool:
-        """True when a session of up to `context_tokens` tokens uses the long rotary table."""
+        """Returns whether a session of up to `context_tokens` tokens uses the long rotary table."""
         return any(
             rope.long_inv_freq is not None
             and rope.original_context is not None
@@ -594,11 +627,11 @@ class ModelConfig:
         )
 
     def attention(self, layer: int) -> AttentionParams:
-        """The constants of one layer's attention."""
+        """Returns the constants of one layer's attention."""
         mixer = self.layers[layer].attention
-        cache, own = self.place(layer)
+        cache, index = self.place(layer)
         return AttentionParams(
-            layer=own,
+            layer=index,
             cache=cache,
             num_heads=mixer.heads,
             num_kv_heads=mixer.kv_heads,
@@ -611,7 +644,7 @@ class ModelConfig:
         )
 
     def inv_freq(self, layer: int, *, long_rope: bool = False) -> np.ndarray:
-        """The layer's rotary table, float32 [rotary_dim / 2]; the long one if asked for."""
+        """Returns the layer's rotary table, float32 [rotary_dim / 2], or the long one."""
         rope = self.ropes[self.layers[layer].attention.rope]
         values = (
             rope.inv_freq if not long_rope or rope.long_inv_freq is None else rope.long_inv_freq
@@ -619,15 +652,15 @@ class ModelConfig:
         return np.asarray(values, dtype=np.float32)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict for a manifest; `from_json` gives back an equal config."""
+        """Returns a plain dict for a manifest; `from_json` makes an equal config of it."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Rebuild a config from `to_json`'s dict (also after a trip through JSON text).
+        """Returns the config of a dict that `to_json` made, also after a trip through JSON text.
 
-        Also from the flat form of bundles up to version 6, whose layers differed in two numbers.
-        Raises ModelError when a key is missing, unknown or of the wrong kind.
+        It also reads the flat form of bundles up to version 6, whose layers differed in two
+        numbers. Raises ModelError if a key is missing, unknown or of the wrong kind.
         """
         values = dict(data)
         try:
@@ -642,13 +675,13 @@ class ModelConfig:
             values["eos_token_ids"] = tuple(values.get("eos_token_ids", ()))
             return cls(**values)
         except (KeyError, TypeError) as error:
-            raise ModelError(f"this is not a model configuration: {error}") from error
+            raise ModelError(f"this is not a model configuration: {reason_of(error)}") from error
 
 
 _POSITIVE = ("vocab_size", "hidden_size", "context_length")
 _REAL = ("norm_eps", "final_softcap", "embedding_scale", "logits_scale", "norm_offset")
-_CALLED = {"heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim"}
-# What native code counts with.
+_CONFIG_NAMES = {"heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim"}
+# The largest count in native code.
 _MOST = (1 << 31) - 1
 MOST_EXPERTS = 1 << 12
 
@@ -666,9 +699,9 @@ def _check_count(name: str, value: Any, *, least: int, most: int = _MOST) -> Non
         raise ModelError(f"{name} is {value}; it must be at most {most}")
 
 
-def _check_known(what: str, value: Any, known: tuple[str, ...]) -> None:
+def _check_known(label: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ModelError(f"the {what} {value!r} is none of {', '.join(known)}")
+        raise ModelError(f"the {label} {value!r} is none of {', '.join(known)}")
 
 
 def _rope_from_json(data: Mapping[str, Any]) -> RopeConfig:
@@ -682,12 +715,12 @@ def _rope_from_json(data: Mapping[str, Any]) -> RopeConfig:
 def _layer_from_json(data: Mapping[str, Any]) -> Layer:
     values = dict(data)
     mixer, feed = values.pop("mixer"), values.pop("feed")
-    mixes = Attention if "heads" in mixer else DeltaNet if "key_dim" in mixer else ShortConv
-    feeds = Experts if "count" in feed else Dense
+    mixer_type = Attention if "heads" in mixer else DeltaNet if "key_dim" in mixer else ShortConv
+    feed_type = Experts if "count" in feed else Dense
     for name in ("beside", "shared"):
         if feed.get(name) is not None:
             feed = feed | {name: Dense(**feed[name])}
-    return Layer(mixer=mixes(**mixer), feed=feeds(**feed), **values)
+    return Layer(mixer=mixer_type(**mixer), feed=feed_type(**feed), **values)
 
 
 def _of_flat(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -714,7 +747,9 @@ def _of_flat(data: Mapping[str, Any]) -> dict[str, Any]:
         )
     }
     norms = "both" if values.pop("sandwich_norms") else "before"
-    layers = [{"mixer": mixer | own, "feed": feed, "norms": norms} for own in values.pop("layers")]
+    layers = [
+        {"mixer": mixer | fields, "feed": feed, "norms": norms} for fields in values.pop("layers")
+    ]
     if len(layers) != values.pop("num_layers"):
         raise TypeError(f"{len(layers)} layers are described, num_layers says another number")
     return values | {"layers": layers}

@@ -1,7 +1,7 @@
-"""The tokens of a model that steer it: what begins and ends a text, fill-in-the-middle.
+"""The control tokens of a model: what begins and ends a text, and fill-in-the-middle.
 
-Owns the record a bundle keeps of them and the search for them in a checkpoint's files. Knows no
-encoding.
+It has the record that a bundle keeps of them, and finds them in a checkpoint's files. It encodes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, cast
 
 import tokenizers
 
-from kvq.errors import ModelError
+from kvq.errors import ModelError, reason_of
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, FimNames
 
-# A row of tokenizer_config.json, and what it says of a model that is asked suffix first.
+# A key of tokenizer_config.json, and its value for a model whose prompts begin with the suffix.
 FIM_ORDER, SUFFIX_FIRST = "fim_order", "suffix-first"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FimTokens:
-    """Ids of one fill-in-the-middle convention; the last three are not in every tokenizer.
+    """Holds the ids of one fill-in-the-middle convention; not every tokenizer has the last three.
 
-    `suffix_first`: the model is asked with the suffix before the prefix, as its checkpoint says.
+    `suffix_first` tells that the suffix stands before the prefix in the model's prompts.
     """
 
     prefix: int
@@ -36,11 +36,11 @@ class FimTokens:
     suffix_first: bool = False
 
     def ids(self) -> tuple[int, ...]:
-        """Every id there is."""
+        """Returns all ids."""
         return tuple(self.named().values())
 
     def named(self) -> dict[str, int]:
-        """Every id there is, by its name."""
+        """Returns all ids by their names."""
         return {
             name: token
             for name, token in asdict(self).items()
@@ -50,39 +50,45 @@ class FimTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlTokens:
-    """What a bundle records: what begins a text, what ends one, fill-in-the-middle."""
+    """Holds what a bundle records: tokens that begin or end a text, and fill-in-the-middle.
+
+    `eos` ends what a model writes. `start` stands before a text that it reads, `end` behind one
+    that it reads as a whole, to make a vector of it.
+    """
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
     start: tuple[int, ...] = ()
     fim: FimTokens | None = None
+    end: tuple[int, ...] = ()
 
     def ids(self) -> frozenset[int]:
-        """Every id recorded here."""
+        """Returns all ids in the record."""
         fim = () if self.fim is None else self.fim.ids()
-        found = (self.bos, *self.eos, *self.start, *fim)
-        return frozenset(token for token in found if token is not None)
+        tokens = (self.bos, *self.eos, *self.start, *self.end, *fim)
+        return frozenset(token for token in tokens if token is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict for a manifest."""
+        """Returns a plain dict for a manifest."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ControlTokens:
-        """Rebuild from `to_json`'s dict. Raises ModelError when it is something else."""
+        """Returns the tokens of a dict that `to_json` made. Raises ModelError for anything else."""
         try:
             fim = data.get("fim")
-            found = cls(
+            control = cls(
                 bos=data.get("bos"),
                 eos=tuple(data.get("eos", ())),
                 start=tuple(data.get("start", ())),
                 fim=None if fim is None else FimTokens(**fim),
+                end=tuple(data.get("end", ())),
             )
-            if any(type(token) is not int for token in found.ids()):
+            if any(type(token) is not int for token in control.ids()):
                 raise TypeError("ids are whole numbers")
-            return found
+            return control
         except (AttributeError, TypeError) as error:
-            raise ModelError(f"these are not control tokens: {error}") from error
+            raise ModelError(f"these are not control tokens: {reason_of(error)}") from error
 
 
 def find_control(
@@ -91,39 +97,40 @@ def find_control(
     family: Family,
     config: ModelConfig,
 ) -> ControlTokens:
-    """The control tokens a checkpoint's files and its family name, if the tokenizer has them."""
+    """Returns the control tokens that a checkpoint's files and its family name."""
     bos = _named(library, settings.get("bos_token"))
     bos = config.bos_token_id if bos is None else bos
-    ends = [_named(library, settings.get("eos_token"))]
-    ends += [_named(library, name) for name in family.turn_ends]
+    text_end = _named(library, settings.get("eos_token"))
+    ends = [text_end, *(_named(library, name) for name in family.turn_ends)]
     eos = [*config.eos_token_ids, *(token for token in ends if token is not None)]
+    start, end = _tokens_around(library)
+    if (add_bos := settings.get("add_bos_token")) is not None and bos is not None:
+        start = (*[bos][: bool(add_bos)], *(token for token in start if token != bos))
+    if settings.get("add_eos_token") and text_end is not None and text_end not in end:
+        end = (*end, text_end)
     return ControlTokens(
         bos=bos,
         eos=tuple(dict.fromkeys(eos)),
-        start=_start_tokens(library, settings, bos),
+        # A tokenizer may begin texts with a token that its model has no row for.
+        start=tuple(token for token in start if token < config.vocab_size),
+        end=tuple(token for token in end if token < config.vocab_size),
         fim=_find_fim(library, family.fim_tokens, settings.get(FIM_ORDER) == SUFFIX_FIRST),
     )
 
 
 def _named(library: tokenizers.Tokenizer, token: object) -> int | None:
-    """The id of a token as tokenizer_config.json names it: its content, or a dict holding it."""
+    """Returns the id of a token that tokenizer_config.json gives as its content, or in a dict."""
     content = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
     return library.token_to_id(content) if isinstance(content, str) else None
 
 
-def _start_tokens(
-    library: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: int | None
-) -> tuple[int, ...]:
-    """What the tokenizer puts before every text; add_bos_token, where set, decides about bos."""
+def _tokens_around(library: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the tokens that a tokenizer.json puts before and behind every text."""
     plain: list[int] = library.encode("a", add_special_tokens=False).ids
     whole: list[int] = library.encode("a", add_special_tokens=True).ids
     places = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
-    before = whole[: next(places, 0)]
-    wanted = settings.get("add_bos_token")
-    if wanted is None or bos is None:
-        return tuple(before)
-    without = [token for token in before if token != bos]
-    return (bos, *without) if wanted else tuple(without)
+    first = next(places, None)
+    return ((), ()) if first is None else (tuple(whole[:first]), tuple(whole[first + len(plain) :]))
 
 
 def _find_fim(

@@ -1,10 +1,11 @@
-"""What most families share: config keys, weight names, fill-in-the-middle names, the config.
+"""Keys, weight names, fill-in-the-middle names and the config that most families share.
 
-A family file starts from these and states only how it differs. Knows no particular family.
+A family file starts from these and adds only its differences.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -14,6 +15,8 @@ from kvq_models.config import Attention, Dense, Feed, Layer, Mixer, ModelConfig,
 from kvq_models.family import FimNames
 from kvq_models.keys import Default, Key, MustEqual, Required
 from kvq_models.rope import RopeSettings, build_rope, merge_spellings
+
+logger = logging.getLogger(__name__)
 
 MOST_HEAD_DIM = 1 << 16
 ROPE_SCALINGS = ("default", "linear", "llama3", "yarn")
@@ -87,7 +90,7 @@ FIM_DEEPSEEK = FimNames(
 def layer_kinds(
     model_type: str, values: Mapping[str, Any], types: Sequence[str], *possible: str
 ) -> Sequence[str]:
-    """The kind of every layer, one of `possible` each. Raises `CheckpointError` for others."""
+    """Returns the kind of every layer, one of `possible`. Raises `CheckpointError` for others."""
     count = values["num_hidden_layers"]
     if len(types) != count:
         raise CheckpointError(f"{len(types)} layers are described, num_hidden_layers is {count}")
@@ -106,40 +109,53 @@ def decoder_config(
     *,
     rope_kinds: Sequence[str] = ROPE_SCALINGS,
     partial_rotation: bool = False,
-    mixer: Mapping[str, Any] = _NOTHING,
-    feed: Mapping[str, Any] = _NOTHING,
+    attention: Mapping[str, Any] = _NOTHING,
+    dense: Mapping[str, Any] = _NOTHING,
     norms: Norms = "before",
     scale: float = 1.0,
     parallel: bool = False,
     scaled: bool = False,
-    own: Sequence[Mapping[str, Any]] | None = None,
+    attention_by_layer: Sequence[Mapping[str, Any]] | None = None,
     mixers: Mapping[int, Mixer] = MappingProxyType({}),
     feeds: Mapping[int, Feed] = MappingProxyType({}),
     **overrides: Any,
 ) -> ModelConfig:
-    """The config of a family built from `DECODER_KEYS`; `overrides` replace its fields.
+    """Returns the config of a family whose keys are based on `DECODER_KEYS`.
 
-    `norms`, `scale`, `parallel` and `scaled` are fields of every layer, `mixer` and `feed` those of
-    its `Attention` and `Dense`, `own` those of the `Attention` of each layer that differ; layers of
-    `mixers` and `feeds` have those in place of the `Attention` and the `Dense`. Without them: one
-    rotary table for all layers, no windows, scale 1 / sqrt(head_dim), SiLU, and biases where the
-    family reads attention_bias or mlp_bias and the file has it so.
+    By default there is one rotary table for all layers, no windows, scale 1 / sqrt(head_dim), SiLU,
+    and biases if the family reads attention_bias or mlp_bias and the file sets it.
+
+    Args:
+        model_type: The family's name.
+        values: The checked values of its keys.
+        rope_kinds: Kinds of rope scaling that the family has.
+        partial_rotation: Whether a part of a head's dimensions may rotate.
+        attention: Fields of the `Attention` of all layers.
+        dense: Fields of the `Dense` of all layers.
+        norms: See `Layer`, as the next three.
+        scale: See `Layer`.
+        parallel: See `Layer`.
+        scaled: See `Layer`.
+        attention_by_layer: For each layer, fields of its `Attention` that differ.
+        mixers: Other mixers than `Attention`, by layer.
+        feeds: Other feeds than the `Dense`, by layer.
+        **overrides: Fields of `ModelConfig`.
     """
     head_dim = head_dim_of(values)
-    shared: dict[str, Any] = {
+    all_layers: dict[str, Any] = {
         "heads": values["num_attention_heads"],
         "kv_heads": values["num_key_value_heads"] or values["num_attention_heads"],
         "head_dim": head_dim,
         "scale": head_dim**-0.5,
         "qkv_bias": values.get("attention_bias", False),
         "output_bias": values.get("attention_bias", False),
-    } | dict(mixer)
+    } | dict(attention)
     count = values["num_hidden_layers"]
-    each = (_NOTHING,) * count if own is None else own
-    if len(each) != count:
-        raise CheckpointError(f"{len(each)} layers are described, num_hidden_layers is {count}")
-    inner = {"width": values["intermediate_size"], "bias": values.get("mlp_bias", False)}
-    dense = Dense(**(inner | dict(feed)))
+    by_layer = (_NOTHING,) * count if attention_by_layer is None else attention_by_layer
+    if len(by_layer) != count:
+        raise CheckpointError(f"{len(by_layer)} layers are described, num_hidden_layers is {count}")
+    dense_fields = {"width": values["intermediate_size"], "bias": values.get("mlp_bias", False)}
+    dense_feed = Dense(**(dense_fields | dict(dense)))
     fields: dict[str, Any] = {
         "model_type": model_type,
         "vocab_size": values["vocab_size"],
@@ -149,17 +165,17 @@ def decoder_config(
         "context_length": values["max_position_embeddings"],
         "layers": tuple(
             Layer(
-                mixer=mixers.get(index) or Attention(**(shared | dict(one))),
-                feed=feeds.get(index, dense),
+                mixer=mixers.get(index) or Attention(**(all_layers | dict(layer_fields))),
+                feed=feeds.get(index, dense_feed),
                 norms=norms,
                 scale=scale,
                 parallel=parallel,
                 scaled=scaled,
             )
-            for index, one in enumerate(each)
+            for index, layer_fields in enumerate(by_layer)
         ),
-        "bos_token_id": values["bos_token_id"],
-        "eos_token_ids": token_ids(values["eos_token_id"]),
+        "bos_token_id": next(iter(token_ids(values, "bos_token_id")), None),
+        "eos_token_ids": token_ids(values, "eos_token_id"),
     }
     if "ropes" not in overrides:
         settings = rope_settings(values)
@@ -174,7 +190,7 @@ def decoder_config(
 
 
 def head_dim_of(values: Mapping[str, Any]) -> int:
-    """head_dim, or hidden_size / num_attention_heads when absent. Raises CheckpointError."""
+    """Returns head_dim, or hidden_size / num_attention_heads without it. Raises CheckpointError."""
     hidden, heads, head_dim = (
         values[name] for name in ("hidden_size", "num_attention_heads", "head_dim")
     )
@@ -184,7 +200,7 @@ def head_dim_of(values: Mapping[str, Any]) -> int:
                 f"hidden_size {hidden} is not a multiple of {heads} attention heads"
             )
         head_dim = hidden // heads
-    # Its rotary table takes memory before any of the weights is looked for.
+    # The rotary table takes memory before any weight is looked for.
     if not 1 <= head_dim <= MOST_HEAD_DIM:
         raise CheckpointError(
             f"config.json gives a head {head_dim} dimensions; 1 to {MOST_HEAD_DIM} are possible"
@@ -195,7 +211,7 @@ def head_dim_of(values: Mapping[str, Any]) -> int:
 def rope_settings(
     values: Mapping[str, Any], *, parameters: Mapping[str, Any] | None = None
 ) -> RopeSettings:
-    """The rope keys of `values` in one spelling; `parameters`, if given, replaces both dicts."""
+    """Returns the rope keys of `values` in one spelling; `parameters` replaces both dicts."""
     merged = merge_spellings(
         parameters if parameters is not None else values["rope_parameters"],
         None if parameters is not None else values["rope_scaling"],
@@ -212,20 +228,39 @@ def rope_settings(
 
 
 def context_length(settings: RopeSettings) -> int:
-    """Positions the model serves; yarn stretches them even where the file keeps the old limit."""
+    """Returns the positions that the model serves.
+
+    Yarn stretches them, even if the file has the old limit.
+    """
     if settings.kind != "yarn":
         return settings.max_positions
     stretched = int(settings.trained_context * settings.number("factor", 1.0))
     return max(settings.max_positions, stretched)
 
 
-def token_ids(value: object) -> tuple[int, ...]:
-    """eos_token_id as ids: a number, a list of numbers or nothing. Raises CheckpointError."""
-    if value is None:
-        return ()
+def token_ids(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Returns the ids that a key names: a number, a list of numbers or nothing.
+
+    One that no token of `vocab_size` has, such as -1, counts as absent and is logged.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value, vocab_size = values.get(key), values["vocab_size"]
+    items = cast(list[object], value) if isinstance(value, list) else [value]
     ids: list[int] = []
-    for item in cast(list[object], value) if isinstance(value, list) else [value]:
-        if not isinstance(item, int) or isinstance(item, bool) or item < 0:
-            raise CheckpointError(f"eos_token_id = {value!r} is no token id and no list of them")
-        ids.append(item)
+    for item in items:
+        if item is None:
+            continue
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise CheckpointError(f"{key} = {value!r} is no token id and no list of them")
+        if 0 <= item < vocab_size:
+            ids.append(item)
+        else:
+            logger.warning(
+                "%s names token %d, and the model has %d: it counts as absent",
+                key,
+                item,
+                vocab_size,
+            )
     return tuple(dict.fromkeys(ids))

@@ -1,7 +1,7 @@
 """What a family is: its config keys, its weight names, its control tokens.
 
-Owns `Family`, the parts most families share, and the canonical weights every consumer asks for.
-Knows no particular family; each lives in its own file and enters through `registry.FAMILIES`.
+It has the class `Family`, and the canonical weights that all consumers ask for. Each family lives
+in its own file and enters through `registry.FAMILIES`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from kvq.errors import CheckpointError
+from kvq.errors import CheckpointError, reason_of
 from kvq_models.config import Attention, DeltaNet, Experts, Layer, ModelConfig, ShortConv
 from kvq_models.keys import Key, read_keys
 from kvq_models.products import draft_name, join_product, layer_products
 
 MOST_LAYERS = 4096
-# What the names of a draft head's tensors begin with.
+# The prefix of the names of a draft head's tensors.
 DRAFT_HEAD = "mtp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FimNames:
-    """One fill-in-the-middle convention; `repo` and `file` head a repository and a file in it."""
+    """Holds the token names of one fill-in-the-middle convention.
+
+    `repo` and `file` stand before a repository and before a file in it.
+    """
 
     prefix: str
     suffix: str
@@ -37,9 +40,9 @@ class FimNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSource:
-    """A canonical weight of this shape: the rows of `parts`, plus `offset`, times `scale`.
+    """Describes a canonical weight: the rows of `parts`, plus `offset`, times `scale`.
 
-    A matrix may be quantised, unless it is `exact`. The tensor `factors`, if there is one, has a
+    A matrix may be quantised unless it is `exact`. The tensor `factors`, if there is one, has a
     number for each part, by which its rows are multiplied too.
     """
 
@@ -52,15 +55,15 @@ class WeightSource:
 
     @property
     def quantised(self) -> bool:
-        """Whether a bundle keeps codes of it; all else is float32 there."""
+        """Returns whether a bundle stores codes of it; all other weights are float32 there."""
         return len(self.shape) > 1 and not self.exact
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A part of a checkpoint's `tensor`: some of its rows, or, `across`, of its columns as rows.
+    """Describes a part of a checkpoint's `tensor`: some of its rows, or of its columns if `across`.
 
-    All views of a tensor together are all of it.
+    All views of a tensor together are the whole tensor.
     """
 
     tensor: str
@@ -69,27 +72,33 @@ class View:
 
 
 def draft_layer(config: ModelConfig) -> Layer | None:
-    """What the one layer of a draft head is like: the model's first that has keys of its own."""
+    """Returns the layer that a draft head's is like: the model's first with keys of its own."""
     return next((layer for layer in config.layers if layer.owns_keys), None)
 
 
 def no_views(config: ModelConfig) -> Mapping[str, View]:
-    """Those of a family of whose tensors each is one weight, or some of its rows."""
+    """Returns no views, for a family whose tensors are single weights, or rows of one."""
     del config
     return {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One model_type: how its config.json reads and what its weights are called.
+    """Describes one model_type: how its config.json is read and how its weights are called.
 
-    `build` turns checked key values into a config; `layer_weights` maps the canonical name of a
-    layer's weight to checkpoint names below `model.layers.{i}.`, with `{expert}` where each expert
-    has one, and `{key_head}` where each head of keys does. `views` has those of these names that
-    are parts of tensors. `fim_tokens` lists the
-    fill-in-the-middle conventions of its checkpoints, `turn_ends` the tokens that end a chat turn;
-    a tokenizer is searched for both. `final_norm` is the norm before the head; the names of a draft
-    head's tensors begin with `DRAFT_HEAD`; `draft_head`: it is one that is computed here.
+    Args:
+        model_type: The family's name in config.json.
+        keys: The keys of config.json that it knows.
+        build: Makes the config from the checked values of the keys.
+        layer_weights: For each canonical name of a layer's weight, the checkpoint names below
+            `model.layers.{i}.`, with `{expert}` if each expert has one, and `{key_head}` if each
+            head of keys does.
+        fim_tokens: Fill-in-the-middle conventions for which its tokenizers are searched.
+        turn_ends: Tokens that end a chat turn, for which they are searched too.
+        final_norm: Checkpoint name of the norm before the head.
+        views: Returns those of the names in `layer_weights` that are parts of tensors.
+        draft_head: Whether its draft heads can be computed here. The names of their tensors begin
+            with `DRAFT_HEAD`.
     """
 
     model_type: str
@@ -103,14 +112,14 @@ class Family:
     draft_head: bool = False
 
     def config(self, config_json: Mapping[str, Any]) -> ModelConfig:
-        """The model a checkpoint's config.json describes.
+        """Returns the model that a checkpoint's config.json describes.
 
-        Raises UnsupportedModelError for keys or values this family does not compute,
+        Raises UnsupportedModelError for keys or values that this family does not compute,
         CheckpointError for missing or malformed ones.
         """
         try:
             values = read_keys(self.model_type, self.keys, config_json)
-            # Each layer takes memory here, before any of its weights is looked for.
+            # Each layer takes memory before any of its weights is looked for.
             if values["num_hidden_layers"] > MOST_LAYERS:
                 raise CheckpointError(
                     f"config.json has num_hidden_layers = {values['num_hidden_layers']}; at most "
@@ -120,11 +129,12 @@ class Family:
                 return self.build(values)
         except (ArithmeticError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"config.json describes no {self.model_type} model: {error}; download it again"
+                f"config.json describes no {self.model_type} model: {reason_of(error)}; download "
+                "it again"
             ) from error
 
     def weights(self, config: ModelConfig) -> dict[str, WeightSource]:
-        """Every canonical weight of the model, in the order of the forward pass."""
+        """Returns all canonical weights of the model, in the order of the forward pass."""
         sources = {"embed": _embedding_source(config, "model.embed_tokens.weight")}
         sources |= self._per_layer_sources(config)
         for layer in range(config.num_layers):
@@ -148,7 +158,7 @@ class Family:
     def _layer_sources(
         self, config: ModelConfig, layer: int, below: str
     ) -> dict[str, WeightSource]:
-        """Those of one layer, whose tensors' names begin with `below` and its number."""
+        """Returns a layer's weights; the names of its tensors begin with `below` and its number."""
         exact = {product.name for product in layer_products(config, layer) if product.exact}
         exact.add("conv")
         return {
@@ -164,33 +174,33 @@ class Family:
         }
 
     def with_draft_head(self, config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
-        """The config with the draft head that a checkpoint of these tensors has, if it has one.
+        """Returns the config with the draft head of a checkpoint with these tensors, if it has one.
 
-        One that `why_no_draft_head` speaks of is left out.
+        A draft head is left out if `why_no_draft_head` gives a reason.
         """
         if f"{DRAFT_HEAD}.fc.weight" not in tensors or self.why_no_draft_head(tensors):
             return config
         return dataclasses.replace(config, draft_head=draft_layer(config))
 
     def why_no_draft_head(self, tensors: Collection[str]) -> str | None:
-        """Why the draft head among these tensors is none that is computed here, or None."""
+        """Returns why the draft head among these tensors cannot be computed here, or None."""
         if not any(name.startswith(f"{DRAFT_HEAD}.") for name in tensors):
             return None
         if not self.draft_head:
             return f"heads of {self.model_type} models are none that are computed"
         if any(name.startswith(f"{DRAFT_HEAD}.layers.1.") for name in tensors):
-            # Each would be for one more token ahead; no published checkpoint has more than one.
+            # Each layer would be for one more token; no published checkpoint has more than one.
             return "it has several layers, and heads of one are computed"
         return None
 
     def draft_weights(self, config: ModelConfig) -> dict[str, WeightSource]:
-        """Every weight of the draft head that is not the model's own too, by `draft_name`."""
-        drafting, own = config.drafting, DRAFT_HEAD
+        """Returns the weights of the draft head that are not also the model's, by `draft_name`."""
+        drafting, prefix = config.drafting, DRAFT_HEAD
         if drafting is None:
             return {}
         hidden, offset = (config.hidden_size,), config.norm_offset
         sources = {
-            name: WeightSource(parts=(f"{own}.{part}.weight",), shape=hidden, offset=offset)
+            name: WeightSource(parts=(f"{prefix}.{part}.weight",), shape=hidden, offset=offset)
             for name, part in (
                 ("embed_norm", "pre_fc_norm_embedding"),
                 ("state_norm", "pre_fc_norm_hidden"),
@@ -199,12 +209,14 @@ class Family:
         }
         join = join_product(drafting)
         assert join is not None
-        sources["join"] = WeightSource(parts=(f"{own}.fc.weight",), shape=(join.rows, join.columns))
-        sources |= self._layer_sources(drafting, 0, f"{own}.layers")
+        sources["join"] = WeightSource(
+            parts=(f"{prefix}.fc.weight",), shape=(join.rows, join.columns)
+        )
+        sources |= self._layer_sources(drafting, 0, f"{prefix}.layers")
         return {draft_name(name): source for name, source in sources.items()}
 
     def spare(self, config: ModelConfig) -> frozenset[str]:
-        """Tensors that a file may hold although nothing reads them.
+        """Returns tensors that a file may have although nothing reads them.
 
         Those are the keys and values of layers that read others' instead.
         """
@@ -217,17 +229,17 @@ class Family:
         )
 
     def _per_layer_sources(self, config: ModelConfig) -> dict[str, WeightSource]:
-        """What all layers' own embeddings come from; the norm is that of each layer's part.
+        """Returns the weights of the per-layer embeddings; the norm is that of each layer's part.
 
-        The two halves are each worth 1 / sqrt(2), and the stream's has 1 / sqrt(hidden_size).
+        Each half is worth 1 / sqrt(2), and the one of the stream also has 1 / sqrt(hidden_size).
         """
-        own = config.per_layer
-        if own is None:
+        per_layer = config.per_layer
+        if per_layer is None:
             return {}
-        columns = config.num_layers * own.width
+        columns = config.num_layers * per_layer.width
         return {
             "per_layer_embed": WeightSource(
-                parts=("model.embed_tokens_per_layer.weight",), shape=(own.rows, columns)
+                parts=("model.embed_tokens_per_layer.weight",), shape=(per_layer.rows, columns)
             ),
             "per_layer_model": WeightSource(
                 parts=("model.per_layer_model_projection.weight",),
@@ -236,19 +248,19 @@ class Family:
             ),
             "per_layer_norm": WeightSource(
                 parts=("model.per_layer_projection_norm.weight",),
-                shape=(own.width,),
+                shape=(per_layer.width,),
                 offset=config.norm_offset,
                 scale=0.5**0.5,
             ),
         }
 
     def _factors(self, layer: int, name: str) -> str | None:
-        """What the outputs of the experts of a layer are multiplied by, one by one."""
-        own = self.layer_weights.get("expert_factors") if name == "experts_down" else None
-        return None if own is None else f"model.layers.{layer}.{own[0]}"
+        """Returns the tensor of the factors of a layer's experts for the weight `name`, or None."""
+        factors = self.layer_weights.get("expert_factors") if name == "experts_down" else None
+        return None if factors is None else f"model.layers.{layer}.{factors[0]}"
 
     def _parts(self, config: ModelConfig, layer: int, name: str) -> tuple[str, ...]:
-        """Those of a layer's weight; of experts one expert's after the other's."""
+        """Returns the parts of a layer's weight, of experts one after the other."""
         parts, feed = self.layer_weights[name], config.layers[layer].feed
         mixer = config.layers[layer].mixer
         if name in ("qkv", "qkv_bias") and isinstance(mixer, Attention):
@@ -261,11 +273,11 @@ class Family:
             return tuple(part.format(key_head=head) for part in parts for head in heads)
         if not (is_stack(name) and isinstance(feed, Experts)):
             return parts
-        return tuple(part.format(expert=one) for one in range(feed.count) for part in parts)
+        return tuple(part.format(expert=expert) for expert in range(feed.count) for part in parts)
 
 
 def is_stack(name: str) -> bool:
-    """Whether a weight's canonical name is of the matrices of all experts of a layer."""
+    """Returns whether a canonical name means the matrices of all experts of a layer."""
     return name.rpartition(".")[2].startswith("experts_")
 
 
@@ -274,26 +286,28 @@ def _embedding_source(config: ModelConfig, name: str) -> WeightSource:
 
 
 def _scale(config: ModelConfig, layer: int, name: str) -> float:
-    """What a layer's weight is multiplied by; a router's own norm divides by sqrt(hidden)."""
+    """Returns the factor of a layer's weight; a router's norm divides by sqrt(hidden_size)."""
     if name == "router_norm":
         return config.hidden_size**-0.5
-    own, feed = config.layers[layer], config.layers[layer].feed
-    scale = own.scale if name in _last(config, layer) else 1.0
+    layer_config, feed = config.layers[layer], config.layers[layer].feed
+    scale = layer_config.scale if name in _output_weights(config, layer) else 1.0
     if isinstance(feed, Experts) and name in ("experts_down", "experts_down_bias"):
         return scale * feed.scale
     return scale
 
 
-def _last(config: ModelConfig, index: int) -> tuple[str, ...]:
-    """What the output of each half of a layer is linear in, by canonical name."""
+def _output_weights(config: ModelConfig, index: int) -> tuple[str, ...]:
+    """Returns the canonical names of the weights in which the output of a half layer is linear."""
     if config.layers[index].norms == "before":
-        feeds = (f"{one}down{end}" for one in ("", "shared_", "experts_") for end in ("", "_bias"))
+        feeds = (
+            f"{prefix}down{end}" for prefix in ("", "shared_", "experts_") for end in ("", "_bias")
+        )
         return ("o", "o_bias", "out_proj", *feeds)
     return ("post_attn_norm", "post_mlp_norm")
 
 
 def _norm_shapes(config: ModelConfig, norm: str | None, size: int) -> dict[str, tuple[int, ...]]:
-    """Those of the weights of a norm that may be there."""
+    """Returns the shapes of the weights of a norm, if it exists."""
     if norm is None:
         return {}
     return {norm: (size,)} | ({f"{norm}_bias": (size,)} if config.norm == "layer" else {})
@@ -309,10 +323,10 @@ def _qk_norm_shapes(mixer: Attention) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each canonical weight of one layer; a linear layer's is [out, in].
+    """Returns the shape of each canonical weight of one layer; a linear layer's is [out, in].
 
-    A convolution's is [channels, 1, taps], the newest row's last. A delta net's `head_scale` is of
-    the norm of what its heads give.
+    That of a convolution is [channels, 1, taps], with the newest row last. `head_scale` of a delta
+    net belongs to the norm of its heads' output.
     """
     mixer = config.layers[index].mixer
     shapes: dict[str, tuple[int, ...]] = {}

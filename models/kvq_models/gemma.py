@@ -28,7 +28,7 @@ GEMMA_KEYS: Mapping[str, Key] = {
     "dtype": Default(str),
     "torch_dtype": Default(str),
 }
-# Of the generations with a norm after each half of a layer, too, and with windows.
+# For the later generations, which also have a norm after each half of a layer, and windows.
 SANDWICH_KEYS: Mapping[str, Key] = {
     **GEMMA_KEYS,
     "hidden_activation": MustEqual("gelu_pytorch_tanh"),
@@ -55,14 +55,14 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "gemma",
         values,
-        feed={"activation": "gelu_tanh"},
+        dense={"activation": "gelu_tanh"},
         embedding_scale=embedding_scale("gemma", values),
         norm_offset=1.0,
     )
 
 
 def embedding_scale(model_type: str, values: Mapping[str, Any]) -> float:
-    """sqrt(hidden_size) rounded to the type the model was trained in, as its code rounds it."""
+    """Returns sqrt(hidden_size), rounded to the type of the model's training, as its code does."""
     name = values["dtype"] or values["torch_dtype"]
     if name not in _DTYPES:
         raise UnsupportedModelError(
@@ -73,7 +73,7 @@ def embedding_scale(model_type: str, values: Mapping[str, Any]) -> float:
 
 
 def query_scale(values: Mapping[str, Any]) -> float:
-    """What q.k is multiplied by where the config names the square of its inverse."""
+    """Returns the factor of q.k, 1 / sqrt(query_pre_attn_scalar). Raises CheckpointError."""
     scalar = values["query_pre_attn_scalar"]
     if scalar <= 0:
         raise CheckpointError(
@@ -84,7 +84,7 @@ def query_scale(values: Mapping[str, Any]) -> float:
 
 FAMILY = Family(
     model_type="gemma",
-    # The first files say gelu and mean its tanh form, as all others do.
+    # The first files have "gelu" and mean its tanh form, as all others do.
     keys={**GEMMA_KEYS, "hidden_act": MustEqual("gelu_pytorch_tanh", "gelu", None)},
     build=_build,
     layer_weights=LAYER_WEIGHTS,

@@ -28,13 +28,13 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "gemma2",
         values,
-        mixer={
+        attention={
             "scale": query_scale(values),
             "softcap": values["attn_logit_softcapping"] or 0.0,
         },
-        feed={"activation": "gelu_tanh"},
+        dense={"activation": "gelu_tanh"},
         norms="both",
-        own=typed_layers("gemma2", types, values["sliding_window"]),
+        attention_by_layer=typed_layers("gemma2", types, values["sliding_window"]),
         final_softcap=values["final_logit_softcapping"] or 0.0,
         embedding_scale=embedding_scale("gemma2", values),
         norm_offset=1.0,
@@ -45,7 +45,7 @@ FAMILY = Family(
     model_type="gemma2",
     keys={
         **SANDWICH_KEYS,
-        # Left out they would be 50 and 30, null is none.
+        # Their defaults would be 50 and 30, and null means none.
         "attn_logit_softcapping": Required(float, nullable=True),
         "final_logit_softcapping": Required(float, nullable=True),
     },

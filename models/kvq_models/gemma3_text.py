@@ -34,14 +34,16 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         "gemma3_text",
         values,
         ropes=_ropes(values),
-        mixer={
+        attention={
             "scale": query_scale(values),
             "softcap": values["attn_logit_softcapping"],
             "qk_norm": "heads",
         },
-        feed={"activation": "gelu_tanh"},
+        dense={"activation": "gelu_tanh"},
         norms="both",
-        own=typed_layers("gemma3_text", types, values["sliding_window"], sliding_rope=_LOCAL),
+        attention_by_layer=typed_layers(
+            "gemma3_text", types, values["sliding_window"], sliding_rope=_LOCAL
+        ),
         final_softcap=values["final_logit_softcapping"],
         embedding_scale=embedding_scale("gemma3_text", values),
         norm_offset=1.0,
@@ -49,7 +51,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _ropes(values: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """The global and the local table, in the order of _GLOBAL and _LOCAL."""
+    """Returns the global and the local table, in the order of _GLOBAL and _LOCAL."""
     whole, local = rope_parameters(
         "gemma3_text", values, sliding={"rope_theta": values["rope_local_base_freq"]}
     )

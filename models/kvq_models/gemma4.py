@@ -1,10 +1,10 @@
 """The families gemma4_text and gemma4_unified_text: heads of two sizes, keys that others read.
 
-Layers that see a window have heads of head_dim, those that see everything heads of their own size,
-of which a quarter of the pairs turns. Queries, keys and values are normalised, the stream behind a
-layer is multiplied by a learned number, and small models of the first family add to it an embedding
-per layer; in its other models, and in the second family, keys may be values too. One of the first
-family feeds tokens to experts beside the MLP.
+Layers with a window have heads of head_dim. Layers that see everything have heads of their own
+size, of which a quarter of the pairs rotates. Queries, keys and values are normalised, and after
+each layer the stream is multiplied by a learned number. Small models of the first family add an
+embedding per layer to it. In its other models, and in the second family, keys may also be the
+values. One model of the first family has experts beside the MLP.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from kvq_models.keys import Default, MustEqual, checked
 from kvq_models.rope import build_rope
 from kvq_models.windows import rope_parameters, typed_layers
 
-_TYPE = "gemma4"  # in messages
+_TYPE = "gemma4"  # what messages call it
 _GLOBAL, _LOCAL = 0, 1
 _FULL = "full_attention"
 _PERIOD = 6
@@ -30,21 +30,21 @@ _EXPERT_WIDTH = "moe_intermediate_size"
 
 def _build(model_type: str, values: Mapping[str, Any]) -> ModelConfig:
     types = _types(values)
-    own = _layers(values, types)
+    attention = _layers(values, types)
     wide = values["use_double_wide_mlp"]
-    readers = {layer for layer, one in enumerate(own) if "kv_from" in one}
+    readers = {layer for layer, fields in enumerate(attention) if "kv_from" in fields}
     return decoder_config(
         model_type,
         values,
         ropes=_ropes(values),
-        mixer={"scale": 1.0, "qk_norm": "heads", "value_norm": True},
+        attention={"scale": 1.0, "qk_norm": "heads", "value_norm": True},
         feeds={
             layer: _feed(model_type, values, doubled=wide and layer in readers)
             for layer in range(len(types))
         },
         norms="both",
         scaled=True,
-        own=own,
+        attention_by_layer=attention,
         per_layer=_per_layer(values),
         final_softcap=values["final_logit_softcapping"],
         embedding_scale=embedding_scale(_TYPE, values),
@@ -52,7 +52,7 @@ def _build(model_type: str, values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _feed(model_type: str, values: Mapping[str, Any], *, doubled: bool) -> Feed:
-    """The MLP of a layer, `doubled` in width or not; in one model it stands beside experts."""
+    """Returns the MLP of a layer, `doubled` in width or not; one model has experts beside it."""
     width = values["intermediate_size"]
     dense = Dense(width=2 * width if doubled else width, activation="gelu_tanh")
     if not values["enable_moe_block"]:
@@ -72,7 +72,7 @@ def _feed(model_type: str, values: Mapping[str, Any], *, doubled: bool) -> Feed:
 
 
 def _types(values: Mapping[str, Any]) -> list[str]:
-    """The kind of every layer; the last always sees everything."""
+    """Returns the kind of every layer; the last always sees everything."""
     count = values["num_hidden_layers"]
     types = values["layer_types"] or [
         "sliding_attention" if (layer + 1) % _PERIOD else _FULL for layer in range(count)
@@ -81,8 +81,8 @@ def _types(values: Mapping[str, Any]) -> list[str]:
 
 
 def _layers(values: Mapping[str, Any], types: list[str]) -> tuple[Mapping[str, Any], ...]:
-    """What is each layer's own of its attention."""
-    found = list[Mapping[str, Any]]()
+    """Returns the fields of each layer's attention."""
+    layers = list[Mapping[str, Any]]()
     plain = typed_layers(_TYPE, types, values["sliding_window"], sliding_rope=_LOCAL)
     shared = values["num_kv_shared_layers"]
     if not 0 <= shared < max(1, len(types)):
@@ -91,25 +91,25 @@ def _layers(values: Mapping[str, Any], types: list[str]) -> tuple[Mapping[str, A
         )
     owners = types[: len(types) - shared]
     for layer, kind in enumerate(types):
-        one = dict(plain[layer]) | _heads(values, layer, kind)
+        fields = dict(plain[layer]) | _heads(values, layer, kind)
         if layer >= len(owners):
             if kind not in owners:
                 raise CheckpointError(
                     f"config.json has layer {layer} share the keys of a {kind} layer, and none "
                     "before it has any"
                 )
-            one["kv_from"] = max(i for i, other in enumerate(owners) if other == kind)
-        found.append(one)
-    return tuple(found)
+            fields["kv_from"] = max(i for i, other in enumerate(owners) if other == kind)
+        layers.append(fields)
+    return tuple(layers)
 
 
 def _heads(values: Mapping[str, Any], layer: int, kind: str) -> dict[str, Any]:
-    """Sizes of a layer's heads: written out by layer, or by what layers that see all have."""
-    said = checked("per_layer_config", values["per_layer_config"].get(str(layer), {}), dict)
+    """Returns the sizes of a layer's heads, from the entry of the layer or of its kind."""
+    overrides = checked("per_layer_config", values["per_layer_config"].get(str(layer), {}), dict)
     known = {"head_dim", "num_key_value_heads"}
-    if set(said) - known:
+    if set(overrides) - known:
         raise UnsupportedModelError(
-            f"per_layer_config of {_TYPE} holds {', '.join(sorted(set(said) - known))}; "
+            f"per_layer_config of {_TYPE} holds {', '.join(sorted(set(overrides) - known))}; "
             f"supported: {', '.join(sorted(known))}"
         )
     full, keys_alone = kind == _FULL, values["attention_k_eq_v"]
@@ -119,7 +119,7 @@ def _heads(values: Mapping[str, Any], layer: int, kind: str) -> dict[str, Any]:
     }
     if full and keys_alone and values["num_global_key_value_heads"] is not None:
         by_kind["num_key_value_heads"] = values["num_global_key_value_heads"]
-    sizes = by_kind | said
+    sizes = by_kind | overrides
     return {
         "head_dim": checked("head_dim of a layer", sizes["head_dim"], int),
         "kv_heads": checked("num_key_value_heads of a layer", sizes["num_key_value_heads"], int),
@@ -128,7 +128,7 @@ def _heads(values: Mapping[str, Any], layer: int, kind: str) -> dict[str, Any]:
 
 
 def _ropes(values: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """The table of layers that see everything and that of the others, as _GLOBAL and _LOCAL."""
+    """Returns the table of layers that see everything, _GLOBAL, and that of the others, _LOCAL."""
     whole, local = rope_parameters(_TYPE, values, sliding={"rope_theta": 10_000.0})
     if not whole:
         whole = {
@@ -139,7 +139,7 @@ def _ropes(values: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     heads = [_heads(values, layer, kind) for layer, kind in enumerate(_types(values))]
     full = heads[-1]["head_dim"]
     other = [
-        one["head_dim"] for one, kind in zip(heads, _types(values), strict=True) if kind != _FULL
+        head["head_dim"] for head, kind in zip(heads, _types(values), strict=True) if kind != _FULL
     ]
     return (
         build_rope(
@@ -168,7 +168,7 @@ FAMILY = Family(
         **GEMMA_KEYS,
         "hidden_activation": MustEqual("gelu_pytorch_tanh"),
         "attention_bias": MustEqual(False),
-        # For images alone: text is read causally.
+        # "vision" is for images alone: text is read causally.
         "use_bidirectional_attention": MustEqual(None, "vision", False),
         "rope_scaling": Default(dict),
         "sliding_window": Default(int, 512),
@@ -183,7 +183,7 @@ FAMILY = Family(
         "vocab_size_per_layer_input": Default(int, 262_144),
         "final_logit_softcapping": Default(float, 0.0),
         "enable_moe_block": Default(bool, False),
-        # Without enable_moe_block they say nothing.
+        # Without enable_moe_block these mean nothing.
         "num_experts": Default(int),
         "top_k_experts": Default(int),
         "moe_intermediate_size": Default(int),

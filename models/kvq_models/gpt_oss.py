@@ -1,7 +1,7 @@
-"""The gpt_oss family: experts behind clamped gates, sinks of attention, alternating windows.
+"""The gpt_oss family: experts with clamped gates, attention sinks, alternating windows, biases.
 
-Biases are everywhere. Experts lie across: a column of the checkpoint's tensors is a row here, even
-ones those of gates, odd ones those of what these let through.
+Experts are stored across: a column of the checkpoint's tensors is a row here. Even columns are
+those of the gate, odd ones those of up.
 """
 
 from collections.abc import Mapping
@@ -50,8 +50,8 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         _TYPE,
         {**values, "rope_parameters": rope or values["rope_parameters"]},
-        mixer={"sinks": True},
-        own=typed_layers(_TYPE, types, values["sliding_window"]),
+        attention={"sinks": True},
+        attention_by_layer=typed_layers(_TYPE, types, values["sliding_window"]),
         feeds=dict.fromkeys(range(count), experts),
         windows_apart=True,
     )
@@ -64,12 +64,14 @@ def _views(config: ModelConfig) -> Mapping[str, View]:
         width = layer.feed.width
         halves = {"gate": range(0, 2 * width, 2), "up": range(1, 2 * width, 2)}
         for expert in range(layer.feed.count):
-            own = f"model.layers.{index}.{_EXPERT.format(expert=expert)}"
+            prefix = f"model.layers.{index}.{_EXPERT.format(expert=expert)}"
             for half, rows in halves.items():
-                views[f"{own}.{half}_proj.weight"] = View(f"{own}.gate_up_proj", rows, across=True)
-                views[f"{own}.{half}_proj.bias"] = View(f"{own}.gate_up_proj_bias", rows)
-            down = View(f"{own}.down_proj", range(config.hidden_size), across=True)
-            views[f"{own}.down_proj.weight"] = down
+                views[f"{prefix}.{half}_proj.weight"] = View(
+                    f"{prefix}.gate_up_proj", rows, across=True
+                )
+                views[f"{prefix}.{half}_proj.bias"] = View(f"{prefix}.gate_up_proj_bias", rows)
+            down = View(f"{prefix}.down_proj", range(config.hidden_size), across=True)
+            views[f"{prefix}.down_proj.weight"] = down
     return views
 
 
@@ -90,7 +92,7 @@ FAMILY = Family(
         "layer_types": Default(list),
         "swiglu_alpha": MustEqual(1.702),
         "swiglu_limit": MustEqual(7.0, 7),
-        # What rope_scaling says again.
+        # rope_scaling has the same number.
         "initial_context_length": Default(int),
     },
     build=_build,

@@ -16,7 +16,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "granite",
         values,
-        mixer={"scale": values["attention_multiplier"]},
+        attention={"scale": values["attention_multiplier"]},
         scale=values["residual_multiplier"],
         embedding_scale=values["embedding_multiplier"],
         logits_scale=1 / values["logits_scaling"],

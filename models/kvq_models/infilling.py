@@ -1,4 +1,4 @@
-"""The prompt that asks a model for what stands between two texts. Knows no file and no cursor."""
+"""Makes the prompt that asks a model for what stands between two texts."""
 
 from collections.abc import Callable
 
@@ -6,16 +6,16 @@ from kvq.errors import ModelError
 from kvq_models.control import FimTokens
 from kvq_models.tokenizer import Tokenizer
 
-# Of a prompt that does not fit, what comes after the gap keeps this share at most.
+# The most that the suffix keeps of a prompt that does not fit.
 SUFFIX_SHARE = 0.25
-# For a text that is being typed the beginning of the prefix goes in so many steps of the room.
+# While a text is typed, the beginning of the prefix is cut in this many steps of the room.
 FRONT_STEPS = 8
-# A token of source text is 3 to 4 characters: what lies farther from the gap is not even encoded.
+# Text farther from the gap than this is not encoded; a token of source text has 3 to 4 characters.
 CHARACTERS_PER_TOKEN = 16
 
 
 def infill_tokens(tokenizer: Tokenizer) -> FimTokens:
-    """The model's fill-in-the-middle tokens. Raises `ModelError` for a model without them."""
+    """Returns the model's fill-in-the-middle tokens. Raises `ModelError` if it has none."""
     if tokenizer.fim is None:
         raise ModelError(
             "this model has no fill-in-the-middle tokens (such as <|fim_prefix|>), so it can only "
@@ -25,9 +25,9 @@ def infill_tokens(tokenizer: Tokenizer) -> FimTokens:
 
 
 def fixed_tokens(tokenizer: Tokenizer) -> int:
-    """How many tokens every prompt of `infill_prompt` begins with, whatever the texts are.
+    """Returns how many first tokens all prompts of `infill_prompt` share.
 
-    A cache should have no more sinks: an edit that touches one computes all that follows again.
+    A cache should not have more sinks, since an edit that touches one recomputes all that follows.
     """
     return len(tokenizer.control.start) + 1 + infill_tokens(tokenizer).suffix_first
 
@@ -42,15 +42,25 @@ def infill_prompt(
     step: int = 1,
     suffix_first: bool | None = None,
 ) -> list[int]:
-    """At most `max_tokens` ids of `prefix` and `suffix` in the model's order, the middle to follow.
+    """Returns ids of `prefix` and `suffix` in the model's order, after which the middle follows.
 
-    Prefix, suffix, middle; or suffix, middle, prefix, which the middle then simply goes on from.
-    What is too long loses the beginning of the prefix and the end of the suffix: the text near
-    the gap stays. The prefix loses a multiple of `step` tokens, so that its beginning stays where
-    it is while somebody types. `encode` encodes a text as the tokenizer does, which is the default;
-    `suffix_first` chooses an order other than the model's own. Source: Bavarian et al., arXiv
-    2207.14255. Raises `ModelError` for a model without fill-in-the-middle tokens, or when
-    `max_tokens` leaves no room for text.
+    The order is prefix, suffix, middle; or suffix, middle, prefix, which the middle then continues.
+    Source: Bavarian et al., arXiv 2207.14255.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prefix: The text before the gap.
+        suffix: The text after the gap.
+        max_tokens: The most ids. A longer prompt loses the beginning of the prefix and the end of
+            the suffix, so that the text near the gap stays.
+        encode: Encodes a text as the tokenizer does; None: the tokenizer.
+        step: The prefix loses a multiple of this many tokens, so that its beginning stays the same
+            while somebody types.
+        suffix_first: The order; None: the model's own.
+
+    Raises:
+        ModelError: The model has no fill-in-the-middle tokens, or `max_tokens` leaves no room for
+            text.
     """
     fim = infill_tokens(tokenizer)
     start = tokenizer.control.start

@@ -1,9 +1,8 @@
-"""Reads a checkpoint's config.json against a table of keys: required, default or must equal.
+"""Reads a checkpoint's config.json by a table of keys: required, default or must equal.
 
-Owns the three kinds of key, the list of keys that never touch the arithmetic, and the refusals.
-Knows no family and no meaning of a value beyond its kind. A key that is neither in the family's
-table nor known to be harmless is refused by name unless it is switched off (null, false or
-empty): silently ignoring it could mean wrong numbers.
+It has the three kinds of key, the list of keys that never change the arithmetic, and the refusals.
+A key that is neither in the family's table nor known to be harmless is refused by name, unless it
+is switched off (null, false or empty), since ignoring it could mean wrong numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvq.errors import CheckpointError, UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class Required:
-    """A key the checkpoint must have, of this kind; a `nullable` one may hold null for none."""
+    """Describes a key that the checkpoint must have; a `nullable` one may be null, for none."""
 
     kind: type = int
     nullable: bool = False
@@ -27,7 +26,7 @@ class Required:
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """A key the checkpoint may have (or hold as null); `value` stands in for it then."""
+    """Describes a key that the checkpoint may lack or have as null; `value` is used then."""
 
     kind: type
     value: Any = None
@@ -35,7 +34,7 @@ class Default:
 
 @dataclass(frozen=True, slots=True)
 class MustEqual:
-    """A key that may only have one of these values; absent means the first."""
+    """Describes a key that may only have one of these values; if it is absent, the first counts."""
 
     allowed: tuple[Any, ...]
 
@@ -47,10 +46,10 @@ Key = Required | Default | MustEqual
 
 
 def read_keys(model_type: str, keys: Mapping[str, Key], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The value of every key in `keys`, checked.
+    """Returns the checked value of every key in `keys`.
 
-    Raises CheckpointError when a required key is missing or a value has the wrong kind,
-    UnsupportedModelError when a value or a key is one the family does not compute.
+    Raises CheckpointError if a required key is missing or a value has the wrong kind,
+    UnsupportedModelError for a value or key that the family does not compute.
     """
     _refuse_unknown(model_type, keys, data)
     return {name: _read_key(model_type, name, key, data) for name, key in keys.items()}
@@ -85,7 +84,10 @@ def _read_fixed(
 
 
 def checked(name: str, value: Any, kind: type) -> Any:
-    """The value, if of this kind (an int serves as a float). Raises CheckpointError otherwise."""
+    """Returns the value if it is of this kind (an int counts as a float).
+
+    Raises CheckpointError.
+    """
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         if math.isfinite(value):
             return float(value)
@@ -116,7 +118,7 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# Keys that never change the logits of an inference pass, whatever they hold.
+# Keys that never change the logits of an inference pass, whatever their values are.
 HARMLESS = frozenset(
     """
     architectures attention_dropout attn_implementation attn_pdrop auto_map bad_words_ids

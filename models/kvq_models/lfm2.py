@@ -1,4 +1,4 @@
-"""The lfm2 family (LFM2 350M to 2.6B, LFM2.5): short convolutions, few layers that attend."""
+"""The lfm2 family (LFM2 350M to 2.6B, LFM2.5): short convolutions, and few layers that attend."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,12 +18,12 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def convolving_config(model_type: str, values: Mapping[str, Any], **fields: Any) -> ModelConfig:
-    """Convolutions beside attention; `fields` are others of `decoder_config`."""
+    """Returns the config of convolutions beside attention; `fields` go to `decoder_config`."""
     tied = values["tie_embedding"]
     return decoder_config(
         model_type,
         {**values, "tie_word_embeddings": values["tie_word_embeddings"] if tied is None else tied},
-        mixer={"qk_norm": "heads"},
+        attention={"qk_norm": "heads"},
         mixers={
             layer: ShortConv(taps=values["conv_L_cache"])
             for layer, kind in enumerate(_types(model_type, values))
@@ -35,7 +35,7 @@ def convolving_config(model_type: str, values: Mapping[str, Any], **fields: Any)
 
 
 def _types(model_type: str, values: Mapping[str, Any]) -> Sequence[str]:
-    """The kind of every layer, from either of two spellings."""
+    """Returns the kind of every layer, from either of two spellings."""
     count, attending = values["num_hidden_layers"], values["full_attn_idxs"]
     if values["layer_types"] is None and attending is not None:
         return [_FULL if layer in attending else _CONV for layer in range(count)]
@@ -43,17 +43,17 @@ def _types(model_type: str, values: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _feed_width(values: Mapping[str, Any]) -> int:
-    """Columns of the MLPs: two thirds of what is written, unless that is not to be adjusted."""
+    """Returns the columns of the MLPs: two thirds of the written number, unless it is final."""
     written = values["block_ff_dim"]
     width = values["intermediate_size"] if written is None else written
-    for name, wanted in (
+    for name, twin in (
         ("block_dim", "hidden_size"), ("conv_dim", "hidden_size"), ("conv_dim_out", "hidden_size"),
         ("num_heads", "num_attention_heads"),
     ):  # fmt: skip
-        if values[name] not in (None, values[wanted]):
+        if values[name] not in (None, values[twin]):
             raise UnsupportedModelError(
-                f"{name} = {values[name]} of lfm2 is not supported beside {wanted} = "
-                f"{values[wanted]}; they must be equal"
+                f"{name} = {values[name]} of lfm2 is not supported beside {twin} = "
+                f"{values[twin]}; they must be equal"
             )
     if width is None:
         raise CheckpointError("config.json lacks intermediate_size, which an lfm2 model needs")
@@ -102,12 +102,12 @@ FAMILY = Family(
         "block_ffn_dim_multiplier": Default(float, 1.0),
         "block_multiple_of": Default(int, 256),
         "block_use_swiglu": MustEqual(True),
-        # What says the same again.
+        # Other keys have the same numbers.
         "block_dim": Default(int),
         "conv_dim": Default(int),
         "conv_dim_out": Default(int),
         "num_heads": Default(int),
-        # Read by no code: how training began, and other spellings of norm_eps and rope_theta.
+        # No code reads these: how training began, and other spellings of norm_eps and rope_theta.
         "block_norm_eps": Default(float),
         "theta": Default(float),
         "block_mlp_init_scale": Default(float),

@@ -1,6 +1,6 @@
-"""The lfm2_moe family (LFM2 8B-A1B and 24B-A2B): lfm2 whose layers, but the first, have experts.
+"""The lfm2_moe family (LFM2 8B-A1B and 24B-A2B): lfm2 with experts in all layers but the first.
 
-A router's sigmoids are the shares; a bias of each expert counts where experts are chosen alone.
+The sigmoids of the router are the shares; each expert has a bias that only counts in the choice.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""The lfm3 family (LFM3 1.7B): convolutions, heads with a gate each, windows beside whole sight.
+"""The lfm3 family (LFM3 1.7B): convolutions, heads with a gate each, windows in some layers.
 
-Norms stand around both halves of a layer. Layers that see everything turn half of the pairs of a
-head, at the speeds a whole table would have there.
+Norms stand around both halves of a layer. In layers that see everything half of the pairs of a head
+rotate, at the speeds that a whole table would have there.
 """
 
 from collections.abc import Mapping
@@ -34,13 +34,15 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         _TYPE,
         {**values, "tie_word_embeddings": values["tie_word_embeddings"] if tied is None else tied},
-        mixer={"qk_norm": "heads", "head_gate": values["use_attention_gate"]},
+        attention={"qk_norm": "heads", "head_gate": values["use_attention_gate"]},
         mixers={
             layer: ShortConv(taps=values["conv_L_cache"])
             for layer, kind in enumerate(types)
             if kind == _CONV
         },
-        own=typed_layers(_TYPE, attending, values["sliding_window"], sliding_rope=_LOCAL),
+        attention_by_layer=typed_layers(
+            _TYPE, attending, values["sliding_window"], sliding_rope=_LOCAL
+        ),
         ropes=(
             build_rope(
                 _TYPE,
@@ -56,7 +58,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _kind(layer: int) -> str:
-    """What a layer is where config.json does not say."""
+    """Returns the kind of a layer if config.json does not name it."""
     if layer % _PERIOD == 2:
         return "full_attention"
     return "sliding_attention" if layer and layer % _PERIOD == 0 else _CONV

@@ -1,4 +1,4 @@
-"""The ministral3 family (Devstral 2, too): mistral whose queries grow with their position."""
+"""The ministral3 family (also Devstral 2): mistral whose queries grow with their position."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from kvq_models.keys import Default, checked
 from kvq_models.mistral import FIM_TOKENS, TURN_ENDS
 from kvq_models.rope import build_rope
 
-# Where config.json holds no rope_parameters.
+# Used where config.json holds no rope_parameters.
 _PARAMETERS = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -31,19 +31,19 @@ _GROWTH = "llama_4_scaling_beta"
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
-    given = values["rope_parameters"] or values["rope_scaling"] or _PARAMETERS
-    # The second repeats the key outside.
+    rope = values["rope_parameters"] or values["rope_scaling"] or _PARAMETERS
+    # max_position_embeddings repeats a key outside of them.
     parameters = {
         name: value
-        for name, value in given.items()
+        for name, value in rope.items()
         if name not in (_GROWTH, "max_position_embeddings")
     }
     settings = rope_settings(values, parameters=parameters)
-    growth = 0.0 if given.get(_GROWTH) is None else checked(_GROWTH, given[_GROWTH], float)
+    growth = 0.0 if rope.get(_GROWTH) is None else checked(_GROWTH, rope[_GROWTH], float)
     return decoder_config(
         "ministral3",
         values,
-        mixer={
+        attention={
             "window_tokens": values["sliding_window"] or 0,
             "growth": growth,
             "growth_tokens": settings.trained_context,

@@ -14,7 +14,7 @@ TURN_ENDS = ("</s>", "<|im_end|>")
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     window = {"window_tokens": values["sliding_window"] or 0}
-    return decoder_config("mistral", values, mixer=window)
+    return decoder_config("mistral", values, attention=window)
 
 
 FAMILY = Family(

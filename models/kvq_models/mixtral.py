@@ -1,4 +1,4 @@
-"""The mixtral family: mistral whose layers feed each token to two of eight experts (2401.04088)."""
+"""The mixtral family (arXiv 2401.04088): mistral with two of eight experts for each token."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "mixtral",
         values,
-        mixer={"window_tokens": values["sliding_window"] or 0},
+        attention={"window_tokens": values["sliding_window"] or 0},
         feeds=dict.fromkeys(range(values["num_hidden_layers"]), experts),
     )
 

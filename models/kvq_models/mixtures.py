@@ -1,7 +1,4 @@
-"""What families whose layers feed tokens to experts share: keys, weight names, the experts.
-
-Knows no particular family.
-"""
+"""Keys, weight names and experts that families with mixtures of experts share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +14,7 @@ EXPERT_KEYS: Mapping[str, Key] = {
     "num_local_experts": Default(int),
     "num_experts_per_tok": Default(int, 8),
     "norm_topk_prob": Default(bool, False),
-    # Of training alone.
+    # Only for training.
     "router_aux_loss_coef": Default(float),
     "router_jitter_noise": Default(float),
     "output_router_logits": Default(bool),
@@ -33,7 +30,7 @@ EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {
 
 
 def stacked_experts(config: ModelConfig) -> Mapping[str, View]:
-    """Each expert's matrices as parts of two tensors, which hold those of all experts of a layer.
+    """Returns views of each expert's matrices in the two tensors of all experts of a layer.
 
     In `gate_up_proj` the rows of an expert's gate come before those of its `up_proj`. A draft head
     may have two such tensors whether the model's own layers do or not.
@@ -49,10 +46,12 @@ def stacked_experts(config: ModelConfig) -> Mapping[str, View]:
             continue
         gate, up = range(feed.width), range(feed.width, 2 * feed.width)
         for expert in range(feed.count):
-            own = f"{below}.mlp.experts.{expert}"
-            views[f"{own}.gate_proj.weight"] = View(f"{own}.gate_up_proj", gate)
-            views[f"{own}.up_proj.weight"] = View(f"{own}.gate_up_proj", up)
-            views[f"{own}.down_proj.weight"] = View(f"{own}.down_proj", range(config.hidden_size))
+            prefix = f"{below}.mlp.experts.{expert}"
+            views[f"{prefix}.gate_proj.weight"] = View(f"{prefix}.gate_up_proj", gate)
+            views[f"{prefix}.up_proj.weight"] = View(f"{prefix}.gate_up_proj", up)
+            views[f"{prefix}.down_proj.weight"] = View(
+                f"{prefix}.down_proj", range(config.hidden_size)
+            )
     return views
 
 
@@ -64,20 +63,19 @@ def mixture(
     normalised: bool | None = None,
     **fields: Any,
 ) -> Experts:
-    """The experts that `values` describe; `count` where the file says nothing.
+    """Returns the experts that `values` describe; `count` is used if the file has no number.
 
-    `fields` are others of `Experts`.
-
-    Raises CheckpointError where it says two numbers.
+    `fields` are other fields of `Experts`. Raises CheckpointError if the file has two different
+    numbers.
     """
-    said = {values[name] for name in ("num_experts", "num_local_experts")} - {None}
-    if len(said) > 1:
+    counts = {values[name] for name in ("num_experts", "num_local_experts")} - {None}
+    if len(counts) > 1:
         raise CheckpointError(
             f"config.json has num_experts = {values['num_experts']} and num_local_experts = "
             f"{values['num_local_experts']}, which are the same number; download it again"
         )
     return Experts(
-        count=next(iter(said), count),
+        count=next(iter(counts), count),
         chosen=values["num_experts_per_tok"],
         width=width,
         normalised=values["norm_topk_prob"] if normalised is None else normalised,

@@ -1,4 +1,4 @@
-"""The olmo2 family: norms behind both halves of a layer alone, and over all queries, all keys."""
+"""The olmo2 family: norms only after both halves of a layer, and over all queries and all keys."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ TURN_ENDS = ("<|endoftext|>", "<|im_end|>")
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
-    return decoder_config("olmo2", values, mixer={"qk_norm": "rows"}, norms="after")
+    return decoder_config("olmo2", values, attention={"qk_norm": "rows"}, norms="after")
 
 
 FAMILY = Family(

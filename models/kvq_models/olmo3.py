@@ -29,9 +29,11 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
             build_rope("olmo3", rope_settings(values, parameters=sliding), ("default",)),
         ),
         context_length=context_length(settings),
-        mixer={"qk_norm": "rows"},
+        attention={"qk_norm": "rows"},
         norms="after",
-        own=typed_layers("olmo3", types, values["sliding_window"], sliding_rope=_SLIDING),
+        attention_by_layer=typed_layers(
+            "olmo3", types, values["sliding_window"], sliding_rope=_SLIDING
+        ),
     )
 
 

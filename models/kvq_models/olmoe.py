@@ -1,7 +1,4 @@
-"""The olmoe family: norms over all queries and all keys, and each token fed to 8 of 64 experts.
-
-It is described in 2409.02060.
-"""
+"""The olmoe family (arXiv 2409.02060): norms over all queries and keys, and 8 of 64 experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +16,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "olmoe",
         values,
-        mixer={"qk_norm": "rows"},
+        attention={"qk_norm": "rows"},
         feeds=dict.fromkeys(range(values["num_hidden_layers"]), experts),
     )
 

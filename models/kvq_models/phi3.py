@@ -18,12 +18,12 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         {**values, **renamed},
         rope_kinds=("default", "longrope"),
         partial_rotation=True,
-        mixer={"window_tokens": values["sliding_window"] or 0},
+        attention={"window_tokens": values["sliding_window"] or 0},
     )
 
 
 def _renamed(rope: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Early files call longrope "su" or "yarn": of these two kinds phi3 only has longrope."""
+    """Returns rope settings with "su" and "yarn" renamed to longrope, as early files call it."""
     if rope is None:
         return None
     kind = rope.get("rope_type", rope.get("type"))

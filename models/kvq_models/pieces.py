@@ -1,8 +1,8 @@
-"""What bytes the pieces of a vocabulary stand for, and with which of them a text may begin.
+"""The bytes of a vocabulary's pieces, and the tokens with which a text may begin.
 
-Owns the two alphabets of the tokenizers that models use: byte-level (every byte a printable
-character) and marked words with a byte fallback; and the order of text tokens by their bytes. Knows
-no control tokens, no text of a prompt and no logits.
+It has the two alphabets of the tokenizers that models use: byte-level (every byte is a printable
+character) and marked words with a byte fallback; and the order of text tokens by their bytes. It
+knows no control tokens, no prompts and no logits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,32 @@ Ids = NDArray[np.int64]
 
 _WORD_MARK = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# A vocabulary has every text once. A second piece with the same text gets this suffix and its id.
+_SAME_TEXT = "\0same text "
+
+
+def distinct_pieces(pieces: Iterable[str]) -> Iterator[str]:
+    """Yields every piece; one that came before gets a suffix, so that no text has it."""
+    seen: set[str] = set()
+    for token, piece in enumerate(pieces):
+        yield f"{piece}{_SAME_TEXT}{token}" if piece in seen else piece
+        seen.add(piece)
+
+
+def piece_text(piece: str) -> str:
+    """Returns a piece without the suffix of `distinct_pieces`."""
+    return piece.partition(_SAME_TEXT)[0]
+
+
+def is_byte_token(piece: str) -> bool:
+    """Returns whether a piece stands for one byte of a character that has no token."""
+    return _BYTE_TOKEN.fullmatch(piece) is not None
 
 
 def piece_decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
-    """How a piece becomes bytes, and whether a decoded text loses its first space.
+    """Returns how a piece becomes bytes, and whether a decoded text loses its first space.
 
-    `decoder` is that part of tokenizer.json.
-
-    Raises ModelError for another kind of decoder.
+    `decoder` is this part of tokenizer.json. Raises ModelError for another kind of decoder.
     """
     parts = {part["type"]: part for part in _decoder_parts(decoder)}
     if "ByteLevel" in parts:
@@ -67,30 +85,30 @@ def _byte_level_bytes(piece: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and on."""
+    """Returns GPT-2's alphabet: printable bytes are themselves, others are U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {byte: chr(byte) for byte in printable}
-    others = [byte for byte in range(0x100) if byte not in alphabet]
-    return alphabet | {byte: chr(0x100 + index) for index, byte in enumerate(others)}
+    unprintable = [byte for byte in range(0x100) if byte not in alphabet]
+    return alphabet | {byte: chr(0x100 + index) for index, byte in enumerate(unprintable)}
 
 
 _BYTE_TO_CHARACTER: Mapping[int, str] = _byte_alphabet()
-# Characters of Latin-1 that the alphabet leaves out must not pass for bytes.
+# Latin-1 characters that the alphabet lacks must not be taken for bytes.
 _CHARACTER_TO_BYTE: Mapping[int, int] = dict.fromkeys(range(0x100), 0x100) | {
     ord(character): byte for byte, character in _BYTE_TO_CHARACTER.items()
 }
 
 
 def byte_pieces(byte: int) -> tuple[str, str]:
-    """Names of a single byte in a vocabulary: as a fallback token, and in the byte alphabet."""
+    """Returns the names of a byte in a vocabulary: as a fallback token and in the byte alphabet."""
     return f"<0x{byte:02X}>", _BYTE_TO_CHARACTER[byte]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """The tokens that may stand at one place of a given text, `ids` in their order.
+    """Holds the tokens that may stand at one place of a given text, `ids` in order.
 
-    `ends` tells of those that lie within the text where they end; the others reach beyond it.
+    `ends` has the end of each token that lies within the text; the others reach beyond it.
     """
 
     ids: Ids
@@ -101,10 +119,10 @@ NO_PIECES: Mapping[int, bytes] = {}
 
 
 class PieceIndex:
-    """Token ids by the bytes they stand for; ids without bytes are left out.
+    """Finds token ids by the bytes that they stand for; ids without bytes are left out.
 
-    Those that begin with one byte are put in order when that byte is first asked for: a text is
-    gone on from after few of a large vocabulary's.
+    Tokens that begin with one byte are sorted when that byte is first asked for, since few bytes of
+    a large vocabulary ever are.
     """
 
     def __init__(self, pieces: Mapping[int, bytes] = NO_PIECES) -> None:
@@ -117,15 +135,15 @@ class PieceIndex:
         self._ordered: dict[int, list[int]] = {}
 
     def extends(self, text: bytes) -> bool:
-        """Whether some token is longer than `text` and begins with it."""
+        """Returns whether some token is longer than `text` and begins with it."""
         return len(self._longer(text)) > 0
 
     def openings(self, text: bytes) -> Sequence[Opening]:
-        """For every place in `text` the tokens that may stand there in a text that begins so.
+        """Returns for every place in `text` the tokens that may stand there if a text begins so.
 
-        These are the tokens that begin with the rest of `text`, one range of the order, and those
-        that are a beginning of it after which the remainder can be spelled too. An opening is
-        empty where no tokens spell what follows.
+        These are the tokens that begin with the rest of `text`, and those that are a beginning of
+        it after which the remainder can be spelled too. An opening is empty if no tokens spell what
+        follows.
         """
         openings: list[Opening] = []
         spelled = [False] * len(text) + [True]
@@ -142,35 +160,35 @@ class PieceIndex:
         return openings[::-1]
 
     def spelling(self, text: bytes) -> list[int]:
-        """Tokens that together are `text`, from the left the longest ones; none if there are none.
+        """Returns tokens that together are `text`, from the left the longest ones, or none.
 
-        Where several tokens have the same bytes, the first of them.
+        If several tokens have the same bytes, it is the first of them.
         """
         openings, ids, place = self.openings(text), list[int](), 0
         while place < len(text):
             ends = openings[place].ends
             if not ends:
                 return []
-            token = max(ends, key=lambda one: (ends[one], -one))
+            token = max(ends, key=lambda candidate: (ends[candidate], -candidate))
             ids.append(token)
             place = ends[token]
         return ids
 
     def _equal(self, piece: bytes) -> list[int]:
-        ids, told = self._beginning_like(piece), self._pieces.__getitem__
-        first = bisect_left(ids, piece, key=told)
-        return ids[first : bisect_right(ids, piece, first, key=told)]
+        ids, piece_of = self._beginning_like(piece), self._pieces.__getitem__
+        first = bisect_left(ids, piece, key=piece_of)
+        return ids[first : bisect_right(ids, piece, first, key=piece_of)]
 
     def _longer(self, beginning: bytes) -> list[int]:
         if not beginning:
             return [token for token, piece in self._pieces.items() if piece]
-        ids, pieces, size = self._beginning_like(beginning), self._pieces, len(beginning)
-        first = bisect_right(ids, beginning, key=pieces.__getitem__)
-        last = bisect_right(ids, beginning, first, key=lambda token: pieces[token][:size])
+        ids, piece_of = self._beginning_like(beginning), self._pieces.__getitem__
+        first = bisect_right(ids, beginning, key=piece_of)
+        last = bisect_right(ids, beginning + b"\xff" * self._longest, first, key=piece_of)
         return ids[first:last]
 
     def _beginning_like(self, text: bytes) -> list[int]:
-        """Ids of all pieces that share the first byte of `text`, in the order of their bytes."""
+        """Returns the ids of all pieces with the first byte of `text`, ordered by their bytes."""
         first = text[0]
         if first not in self._ordered:
             ids = self._by_first_byte.get(first, [])

@@ -1,7 +1,6 @@
-"""The products with weights that a model is made of, in the order of the forward pass.
+"""The products with weights that a model consists of, in the order of the forward pass.
 
-Derived from the list of layers: graphs are written by it and checked against it. Knows no width
-of a weight and no node.
+They follow from the list of layers. Graphs are written by them and checked against them.
 """
 
 from collections.abc import Iterator
@@ -18,20 +17,30 @@ from kvq_models.config import (
     ModelConfig,
 )
 
-# What a draft head shares with its model, by the first part of the canonical name.
+# Weights that a draft head shares with its model, by the first part of the canonical name.
 _SHARED = ("embed", "head", "head_bias", "rope")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
-    """One matrix, `rows` x `columns`, of the canonical name `weight`; `layer` None: of none.
+    """Describes one matrix of `rows` x `columns` with the canonical name `weight`.
 
-    Of experts it is `count` such matrices, one behind the other; a router's is kept as it is
-    (`exact`), for a token that goes to another expert is answered otherwise; so are a delta net's
-    gates, whose errors add up from token to token. What enters a product
-    is normalised by `norm`; or it is what `gate` makes of both halves, or activation(x) by
-    `activation`. What comes out is normalised by `after`. Where a pass wants the layer's keys
-    and values alone, the last `kept` rows are computed.
+    Args:
+        weight: Canonical name.
+        place: Path of the product in a graph.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        layer: Its layer, or None.
+        norm: Canonical name of the norm of its input.
+        gate: How the two halves of its input are combined.
+        activation: The activation of its input.
+        bias: Canonical name of its bias.
+        kept: In passes that need only the layer's keys and values, this many last rows are
+            computed.
+        after: Canonical name of the norm of its output.
+        count: Number of such matrices, one after the other, for experts.
+        exact: Whether it is not quantised. A router is exact, since another expert would mean
+            another answer, and so are a delta net's gates, whose errors add up from token to token.
     """
 
     weight: str
@@ -50,27 +59,28 @@ class Product:
 
     @property
     def is_head(self) -> bool:
-        """Whether it is the output head."""
+        """Returns whether it is the output head."""
         return self.weight == "head"
 
     @property
     def first_kept(self) -> int:
-        """The first of the rows that are `kept`."""
+        """Returns the first of the rows that are `kept`."""
         return self.rows - self.kept
 
     @property
     def name(self) -> str:
-        """What a layer calls it: qkv, o, gate_up, down, router, experts_gate_up, experts_down.
+        """Returns its name in the layer.
 
-        Of an MLP that experts share shared_gate_up, shared_down and shared_gate.
-        Of a convolution in_proj and out_proj; of a delta net also gates between these, as attention
-        has head_gate; and of per-layer embeddings per_layer_gate and per_layer_up.
+        It is qkv, o, gate_up, up, down, router, experts_gate_up or experts_down; shared_gate_up,
+        shared_down or shared_gate for an MLP that experts share; in_proj or out_proj for a
+        convolution or a delta net, which also has gates; head_gate for attention; per_layer_gate or
+        per_layer_up for per-layer embeddings.
         """
         return self.weight.rpartition(".")[2]
 
 
 def layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
-    """Those of one layer: the mixer's two, then the feed's, then those of its own embedding."""
+    """Returns the products of one layer: of its mixer, its feed and its per-layer embedding."""
     return (
         *mixer_products(config, index),
         *feed_products(config, index),
@@ -79,9 +89,10 @@ def layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
 
 
 def mixer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
-    """Queries, keys and values, attention's output; or what enters another mixer and leaves it.
+    """Returns the products of a layer's mixer, from its input to its output.
 
-    Between these two a delta net has that of its gates, and attention that of its heads'.
+    Attention has qkv, perhaps head_gate, and o; a convolution has two products, and a delta net has
+    its gates between them.
     """
     layer, name = config.layers[index], f"layers.{index}"
     mixer = layer.mixer
@@ -183,9 +194,10 @@ def _delta_products(
 
 
 def feed_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
-    """Gate and up, or up, then down; of experts, behind an MLP beside them, `expert_products`.
+    """Returns the products of a layer's feed.
 
-    Of an MLP that they share these two and that of its gate.
+    An MLP has gate and up, or up, and then down. Before `expert_products` come those of the MLP
+    beside or shared by the experts; a shared one also has its gate.
     """
     layer, name = config.layers[index], f"layers.{index}"
     before = "attn_norm" if layer.parallel else "mlp_norm"
@@ -209,18 +221,22 @@ def feed_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
 
 
 def expert_products(config: ModelConfig, index: int) -> tuple[Product, Product, Product]:
-    """The router of a layer, then gate and up, and down, of all of its experts.
+    """Returns the router of a layer, then gate and up, and down, of all of its experts.
 
-    Beside an MLP the router and the experts read the stream each through a norm of its own.
+    Beside an MLP the router and the experts each read the stream through a norm of their own.
     """
     layer, hidden, name = config.layers[index], config.hidden_size, f"layers.{index}"
     feed = layer.feed
     assert isinstance(feed, Experts)
     norm = None if layer.norms == "after" else f"{name}.mlp_norm"
     after = None if layer.norms == "before" else f"{name}.post_mlp_norm"
-    own = None
+    experts_norm = None
     if feed.beside is not None:
-        norm, own, after = f"{name}.router_norm", f"{name}.moe_norm", f"{name}.post_moe_norm"
+        norm, experts_norm, after = (
+            f"{name}.router_norm",
+            f"{name}.moe_norm",
+            f"{name}.post_moe_norm",
+        )
     return (
         Product(
             weight=f"{name}.router",
@@ -235,11 +251,11 @@ def expert_products(config: ModelConfig, index: int) -> tuple[Product, Product, 
         Product(
             weight=f"{name}.experts_gate_up",
             bias=f"{name}.experts_gate_up_bias" if feed.bias else None,
-            place="mlp/experts" if own else "mlp",
+            place="mlp/experts" if experts_norm else "mlp",
             rows=2 * feed.width,
             columns=hidden,
             layer=index,
-            norm=own,
+            norm=experts_norm,
             count=feed.count,
         ),
         Product(
@@ -308,7 +324,7 @@ def _dense_products(
 
 
 def per_layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
-    """The gate of a layer's own embedding and what makes it a part of the stream, if it has one."""
+    """Returns the two products of a layer's per-layer embedding, if it has one."""
     if config.per_layer is None:
         return ()
     name, width = f"layers.{index}", config.per_layer.width
@@ -332,7 +348,7 @@ def per_layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
 
 
 def per_layer_model_product(config: ModelConfig) -> Product | None:
-    """What makes the other half of all layers' own embeddings of the embedded tokens."""
+    """Returns the product of the embedded tokens that is one half of all per-layer embeddings."""
     if config.per_layer is None:
         return None
     return Product(
@@ -345,7 +361,7 @@ def per_layer_model_product(config: ModelConfig) -> Product | None:
 
 
 def head_product(config: ModelConfig) -> Product:
-    """The output head, which may share the embedding's matrix."""
+    """Returns the output head, which may share the embedding's matrix."""
     return Product(
         weight="head",
         place="head",
@@ -358,7 +374,7 @@ def head_product(config: ModelConfig) -> Product:
 
 
 def join_product(config: ModelConfig) -> Product | None:
-    """What makes the stream of a draft head of embeddings and states side by side."""
+    """Returns the product that joins embeddings and states into the stream of a draft head."""
     if not config.joins:
         return None
     hidden = config.hidden_size
@@ -366,28 +382,28 @@ def join_product(config: ModelConfig) -> Product | None:
 
 
 def draft_name(name: str) -> str:
-    """What a draft head's weight is called beside those of its model; some are the model's own."""
+    """Returns the name of a draft head's weight beside those of its model; some are shared."""
     return name if name.partition(".")[0] in _SHARED else f"draft.{name}"
 
 
 def is_drafts(name: str) -> bool:
-    """Whether a weight of a bundle is its draft head's alone."""
+    """Returns whether a weight of a bundle belongs to its draft head alone."""
     return name.startswith("draft.")
 
 
 def draft_products(config: ModelConfig) -> Iterator[Product]:
-    """Those of a draft head that are not the model's own too; none where there is none."""
+    """Yields the products of a draft head that are not also the model's."""
     for product in () if config.drafting is None else products(config.drafting):
         if not product.is_head:
             yield replace(product, weight=draft_name(product.weight))
 
 
 def products(config: ModelConfig) -> Iterator[Product]:
-    """All of a model, the head last; those of its draft head are apart."""
-    if (own := join_product(config)) is not None:
-        yield own
-    if (own := per_layer_model_product(config)) is not None:
-        yield own
+    """Yields all products of a model, the head last, without those of its draft head."""
+    if (product := join_product(config)) is not None:
+        yield product
+    if (product := per_layer_model_product(config)) is not None:
+        yield product
     for layer in range(config.num_layers):
         yield from layer_products(config, layer)
     yield head_product(config)

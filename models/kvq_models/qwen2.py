@@ -12,7 +12,10 @@ from kvq_models.windows import WINDOW_KEYS, qwen_layers
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
-        "qwen2", values, mixer={"qkv_bias": True}, own=qwen_layers("qwen2", values)
+        "qwen2",
+        values,
+        attention={"qkv_bias": True},
+        attention_by_layer=qwen_layers("qwen2", values),
     )
 
 

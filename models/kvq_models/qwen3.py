@@ -14,8 +14,8 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "qwen3",
         values,
-        mixer={"qk_norm": "heads"},
-        own=qwen_layers("qwen3", values),
+        attention={"qk_norm": "heads"},
+        attention_by_layer=qwen_layers("qwen3", values),
     )
 
 

@@ -1,7 +1,8 @@
 """The qwen3_5 family (Qwen 3.5 0.8B to 27B as text models): delta nets, every fourth layer attends.
 
-Its attention gates what heads give, and turns a quarter of their channels; the weights of all norms
-but that of a delta net's heads are stored as w - 1. Checkpoints have a draft head (`mtp`).
+Its attention has a gate for each channel of the output, and a quarter of the channels rotate. The
+weights of all norms except that of a delta net's heads are stored as w - 1. Checkpoints have a
+draft head (`mtp`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from kvq_models.family import Family
 from kvq_models.keys import Default, Key, MustEqual, Required
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
-# Where images stand; of text all three parts of a position are one number.
+# Keys for images only: in a text all three parts of a position are the same number.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _TURNING = 0.25
 NO_FEEDS: Mapping[int, Feed] = MappingProxyType({})
@@ -25,7 +26,7 @@ NO_FEEDS: Mapping[int, Feed] = MappingProxyType({})
 def hybrid_config(
     model_type: str, values: Mapping[str, Any], feeds: Mapping[int, Feed] = NO_FEEDS
 ) -> ModelConfig:
-    """Delta nets beside gated attention, as `HYBRID_KEYS` describe them; `feeds` by layer."""
+    """Returns the config of delta nets beside gated attention; `feeds` are by layer."""
     net = DeltaNet(
         taps=values["linear_conv_kernel_dim"],
         key_heads=values["linear_num_key_heads"],
@@ -41,7 +42,7 @@ def hybrid_config(
             "rope_scaling": _rope(values["rope_scaling"]),
         },
         partial_rotation=True,
-        mixer={"qk_norm": "heads", "output_gate": True},
+        attention={"qk_norm": "heads", "output_gate": True},
         mixers={
             layer: net for layer, kind in enumerate(_types(model_type, values)) if kind == _LINEAR
         },
@@ -51,7 +52,7 @@ def hybrid_config(
 
 
 def _types(model_type: str, values: Mapping[str, Any]) -> Sequence[str]:
-    """The kind of every layer, from either of two spellings."""
+    """Returns the kind of every layer, from either of two spellings."""
     count, interval = values["num_hidden_layers"], values["full_attention_interval"]
     if interval < 1:
         raise CheckpointError(f"config.json has full_attention_interval = {interval}")
@@ -62,7 +63,7 @@ def _types(model_type: str, values: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Without what is of images alone."""
+    """Returns rope parameters without those for images only."""
     if parameters is None:
         return None
     return {name: value for name, value in parameters.items() if name not in _OF_IMAGES}
@@ -82,7 +83,7 @@ HYBRID_KEYS: Mapping[str, Key] = {
     "linear_num_key_heads": Default(int, 16),
     "linear_num_value_heads": Default(int, 32),
     "attn_output_gate": MustEqual(True),
-    # Of the head that guesses further, and of how others compute.
+    # For the draft head, and for how other programs compute.
     "mtp_num_hidden_layers": Default(int),
     "mtp_use_dedicated_embeddings": MustEqual(False),
     "mamba_ssm_dtype": MustEqual("float32", None),

@@ -1,8 +1,8 @@
 """The families qwen3_5_moe and qwen3_next: delta nets beside gated attention, and many experts.
 
-Every token is also fed to an MLP that all experts share. The second family (Qwen3-Next) has what
-enters a delta net in two tensors, key head by key head, and may have dense layers. The draft heads
-of both (`mtp`) are fed as their models are.
+Every token also uses an MLP that all experts share. The second family (Qwen3-Next) stores the input
+matrices of a delta net in two tensors, key head by key head, and may have dense layers. The draft
+heads of both (`mtp`) have the same feeds as their models.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ def _shared(values: Mapping[str, Any]) -> Dense:
 
 
 def _views(config: ModelConfig) -> Mapping[str, View]:
-    """Of each key head its own queries, keys, values and gates, and of its value heads b and a."""
+    """Returns the queries, keys, values and gates of each key head, and b and a of its values."""
     views = dict(stacked_experts(config))
     for index, layer in enumerate(config.layers):
         net = layer.mixer

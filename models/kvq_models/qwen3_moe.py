@@ -1,4 +1,4 @@
-"""The qwen3_moe family: qwen3 whose layers, but for some, feed a token to a few of many experts."""
+"""The qwen3_moe family: qwen3 with a few of many experts for each token, in most layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "qwen3_moe",
         values,
-        mixer={"qk_norm": "heads"},
+        attention={"qk_norm": "heads"},
         feeds={
             layer: experts
             for layer in range(values["num_hidden_layers"])
@@ -36,7 +36,7 @@ FAMILY = Family(
         "mlp_only_layers": Default(list, []),
         "decoder_sparse_step": Default(int, 1),
         "use_sliding_window": MustEqual(False),
-        # Without use_sliding_window they say nothing.
+        # Without use_sliding_window these mean nothing.
         "sliding_window": Default(int),
         "max_window_layers": Default(int),
     },

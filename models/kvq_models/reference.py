@@ -1,8 +1,8 @@
-"""The forward pass in plain numpy float32: what every backend is compared with.
+"""The forward pass in plain numpy float32, with which every backend is compared.
 
-Owns the arithmetic of a decoder and an exact attention with unquantised keys and values. Knows no
-family (the config says all), no file and no quantised cache: attention is a callable, so a cache
-can stand in for the exact one.
+It has the arithmetic of a decoder, and an exact attention with unquantised keys and values. The
+config says everything about a family. Attention is a callable, so that a cache can replace the
+exact one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvq.config import AttentionParams
-from kvq.reference import normalize, rotate, split_heads
-from kvq.reference_conv import products, seen_rows, short_conv
-from kvq.reference_delta import DeltaWeights, Recurrence, sigmoid
-from kvq.reference_experts import added, by_expert, clamped_swiglu, routed
+from kvq.reference.conv import products, seen_rows, short_conv
+from kvq.reference.delta import DeltaWeights, Recurrence, sigmoid
+from kvq.reference.experts import added, by_expert, clamped_swiglu, routed
+from kvq.reference.stored import normalize, rotate, split_heads
 from kvq_models.config import DeltaNet, Dense, Experts, ModelConfig, Norms, ShortConv
 
 Weights = Callable[[str], np.ndarray]
@@ -24,14 +24,14 @@ Weights = Callable[[str], np.ndarray]
 
 
 class Memory(Protocol):
-    """What remembers tokens: for attention, for convolutions and for delta nets.
+    """Remembers tokens for attention, for convolutions and for delta nets.
 
-    `attend` is causal attention of T new tokens over everything seen before and themselves.
-    qkv: float32 [T, (H + 2 Hk) * D], unrotated, query heads then key heads then value heads;
-    positions: int64 [T]; inv_freq: float32 [rotary_dim / 2]; q_norm, k_norm: float32 [D] or None.
-    `sink_logits`: float32 [H] or None, see `kvq.reference.attention_weights`.
-    A layer that reads another's keys and values has `shared`: qkv holds its queries alone, float32
-    [T, H * D], and nothing is added to what is seen. Returns float32 [T, H * D].
+    `attend` is causal attention of T new tokens over all tokens so far and themselves. qkv: float32
+    [T, (H + 2 Hk) * D], unrotated, query heads then key heads then value heads; positions: int64
+    [T]; inv_freq: float32 [rotary_dim / 2]; q_norm, k_norm: float32 [D] or None. `sink_logits`:
+    float32 [H] or None, see `kvq.reference.stored.attention_weights`. For a layer that reads
+    another's keys and values `shared` is true: qkv has its queries alone, float32 [T, H * D], and
+    nothing is stored. Returns float32 [T, H * D].
     """
 
     def attend(
@@ -48,19 +48,19 @@ class Memory(Protocol):
     ) -> np.ndarray: ...
 
     def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        """What a convolution gives of the new tokens; `layer` counts convolutions.
+        """Returns the output of a convolution for the new tokens; `layer` counts convolutions.
 
-        bcx float32 [T, 3 n]; weight [n, taps]; returns float32 [T, n]. See `kvq.reference_conv`.
+        bcx float32 [T, 3 n]; weight [n, taps]; returns float32 [T, n]. See `kvq.reference.conv`.
         """
         ...
 
     def recur(
         self, layer: int, rows: np.ndarray, gates: np.ndarray, weights: DeltaWeights
     ) -> np.ndarray:
-        """What a delta net gives of the new tokens; `layer` counts delta nets.
+        """Returns the output of a delta net for the new tokens; `layer` counts delta nets.
 
-        rows float32 [T, n + m], of what is convolved and of the gate; gates [T, 2 heads]; returns
-        float32 [T, m]. See `kvq.reference_delta`.
+        rows float32 [T, n + m], the part to convolve and the gate; gates [T, 2 heads]; returns
+        float32 [T, m]. See `kvq.reference.delta`.
         """
         ...
 
@@ -75,36 +75,40 @@ def forward(
     mixed: tuple[np.ndarray, np.ndarray] | None = None,
     *,
     long_rope: bool = False,
-    skipped: Collection[int] = (),
     predicted: Collection[int] = (),
     maps: Mapping[int, tuple[np.ndarray, np.ndarray]] | None = None,
     watch: Callable[[int, np.ndarray], None] | None = None,
-    entering: tuple[int, np.ndarray] | None = None,
+    start_at: tuple[int, np.ndarray] | None = None,
     joined: np.ndarray | None = None,
     states: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Logits float32 [R, vocab] of the tokens `ids` int64 [T] at `positions` int64 [T].
+    """Returns the logits float32 [R, vocab] of the tokens `ids` int64 [T] at `positions` int64 [T].
 
-    `rows` picks the tokens whose logits are wanted (all by default). `mixed` = (ids int64 [T, k],
-    weights float32 [T, k]) replaces `ids`: token t enters as the weighted sum of k embeddings.
-    `long_rope` picks the long rotary table of models that have one. Layers of `skipped` leave the
-    stream as it is; `memory` is given zeros for them. Those of `predicted` do so too, but `memory`
-    is given their keys and values, by `maps` where it has one: of a layer float32 [2 Hk D, hidden]
-    and [2 Hk D]. `watch` hears of what enters each layer, float32 [T, hidden]; `entering` is a
-    layer and what enters it: those before it are not computed. A draft head is given the states it
-    reads, `joined` float32 [T, hidden]. `states` float32 [T, hidden] is filled with what the tokens
-    have behind the final norm.
+    Args:
+        config: The model.
+        weight: Returns a canonical weight by its name.
+        ids: Token ids.
+        positions: Their positions.
+        memory: What stores keys and values.
+        rows: The tokens whose logits are returned; None: all.
+        mixed: (ids int64 [T, k], weights float32 [T, k]) in place of `ids`: token t is the weighted
+            sum of k embeddings.
+        long_rope: Whether the long rotary table is used, if the model has one.
+        predicted: Layers that leave the stream as it is; `memory` still gets their keys and values.
+        maps: For some predicted layers float32 [2 Hk D, hidden] and [2 Hk D], which make these keys
+            and values.
+        watch: Is called with each layer and its input, float32 [T, hidden].
+        start_at: A layer and its input; earlier layers are not computed.
+        joined: For a draft head, the states that it reads, float32 [T, hidden].
+        states: Is filled with the stream after the final norm, float32 [T, hidden].
     """
     table = weight("embed")
-    start, hidden = entering or (0, _embedded(config, table, ids, mixed))
+    start, hidden = start_at or (0, _embedded(config, table, ids, mixed))
     hidden = hidden if joined is None else _joined(config, weight, hidden, joined)
-    own = _per_layer_inputs(config, weight, ids, mixed)
+    layer_embeddings = _per_layer_inputs(config, weight, ids, mixed)
     for layer in range(start, config.num_layers):
         if watch is not None:
             watch(layer, hidden)
-        if layer in skipped:
-            _attend_to_zeros(config, layer, positions, memory)
-            continue
         if layer in predicted:
             qkv, _ = _qkv(config, weight, layer, hidden)
             first = config.layers[layer].attention.width
@@ -120,8 +124,8 @@ def forward(
         )
         parallel = config.layers[layer].parallel
         hidden = hidden + _mlp(config, weight, layer, entered if parallel else hidden)
-        if own is not None:
-            hidden = hidden + _per_layer(config, weight, layer, hidden, own[:, layer])
+        if layer_embeddings is not None:
+            hidden = hidden + _per_layer(config, weight, layer, hidden, layer_embeddings[:, layer])
         if config.layers[layer].scaled:
             hidden = hidden * weight(f"layers.{layer}.scalar")
     if states is not None:
@@ -137,7 +141,7 @@ def forward(
 def _joined(
     config: ModelConfig, weight: Weights, embedded: np.ndarray, states: np.ndarray
 ) -> np.ndarray:
-    """What enters a draft head's layer: embeddings and states [T, hidden], joined."""
+    """Returns the input of a draft head's layer: embeddings and states [T, hidden], joined."""
     both = (("embed_norm", embedded), ("state_norm", states))
     normed = [_normed(config, weight, name, x) for name, x in both]
     return np.concatenate(normed, axis=1) @ weight("join").T
@@ -162,28 +166,28 @@ def _per_layer_inputs(
     ids: np.ndarray,
     mixed: tuple[np.ndarray, np.ndarray] | None,
 ) -> np.ndarray | None:
-    """What every layer's own embedding of each token is, [T, L, P], or None without any."""
-    own = config.per_layer
-    if own is None:
+    """Returns the per-layer embeddings of each token, [T, L, P], or None if there are none."""
+    per_layer = config.per_layer
+    if per_layer is None:
         return None
     embedded = _embedded(config, weight("embed"), ids, mixed)
-    shape = (len(embedded), config.num_layers, own.width)
-    made = (embedded @ weight("per_layer_model").T).reshape(shape)
-    made = normalize(made, weight("per_layer_norm"), config.norm_eps)
+    shape = (len(embedded), config.num_layers, per_layer.width)
+    projected = (embedded @ weight("per_layer_model").T).reshape(shape)
+    projected = normalize(projected, weight("per_layer_norm"), config.norm_eps)
     known, shares = mixed or (ids[:, None], np.ones((len(ids), 1), np.float32))
     rows = weight("per_layer_embed")[known.ravel()].reshape(*known.shape, -1)
     read = np.einsum("tk,tkp->tp", shares.astype(np.float32), rows)
-    return made + read.reshape(shape) * np.float32((own.width / 2) ** 0.5)
+    return projected + read.reshape(shape) * np.float32((per_layer.width / 2) ** 0.5)
 
 
 def _per_layer(
-    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, own: np.ndarray
+    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, embedding: np.ndarray
 ) -> np.ndarray:
-    """What a layer's own embedding [T, P] adds to the stream [T, hidden]."""
+    """Returns what a per-layer embedding [T, P] adds to the stream [T, hidden]."""
     name = f"layers.{layer}."
     assert config.per_layer is not None
     gate = ACTIVATIONS[config.per_layer.activation](hidden @ weight(name + "per_layer_gate").T)
-    up = (gate * own) @ weight(name + "per_layer_up").T
+    up = (gate * embedding) @ weight(name + "per_layer_up").T
     return _normed(config, weight, name + "post_per_layer_norm", up)
 
 
@@ -197,7 +201,7 @@ def _mixed_tokens(
     *,
     long_rope: bool,
 ) -> np.ndarray:
-    """The stream with what a layer's mixer adds to it."""
+    """Returns the stream with the output of a layer's mixer added."""
     mixer = config.layers[layer].mixer
     if isinstance(mixer, DeltaNet):
         return _delta_net(config, weight, layer, hidden, memory)
@@ -222,8 +226,8 @@ def _attention(
     if gate is not None:
         attended = attended * sigmoid(gate)
     if mixer.head_gate:
-        entering = _half(config, weight, layer, hidden, "attn_norm", without="after")
-        gates = sigmoid(entering @ weight(name + "head_gate").T)
+        normed = _half(config, weight, layer, hidden, "attn_norm", without="after")
+        gates = sigmoid(normed @ weight(name + "head_gate").T)
         attended = attended * np.repeat(gates, mixer.head_dim, axis=1)
     output = attended @ weight(name + "o").T
     if mixer.output_bias:
@@ -248,7 +252,7 @@ def _delta_net(
     name, mixer = f"layers.{layer}.", config.layers[layer].mixer
     assert isinstance(mixer, DeltaNet)
     normed = _half(config, weight, layer, hidden, "attn_norm", without="after")
-    rows, gates = (normed @ weight(name + one).T for one in ("in_proj", "gates"))
+    rows, gates = (normed @ weight(name + matrix).T for matrix in ("in_proj", "gates"))
     weights = DeltaWeights(
         conv=weight(name + "conv")[:, 0],
         decay=weight(name + "decay"),
@@ -265,7 +269,7 @@ def _delta_net(
 def _qkv(
     config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The packed row of every token, and what gates its heads [T, H * D] where anything does."""
+    """Returns the packed row of every token, and the gates of its heads [T, H * D] or None."""
     name, mixer = f"layers.{layer}.", config.layers[layer].attention
     qkv = (
         _half(config, weight, layer, hidden, "attn_norm", without="after") @ weight(name + "qkv").T
@@ -282,14 +286,14 @@ def _qkv(
 def _half(
     config: ModelConfig, weight: Weights, layer: int, x: np.ndarray, norm: str, *, without: Norms
 ) -> np.ndarray:
-    """What enters a half of a layer or leaves it, normalised but in layers `without` that norm."""
+    """Returns the normalised input or output of a half layer; x in layers `without` that norm."""
     if config.layers[layer].norms == without:
         return x
     return _normed(config, weight, f"layers.{layer}.{norm}", x)
 
 
 def _normed(config: ModelConfig, weight: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """The norm called `name` of x [T, n]."""
+    """Returns x [T, n] after the norm called `name`."""
     if config.norm == "rms":
         return normalize(x, weight(name), config.norm_eps)
     centred = x - x.mean(axis=-1, keepdims=True)
@@ -311,7 +315,7 @@ def _attend_with(
     name, mixer = f"layers.{layer}.", config.layers[layer].attention
     normed = mixer.qk_norm == "heads"
     if mixer.growth:
-        # Rotation is linear: it may as well come after.
+        # Rotation is linear, so it may come after this.
         factor = 1 + mixer.growth * np.log(1 + positions // mixer.growth_tokens)
         query = qkv[:, : mixer.width] * factor[:, None].astype(np.float32)
         qkv = np.concatenate([query, qkv[:, mixer.width :]], axis=1)
@@ -339,43 +343,37 @@ def _attend_with(
     )
 
 
-def _attend_to_zeros(
-    config: ModelConfig, layer: int, positions: np.ndarray, memory: Memory
-) -> None:
-    """A cache counts the layers that have seen a pass, those that do nothing too."""
-    qkv = np.zeros((len(positions), config.layers[layer].attention.qkv_width), np.float32)
-    memory.attend(config.attention(layer), qkv, positions, config.inv_freq(layer), None, None)
-
-
 def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
-    """What a layer's feed makes of `hidden` [T, hidden], which is added to the stream."""
+    """Returns the output of a layer's feed for `hidden` [T, hidden]."""
     feed, norm = config.layers[layer].feed, "mlp_norm"
     if config.layers[layer].parallel:
         norm = "attn_norm"
     x = _half(config, weight, layer, hidden, norm, without="after")
 
-    def own(name: str) -> np.ndarray:
+    def layer_weight(name: str) -> np.ndarray:
         return weight(f"layers.{layer}.{name}")
 
     if isinstance(feed, Dense):
-        output = _dense(own, feed, x)
+        output = _dense(layer_weight, feed, x)
     elif feed.beside is None:
-        shared = None if feed.shared is None else _shared(own, feed.shared, x)
-        output = experts(own, feed, x, x)
+        shared = None if feed.shared is None else _shared(layer_weight, feed.shared, x)
+        output = experts(layer_weight, feed, x, x)
         output = output if shared is None else output + shared
     else:
         name = f"layers.{layer}."
-        output = _normed(config, weight, name + "post_dense_norm", _dense(own, feed.beside, x))
-        routing, entering = (
+        output = _normed(
+            config, weight, name + "post_dense_norm", _dense(layer_weight, feed.beside, x)
+        )
+        routing, expert_input = (
             _normed(config, weight, name + norm, hidden) for norm in ("router_norm", "moe_norm")
         )
-        found = experts(own, feed, routing, entering)
-        output = output + _normed(config, weight, name + "post_moe_norm", found)
+        mixture = experts(layer_weight, feed, routing, expert_input)
+        output = output + _normed(config, weight, name + "post_moe_norm", mixture)
     return _half(config, weight, layer, output, "post_mlp_norm", without="before")
 
 
 def _shared(weight: Weights, feed: Dense, x: np.ndarray) -> np.ndarray:
-    """What the MLP that experts share makes of x, times what gates it."""
+    """Returns the gated output of the MLP that experts share."""
     output = _dense(lambda name: weight(f"shared_{name}"), feed, x)
     return output * sigmoid(x @ weight("shared_gate").T)
 
@@ -388,15 +386,15 @@ def _dense(weight: Weights, feed: Dense, x: np.ndarray) -> np.ndarray:
     active = ACTIVATIONS[feed.activation](inner[:, : feed.width])
     if feed.gated:
         active *= inner[:, feed.width :]
-    del inner  # It is large, and of a long text the product is another large one.
+    del inner  # It is as large as the next product, for a long text.
     output = active @ weight("down").T
     return output + weight("down_bias") if feed.bias else output
 
 
 def experts(weight: Weights, feed: Experts, routing: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """What the experts make of x float32 [T, K]: [T, K]. `weight` knows the layer's by name.
+    """Returns the output of the experts for x float32 [T, K]: [T, K].
 
-    The router reads `routing`, float32 [T, K].
+    The router reads `routing`, float32 [T, K]. `weight` returns the layer's weights by name.
     """
     logits = routing @ weight("router").T
     chosen, shares = routed(
@@ -425,21 +423,21 @@ def experts(weight: Weights, feed: Experts, routing: np.ndarray, x: np.ndarray) 
 
 
 class ExpertStack(Protocol):
-    """Stands in for the matrices of all experts: see `grouped`."""
+    """Replaces the matrices of all experts, see `grouped`."""
 
     def grouped(self, x: np.ndarray, counts: np.ndarray, /) -> np.ndarray: ...
 
 
 def grouped(stack: np.ndarray | ExpertStack, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Rows x float32 [R, K], `counts` of them for each expert, times its matrix: [R, N].
+    """Multiplies rows x float32 [R, K], `counts` of them for each expert, by its matrix: [R, N].
 
-    `stack` holds the experts' matrices one behind the other, or stands in for them.
+    `stack` holds the experts' matrices one after the other, or replaces them.
     """
     if not isinstance(stack, np.ndarray):
         return stack.grouped(x, counts)
     matrices = stack.reshape(len(counts), -1, stack.shape[1])
     parts = np.split(x, np.cumsum(counts)[:-1])
-    return np.concatenate([part @ one.T for part, one in zip(parts, matrices, strict=True)])
+    return np.concatenate([part @ matrix.T for part, matrix in zip(parts, matrices, strict=True)])
 
 
 def softcap(x: np.ndarray, cap: float) -> np.ndarray:
@@ -459,7 +457,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
-    """The tanh approximation of GELU."""
+    """Computes the tanh approximation of GELU."""
     inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
     return np.float32(0.5) * x * (1 + np.tanh(inner))
 
@@ -468,12 +466,10 @@ ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 class PlainAttention:
-    """Exact attention over float32 keys and values that it keeps, per layer, for one sequence.
+    """Computes exact attention over the float32 keys and values of one sequence, which it stores.
 
-    And convolutions over all rows that they ever saw, and delta nets.
-
-    Memory grows with every token; a key is visible to a query when its position is not later (and
-    within the window).
+    It also computes convolutions and delta nets over all rows so far. Memory grows with every
+    token. A query sees a key whose position is not later (and lies within the window).
     """
 
     def __init__(self) -> None:
@@ -487,18 +483,16 @@ class PlainAttention:
     def recur(
         self, layer: int, rows: np.ndarray, gates: np.ndarray, weights: DeltaWeights
     ) -> np.ndarray:
-        """See `Memory`."""
         known = self._deltas.get(layer, (rows[:0], gates[:0]))
-        if layer not in self._recurrences:  # nothing was seen yet, or it was cut
+        if layer not in self._recurrences:  # at the beginning, and after `trim`
             self._recurrences[layer] = Recurrence(weights)
             self._recurrences[layer].run(*known, weights)
         self._deltas[layer] = (np.concatenate([known[0], rows]), np.concatenate([known[1], gates]))
         return self._recurrences[layer].run(rows, gates, weights)
 
     def convolve(self, layer: int, bcx: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        """See `Memory`."""
-        own = products(bcx.astype(np.float32))
-        rows = np.concatenate([self._rows[layer], own]) if layer in self._rows else own
+        new_rows = products(bcx.astype(np.float32))
+        rows = np.concatenate([self._rows[layer], new_rows]) if layer in self._rows else new_rows
         self._rows[layer] = rows
         return short_conv(bcx, weight, seen_rows(rows, weight.shape[1])[-len(bcx) :])
 
@@ -529,20 +523,20 @@ class PlainAttention:
         if q_norm is not None:
             query = normalize(query, q_norm, params.norm_eps)
         query = rotate(query, positions, inv_freq, params.rope_factor)
-        keys, values, seen = self._keys[place], self._values[place], self._positions[place]
-        distance = positions[:, None] - seen[None, :]
+        keys, values, key_positions = self._keys[place], self._values[place], self._positions[place]
+        distance = positions[:, None] - key_positions[None, :]
         weights = _weights(params, query, keys, distance, sink_logits)
-        self.saw(params, query, weights)
+        self.observe(params, query, weights)
         return _mixed(weights, values)
 
-    def saw(self, params: AttentionParams, query: np.ndarray, weights: np.ndarray) -> None:
-        """What a layer's queries [T, H, D] are and looked at, [Hk, H / Hk, T, S]; all float32.
+    def observe(self, params: AttentionParams, query: np.ndarray, weights: np.ndarray) -> None:
+        """Gets a layer's queries [T, H, D] and attention weights [Hk, H / Hk, T, S], all float32.
 
-        For those who watch.
+        Subclasses may override it.
         """
 
     def trim(self, tokens: int) -> None:
-        """Forget all but the first `tokens` tokens."""
+        """Forgets all but the first `tokens` tokens."""
         for store in (self._keys, self._values, self._positions):
             for place in store:
                 store[place] = store[place][:tokens]
@@ -560,7 +554,7 @@ def _weights(
     distance: np.ndarray,
     sink_logits: np.ndarray | None,
 ) -> np.ndarray:
-    """Weights [Hk, H / Hk, T, S] of query [T, H, D] over keys [S, Hk, D].
+    """Returns the weights [Hk, H / Hk, T, S] of query [T, H, D] over keys [S, Hk, D].
 
     distance: int64 [T, S] = query position - key position; sink_logits [H] or None.
     """
@@ -584,6 +578,6 @@ def _weights(
 
 
 def _mixed(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Attended values [T, H * D] of `weights` over values [S, Hk, D]."""
+    """Returns the attended values [T, H * D] of `weights` over values [S, Hk, D]."""
     mixed = weights @ values.transpose(1, 0, 2)[:, None]
     return mixed.transpose(2, 0, 1, 3).reshape(weights.shape[2], -1)

@@ -1,8 +1,4 @@
-"""Finds the family of a checkpoint.
-
-Owns the one table of families and the reading of a checkpoint's config files. Knows neither
-weights nor graphs.
-"""
+"""Finds the family of a checkpoint and reads its config files; it has the table of families."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from kvq.errors import CheckpointError, UnsupportedModelError
+from kvq.errors import CheckpointError, UnsupportedModelError, reason_of
 from kvq_models.config import ModelConfig
 from kvq_models.decoder import token_ids
 from kvq_models.family import Family
@@ -48,7 +44,8 @@ FAMILIES: Mapping[str, str] = {
     "starcoder2": "kvq_models.starcoder2:FAMILY",
 }
 
-# Models that see images, of which the language model is read: what their text_config leaves out.
+# Models that see images, of which only the language model is read, and the defaults of their
+# text_config.
 WRAPPERS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {
         "vocab_size": 262208,
@@ -102,79 +99,86 @@ WRAPPERS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 32768,
     },
 }
-# What may stand beside a text_config and holds for it too.
+# Keys that may stand beside a text_config and apply to it.
 _SHARED = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
 
 
 def is_wrapper(config_json: Mapping[str, Any]) -> bool:
-    """Whether the language model is a part of this one, with a config of its own."""
+    """Returns whether the language model is a part of this model, with a config of its own."""
     model_type = config_json.get("model_type")
     return isinstance(model_type, str) and model_type in WRAPPERS
 
 
 def text_config(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of the language model alone. Raises CheckpointError where there is none."""
+    """Returns the config.json of the language model alone.
+
+    Raises CheckpointError if it is missing.
+    """
     if not is_wrapper(config_json):
         return config_json
-    own: object = config_json.get("text_config")
-    if not isinstance(own, dict):
+    inner: object = config_json.get("text_config")
+    if not isinstance(inner, dict):
         raise CheckpointError(
             f"config.json of a {config_json['model_type']} model needs a text_config, which says "
             "what its language model is"
         )
     shared = {name: config_json[name] for name in _SHARED if name in config_json}
-    # Whether the head is tied is said outside, whatever stands inside.
+    # The value of tie_word_embeddings outside wins over the one inside.
     tied = {name: shared[name] for name in shared if name == "tie_word_embeddings"}
-    return {**WRAPPERS[config_json["model_type"]], **shared, **cast(dict[str, Any], own), **tied}
+    return {**WRAPPERS[config_json["model_type"]], **shared, **cast(dict[str, Any], inner), **tied}
 
 
 def family_for(config_json: Mapping[str, Any]) -> Family:
-    """The family of a `text_config`. Raises UnsupportedModelError naming the supported ones."""
+    """Returns the family of a `text_config`.
+
+    Raises UnsupportedModelError, naming the supported ones.
+    """
     model_type = config_json.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        what = (
+        problem = (
             "config.json names no model_type"
             if model_type is None
             else f"model_type {model_type!r} is not supported"
         )
         supported = sorted({*FAMILIES, *WRAPPERS})
-        raise UnsupportedModelError(f"{what}; supported: {', '.join(supported)}")
+        raise UnsupportedModelError(f"{problem}; supported: {', '.join(supported)}")
     module, name = FAMILIES[model_type].split(":")
     return getattr(importlib.import_module(module), name)
 
 
 def read_checkpoint(
-    folder: Path, apart: str | None = None
+    folder: Path, excluded_key: str | None = None
 ) -> tuple[Family, ModelConfig, dict[str, Any]]:
-    """Family, config and config.json of a checkpoint folder, without the key that is read `apart`.
+    """Returns family, config and config.json of a checkpoint folder, without `excluded_key`.
 
-    End tokens of generation_config.json, where there is one, join those of config.json. Raises
-    CheckpointError when a file is missing or is not JSON, UnsupportedModelError as `family_for`
-    and `Family.config` do.
+    End tokens of generation_config.json, if it exists, join those of config.json. Raises
+    CheckpointError if a file is missing or is not JSON, UnsupportedModelError as `family_for` and
+    `Family.config` do.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(
             f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint"
         )
-    said = text_config(read_json(path))
-    config_json = {key: value for key, value in said.items() if key != apart}
+    text_json = text_config(read_json(path))
+    config_json = {key: value for key, value in text_json.items() if key != excluded_key}
     family = family_for(config_json)
     config = family.config(config_json)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        more = token_ids(read_json(generation).get("eos_token_id"))
+        values = read_json(generation) | {"vocab_size": config.vocab_size}
+        more = token_ids(values, "eos_token_id")
         ends = tuple(dict.fromkeys(config.eos_token_ids + more))
         config = dataclasses.replace(config, eos_token_ids=ends)
     return family, config, config_json
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError."""
+    """Returns the JSON object in a file. Raises CheckpointError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+        raise CheckpointError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
     if not isinstance(data, dict):
         kind = type(cast(object, data)).__name__
         raise CheckpointError(f"{path} should hold a JSON object; it holds a {kind}")

@@ -1,7 +1,7 @@
-"""Rotary tables from a checkpoint's rope settings, in float32 step by step as transformers does.
+"""Makes rotary tables from rope settings, in float32 step by step as transformers does.
 
-Owns both spellings of the settings (`rope_theta` + `rope_scaling`, and `rope_parameters`) and the
-arithmetic of each kind of scaling. Knows nothing of families: they say which kinds they allow.
+It knows both spellings of the settings (`rope_theta` + `rope_scaling`, and `rope_parameters`) and
+the arithmetic of each kind of scaling. Families name the kinds that they allow.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvq_models.keys import checked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSettings:
-    """One set of rope keys, in the new spelling, before any arithmetic.
+    """Holds one set of rope keys, in the new spelling, before any arithmetic.
 
-    `parameters` always holds rope_type and rope_theta; `max_positions` is
-    max_position_embeddings; `original_context` is the top-level original_max_position_embeddings,
-    which wins over the nested one.
+    `parameters` always has rope_type and rope_theta. `max_positions` is max_position_embeddings.
+    `original_context` is the top-level original_max_position_embeddings, which wins over the nested
+    one.
     """
 
     parameters: Mapping[str, Any]
@@ -43,13 +43,13 @@ class RopeSettings:
 
     @property
     def trained_context(self) -> int:
-        """Positions the unscaled table was trained on."""
+        """Returns the positions on which the unscaled table was trained."""
         if self.original_context is not None:
             return self.original_context
         return int(self.number("original_max_position_embeddings", self.max_positions))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The value of a key; without a default the key is required. Raises CheckpointError."""
+        """Returns the value of a key; without a default it is required. Raises CheckpointError."""
         value = self.parameters.get(key)
         if value is None:
             if default is None:
@@ -61,7 +61,7 @@ class RopeSettings:
         return number
 
     def numbers(self, key: str, count: int) -> np.ndarray:
-        """A list of `count` numbers as float32. Raises CheckpointError."""
+        """Returns a list of `count` numbers as float32. Raises CheckpointError."""
         values = checked(f"rope {key}", self.parameters.get(key), list)
         if len(values) != count:
             raise CheckpointError(
@@ -75,10 +75,10 @@ def merge_spellings(
     scaling: Mapping[str, Any] | None,
     theta: float,
 ) -> dict[str, Any]:
-    """Both spellings as one dict that holds rope_type and rope_theta.
+    """Returns both spellings as one dict that has rope_type and rope_theta.
 
-    `parameters` is the new spelling (rope_parameters), `scaling` the old one (rope_scaling, may
-    say `type` for rope_type); `theta` applies when neither holds rope_theta.
+    `parameters` is the new spelling (rope_parameters), `scaling` the old one (rope_scaling, which
+    may have `type` for rope_type); `theta` is used if neither has rope_theta.
     """
     merged = dict(scaling or parameters or {})
     merged["rope_type"] = merged.get("rope_type") or merged.pop("type", None) or "default"
@@ -89,9 +89,9 @@ def merge_spellings(
 
 
 def build_rope(model_type: str, settings: RopeSettings, kinds: Sequence[str]) -> RopeConfig:
-    """The rotary table for `settings`.
+    """Returns the rotary table for `settings`.
 
-    Raises UnsupportedModelError for a kind outside `kinds` or a key the kind does not have,
+    Raises UnsupportedModelError for a kind outside `kinds` or a key that the kind does not have,
     CheckpointError for a missing or malformed one.
     """
     kind = settings.kind
@@ -130,7 +130,7 @@ _COMMON_KEYS = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
 
 
 def _powers(settings: RopeSettings) -> np.ndarray:
-    """Powers theta ** (2i / rotary_dim), float32: exponent in float32, power rounded once."""
+    """Returns theta ** (2i / rotary_dim), float32: exponent in float32, power rounded once."""
     dim = settings.rotary_dim
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     theta = np.float64(np.float32(settings.number("rope_theta")))
@@ -154,7 +154,7 @@ def _linear(settings: RopeSettings) -> RopeConfig:
 
 
 def _llama3(settings: RopeSettings) -> RopeConfig:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    """Divides long wavelengths by the factor, keeps short ones, and blends those between."""
     inv_freq = _plain(settings)
     factor = np.float32(settings.number("factor"))
     low, high = settings.number("low_freq_factor"), settings.number("high_freq_factor")
@@ -170,7 +170,7 @@ def _llama3(settings: RopeSettings) -> RopeConfig:
 
 
 def _yarn(settings: RopeSettings) -> RopeConfig:
-    """Interpolates slow dimensions, keeps fast ones, ramps between; cos and sin get a factor."""
+    """Interpolates slow dimensions, keeps fast ones, blends between; cos and sin get a factor."""
     dim, theta, context = (
         settings.rotary_dim,
         settings.number("rope_theta"),
@@ -207,7 +207,7 @@ def _yarn_factor(settings: RopeSettings, factor: float) -> float:
 
 
 def _longrope(settings: RopeSettings) -> RopeConfig:
-    """Two tables, one up to the trained context and one beyond it; both share the factor."""
+    """Returns two tables, up to the trained context and beyond it, which share the factor."""
     context = settings.trained_context
     powers = _powers(settings)
     factor = settings.number("factor", settings.max_positions / context)
@@ -225,7 +225,7 @@ def _longrope(settings: RopeSettings) -> RopeConfig:
 
 
 def _proportional(settings: RopeSettings) -> RopeConfig:
-    """A share of all pairs (i, i + half) turns, at the speeds a whole table would have there."""
+    """Rotates a share of all pairs (i, i + half), at the speeds of a whole table."""
     half = settings.head_dim // 2
     turning = int(settings.number("partial_rotary_factor", 1.0) * half)
     whole = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The smollm3 family: llama with layers whose queries and keys are not rotated."""
+"""The smollm3 family: llama with some layers whose queries and keys do not rotate."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,34 +18,34 @@ from kvq_models.keys import Default, Required
 from kvq_models.rope import build_rope
 from kvq_models.windows import typed_layers
 
-# One pair of channels that turns by nothing: the table of layers without rotation.
-_STILL = RopeConfig(inv_freq=(0.0,))
+# The table of layers without rotation: one pair of channels that turns by nothing.
+_NO_ROTATION = RopeConfig(inv_freq=(0.0,))
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     count, interval = values["num_hidden_layers"], values["no_rope_layer_interval"]
-    turned = values["no_rope_layers"]
-    if turned is None:
+    rotates = values["no_rope_layers"]
+    if rotates is None:
         if interval < 1:
             raise CheckpointError(f"config.json has no_rope_layer_interval = {interval}")
-        turned = [int((layer + 1) % interval != 0) for layer in range(count)]
-    if any(value not in (0, 1) for value in turned):
+        rotates = [int((layer + 1) % interval != 0) for layer in range(count)]
+    if any(value not in (0, 1) for value in rotates):
         raise CheckpointError("config.json has a no_rope_layers that holds more than 0 and 1")
     window = values["sliding_window"] if values["use_sliding_window"] else None
     types = values["layer_types"] or [
         "full_attention" if window is None or has_rope else "sliding_attention"
-        for has_rope in turned
+        for has_rope in rotates
     ]
     settings = rope_settings(values)
     windows = typed_layers("smollm3", types, window)
     return decoder_config(
         "smollm3",
         values,
-        own=[
-            {**own, "rope": 0 if has_rope else 1}
-            for own, has_rope in zip(windows, turned[: len(windows)], strict=True)
+        attention_by_layer=[
+            {**fields, "rope": 0 if has_rope else 1}
+            for fields, has_rope in zip(windows, rotates[: len(windows)], strict=True)
         ],
-        ropes=(build_rope("smollm3", settings, ROPE_SCALINGS), _STILL),
+        ropes=(build_rope("smollm3", settings, ROPE_SCALINGS), _NO_ROTATION),
         context_length=context_length(settings),
     )
 
@@ -64,7 +64,7 @@ FAMILY = Family(
         "layer_types": Default(list),
         "attention_bias": Default(bool, False),
         "mlp_bias": Default(bool, False),
-        # Its files have it, and its code never reads it.
+        # Its files have this key, and its code never reads it.
         "max_window_layers": Default(int),
     },
     build=_build,

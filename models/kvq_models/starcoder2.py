@@ -14,8 +14,8 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     return decoder_config(
         "starcoder2",
         values,
-        mixer={"qkv_bias": bias, "output_bias": bias, "window_tokens": window or 0},
-        feed={"activation": "gelu_tanh", "gated": False, "bias": bias},
+        attention={"qkv_bias": bias, "output_bias": bias, "window_tokens": window or 0},
+        dense={"activation": "gelu_tanh", "gated": False, "bias": bias},
         norm="layer",
         norm_eps=values["norm_epsilon"],
     )

@@ -1,14 +1,16 @@
-"""How models write what they think, and how that is told from the answer while it comes.
+"""Separates what a model thinks from its answer while the text comes.
 
-A model that thinks puts a thought between two marks before its answer. Which marks these are, and
-by which variable its thinking is switched, its chat template says. Knows text, no protocol.
+A model that thinks puts a thought between two marks before its answer. Its chat template tells
+which marks these are, and which variable switches its thinking.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from kvq_models.marks import TextUpToMark, in_pieces
 
 if TYPE_CHECKING:
     from kvq_models.tokenizer import Tokenizer
@@ -16,13 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkingForm:
-    """One form: a thought stands between `opening` and `closing`.
+    """Describes one form: a thought stands between `opening` and `closing`.
 
-    `known_by` stands in the templates of models that write it. `tokens` are the parts of the marks
-    that a vocabulary may have as control tokens. Before an answer without a thought stands `plain`,
-    with which the closing mark ends. With `breaks` lines end behind the opening and around the
-    closing mark. `turns` are other marks that end a thought, before a call or what is said beside
-    it, each with what of it stays.
+    Args:
+        known_by: Text in the templates of models that use this form.
+        opening: The mark before a thought.
+        closing: The mark after a thought.
+        tokens: The parts of the marks that may be control tokens of a vocabulary.
+        plain: The mark before an answer without a thought, with which the closing mark ends.
+        breaks: Whether lines end after the opening mark and around the closing mark.
+        turns: Other marks that end a thought, before a call or other text, each with the part of it
+            that stays.
     """
 
     known_by: str
@@ -35,12 +41,12 @@ class ThinkingForm:
 
     @property
     def end(self) -> str:
-        """What stands behind a thought, whatever follows."""
+        """Returns the mark after a thought, whatever follows."""
         return self.closing.removesuffix(self.plain)
 
     @property
     def starts(self) -> tuple[tuple[str, bool], ...]:
-        """What else than `plain` an answer may begin with, and whether that begins a call."""
+        """Returns other beginnings of an answer than `plain`, and whether each begins a call."""
         return tuple((mark.removeprefix(self.end), kept != "") for mark, kept in self.turns)
 
 
@@ -84,19 +90,23 @@ FORMS = (
         tokens=("<think>", "</think>"),
     ),
 )
-# What is kept of a message, whichever model wrote it.
+# The form in which messages are stored, whichever model wrote them.
 KEPT = FORMS[-1]
 
-# Variables of templates that switch thinking, by how many of them know each.
+# Names that templates use for the thought of an earlier message.
+THOUGHT_NAMES = ("reasoning_content", "thinking")
+# Variables of templates that switch thinking, the most frequent first.
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
-# Of a prompt that is one of the marks the end has at most so many tokens.
+# No mark has more tokens than these at the end of a prompt.
 _TAIL_TOKENS = 32
+# A thought is recognised by this many of its last characters.
+_TAIL_CHARACTERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of what the model thinks; a plain string is a piece of its answer."""
+    """Holds a piece of a thought; a plain string is a piece of the answer."""
 
     text: str
 
@@ -105,102 +115,107 @@ Piece = str | Thought
 
 
 class ThinkingReader:
-    """Tells the thought at an answer's beginning from the answer, piece by piece.
+    """Separates the thought at the beginning of an answer from the answer, piece by piece.
 
-    `begun`: the prompt has the opening mark already. No piece has a part of a mark; spaces around
-    the thought, and the blank lines before the answer, are nobody's. A text that does not begin
-    with a thought is the answer as it stands.
+    With `begun` the prompt has the opening mark already. No piece has a part of a mark. Spaces
+    around the thought, and blank lines before the answer, are dropped. A text that does not begin
+    with a thought is the answer as it is.
     """
 
     def __init__(self, form: ThinkingForm, *, begun: bool = False) -> None:
         self._form = form
         self._begun = begun
-        self._read: Callable[[list[Piece]], bool] = self._opening
-        self._held: str = ""
-        self._told = False
+        # The state: it takes text, adds pieces, and returns the rest for the next state.
+        self._read: Callable[[str, list[Piece]], str] = self._opening
+        # White space whose place is not decided yet, and a possible opening mark after it.
+        self._spaces: list[str] = []
+        self._start = ""
+        self._ends = dict(form.turns) | {form.closing: ""}
+        self._thought = TextUpToMark(self._ends)
+        self._has_thought = False
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes next belongs to a thought, as far as that is known."""
+        """Returns whether the next text belongs to a thought, as far as this is known."""
         return self._read == self._inside or (self._begun and self._read == self._opening)
 
     def feed(self, text: str) -> list[Piece]:
-        """What `text` adds; some of it may be held back until it is plain what it is."""
-        self._held += text
+        """Returns the pieces that `text` completes; the rest is held back until more has come."""
         pieces: list[Piece] = []
-        while self._held and self._read(pieces):
-            pass
+        for piece in in_pieces(text):
+            rest = piece
+            while rest:
+                rest = self._read(rest, pieces)
         return pieces
 
     def flush(self) -> list[Piece]:
-        """What was held back, once no more text comes."""
-        held, self._held = self._held, ""
-        if self._read == self._gap or not held:
+        """Returns the pieces that were held back, at the end of the text."""
+        if self._read == self._gap:
             return []
-        return [Thought(held)] if self.thinking else [held]
+        text = "".join([*self._spaces, self._start])
+        self._spaces, self._start = [], ""
+        if self._read == self._inside:
+            text = self._thought.flush() if self._has_thought else self._thought.flush().lstrip()
+        if not text:
+            return []
+        return [Thought(text)] if self.thinking else [text]
 
-    def _opening(self, pieces: list[Piece]) -> bool:
-        text = self._held.lstrip()
-        marks: dict[str, Callable[[list[Piece]], bool]] = {self._form.opening: self._inside}
+    def _opening(self, text: str, pieces: list[Piece]) -> str:
+        if not self._start:
+            start = text.lstrip()
+            self._spaces.append(text[: len(text) - len(start)])
+            text = start
+        self._start += text
+        marks: dict[str, Callable[[str, list[Piece]], str]] = {self._form.opening: self._inside}
         if self._form.plain:
             marks[self._form.plain] = self._answer
-        found = next((mark for mark in marks if text.startswith(mark)), None)
-        if found is not None:
-            self._held, self._read = text[len(found) :], marks[found]
-        elif any(mark.startswith(text) for mark in marks):
-            return False
-        else:
-            self._read = self._inside if self._begun else self._answer
-        return True
+        mark = next(filter(self._start.startswith, marks), None)
+        if mark is None and any(mark.startswith(self._start) for mark in marks):
+            return ""
+        rest = "".join([*self._spaces, self._start]) if mark is None else self._start[len(mark) :]
+        self._spaces, self._start = [], ""
+        begun = self._inside if self._begun else self._answer
+        self._read = begun if mark is None else marks[mark]
+        return rest
 
-    def _inside(self, pieces: list[Piece]) -> bool:
-        marks = {self._form.closing: ""} | dict(self._form.turns)
-        text = self._held if self._told else self._held.lstrip()
-        found = min(((text.find(mark), mark) for mark in marks if mark in text), default=None)
-        if found is not None:
-            place, mark = found
-            thought = text[:place].rstrip()
-            self._held, self._read = marks[mark] + text[place + len(mark) :], self._gap
-        else:
-            longest = min(len(text), max(map(len, marks)) - 1)
-            ends = (n for n in range(longest, 0, -1) if _begins(marks, text[-n:]))
-            thought = text[: len(text) - next(ends, 0)].rstrip()
-            self._held = text[len(thought) :]
+    def _inside(self, text: str, pieces: list[Piece]) -> str:
+        thought, mark, rest = self._thought.feed(text)
         if thought:
-            self._told = True
-            pieces.append(Thought(thought))
-        return found is not None
+            pieces.append(Thought(thought if self._has_thought else thought.lstrip()))
+            self._has_thought = True
+        if not mark:
+            return ""
+        self._read = self._gap
+        return self._ends[mark] + rest
 
-    def _gap(self, pieces: list[Piece]) -> bool:
-        text = self._held.lstrip()
-        if not text:
-            return False
-        space = self._held[: len(self._held) - len(text)]
-        self._held, self._read = space[space.rfind("\n") + 1 :] + text, self._answer
-        return True
+    def _gap(self, text: str, pieces: list[Piece]) -> str:
+        answer = text.lstrip()
+        space = text[: len(text) - len(answer)]
+        if "\n" in space:
+            self._spaces = []
+        self._spaces.append(space[space.rfind("\n") + 1 :])
+        if not answer:
+            return ""
+        self._read, spaces = self._answer, "".join(self._spaces)
+        self._spaces = []
+        return spaces + answer
 
-    def _answer(self, pieces: list[Piece]) -> bool:
-        pieces.append(self._held)
-        self._held = ""
-        return False
-
-
-def _begins(marks: Iterable[str], text: str) -> bool:
-    """Whether one of `marks` begins with `text`."""
-    return any(mark.startswith(text) for mark in marks)
+    def _answer(self, text: str, pieces: list[Piece]) -> str:
+        pieces.append(text)
+        return ""
 
 
 class ThinkingWriter:
-    """Writes pieces as one text in the form that is kept, from which `split` has them again."""
+    """Writes pieces as one text in the stored form, from which `split` reads them again."""
 
     def __init__(self) -> None:
         self._opened = self._closed = False
 
     def text(self, pieces: Sequence[Piece]) -> str:
-        """What `pieces` add to the text."""
-        return "".join(map(self._one, pieces))
+        """Returns the text that `pieces` add."""
+        return "".join(map(self._write, pieces))
 
-    def _one(self, piece: Piece) -> str:
+    def _write(self, piece: Piece) -> str:
         if isinstance(piece, Thought):
             opened, self._opened = self._opened, True
             return piece.text if opened else f"{KEPT.opening}\n{piece.text}"
@@ -209,7 +224,7 @@ class ThinkingWriter:
 
 
 def split(text: str) -> tuple[str, str]:
-    """The thought and the answer of a text that is kept."""
+    """Returns the thought and the answer of a stored text."""
     reader = ThinkingReader(KEPT)
     pieces = [*reader.feed(text), *reader.flush()]
     return (
@@ -218,18 +233,19 @@ def split(text: str) -> tuple[str, str]:
     )
 
 
-def said(thought: str, answer: str) -> dict[str, str]:
-    """An assistant's message as templates take it, the thought under each name they know it by."""
+def assistant_message(thought: str, answer: str) -> dict[str, str]:
+    """Returns an assistant's message for templates, with the thought under each name they know."""
     if not thought:
         return {"content": answer}
-    return {"content": answer, **dict.fromkeys(("reasoning_content", "thinking"), thought)}
+    return {"content": answer, **dict.fromkeys(THOUGHT_NAMES, thought)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thinking:
-    """How one model thinks: the form, and the variables of its template that steer it.
+    """Describes how one model thinks: the form, and the template variables that control it.
 
-    `switch` turns it on and off, `effort` says how much; None: the template knows none.
+    `switch` turns it on and off, and `effort` sets how much; None: the template has no such
+    variable.
     """
 
     form: ThinkingForm
@@ -239,7 +255,7 @@ class Thinking:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Thinking | None:
-        """That of the model with this tokenizer; None: it does not think, or in no known form."""
+        """Returns how the model with this tokenizer thinks, or None if it has no known form."""
         template = tokenizer.chat_template or ""
         form = next((form for form in FORMS if form.known_by in template), None)
         if form is None:
@@ -254,21 +270,24 @@ class Thinking:
 
     @property
     def shown(self) -> frozenset[int]:
-        """The control tokens that the marks have, which are to be text."""
+        """Returns the control tokens in the marks, which have to be shown as text."""
         ids = map(self.tokenizer.token_id, self.form.tokens)
-        return frozenset(one for one in ids if one is not None and self.tokenizer.is_control(one))
+        return frozenset(
+            token for token in ids if token is not None and self.tokenizer.is_control(token)
+        )
 
     def variables(self, *, on: bool | None = None) -> dict[str, Any]:
-        """What the template is given for thinking `on` or off; None, or no switch: nothing."""
+        """Returns the template variables for thinking `on` or off; none without a switch."""
         return {} if on is None or self.switch is None else {self.switch: on}
 
-    def begun(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends with the opening mark."""
-        tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], special=True)
-        return tail.rstrip().endswith(self.form.opening)
+    def begun(self, prompt: Sequence[int], thought: str = "") -> bool:
+        """Returns whether the prompt ends with the opening mark, or with a begun `thought`."""
+        tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], special=True).rstrip()
+        end = thought.rstrip()[-_TAIL_CHARACTERS:]
+        return tail.endswith(self.form.opening) or (end != "" and tail.endswith(end))
 
     def ids(self, thought: str, answer: str, *, begun: bool) -> list[int]:
-        """Tokens of a reply as the model writes it, after a prompt that has `begun` the thought."""
+        """Returns the tokens of a reply, after a prompt that has `begun` the thought or not."""
         encode = self.tokenizer.encode
         form, line = self.form, "\n" * self.form.breaks
         if not thought and not begun:
@@ -279,7 +298,7 @@ class Thinking:
         return [*ids, *closing, *encode(answer)] if answer else ids
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a reply's tokens, its marks included."""
+        """Returns the text of a reply's tokens, with its marks."""
         from kvq_models.tokenizer import IncrementalDetokenizer
 
         detokenizer = IncrementalDetokenizer(self.tokenizer)
@@ -287,5 +306,5 @@ class Thinking:
         return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
     def reader(self, prompt: Sequence[int]) -> ThinkingReader:
-        """Reads an answer to `prompt`."""
+        """Returns a reader for an answer to `prompt`."""
         return ThinkingReader(self.form, begun=self.begun(prompt))

@@ -1,9 +1,10 @@
-"""How the supported families write calls of tools, and how such a call is read while it comes.
+"""Reads tool calls as the supported families write them, while the answer comes.
 
-A chat template that takes `tools` tells its model a form to answer in. Most write a call as a JSON
-object of a name and arguments; families differ in the marks around it, and small models leave them
-out or write others: what llama-server reads as a call is read so here. Others have a notation of
-their own between their marks, which `call_texts` reads. Knows text, no token and no protocol.
+A chat template that takes `tools` tells its model in which form to answer. Most forms are a JSON
+object of a name and arguments; families differ in the marks around it. Small models leave the marks
+out or write others; what llama-server reads as a call is read here too. Some forms have another
+notation between their marks, which `call_texts` reads. The module knows text, no tokens and no
+protocol.
 """
 
 from __future__ import annotations
@@ -26,19 +27,29 @@ from kvq_models.call_texts import (
     Schemas,
     python_text,
 )
+from kvq_models.marks import PendingText, TextUpToMark, begun_mark, in_pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolForm:
-    """One form. `opening` and `closing` are the marks around a call, or around a list of calls.
+    """Describes one form of calls.
 
-    A form without an opening is the whole answer; it may stand after the mark `before`.
-    `known_by` stands in the templates that ask for it, `not_by` in those of another form. `calls`
-    is the notation of what stands between the marks where that is no JSON. Then what
-    stands between the marks `bare`, with them, is read too. `tokens`: marks within calls, and
-    parts of marks, that a vocabulary may have as control tokens. `unsaid`: marks around what is
-    said, which are no part of it. `last`: a call is the last of an answer, and its closing mark may
-    be a token that ends one.
+    Args:
+        known_by: Text in the templates that ask for this form.
+        opening: The mark before a call, or before a list of calls; empty: the call is the whole
+            answer.
+        closing: The mark after it.
+        gap: Text between a mark and the call.
+        listed: Whether the marks stand around a list of calls.
+        arguments: The key of the arguments.
+        before: For a form without an opening, a mark that may stand before the call.
+        not_by: Text in the templates of another form that also have `known_by`.
+        calls: The notation between the marks if it is not JSON.
+        bare: Other marks of this notation; the text between them, with them, is read too.
+        tokens: Marks within calls, and parts of marks, that may be control tokens of a vocabulary.
+        plain_marks: Marks around plain text, which do not belong to it.
+        last: Whether a call is the last of an answer; its closing mark may be a token that ends
+            one.
     """
 
     known_by: str
@@ -52,7 +63,7 @@ class ToolForm:
     calls: Notation | None = None
     bare: tuple[str, str] | None = None
     tokens: tuple[str, ...] = ()
-    unsaid: tuple[str, ...] = ()
+    plain_marks: tuple[str, ...] = ()
     last: bool = False
 
 
@@ -83,7 +94,7 @@ FORMS = (
     ToolForm(known_by="<|call|>", opening="<|channel|>commentary to=functions.",
         closing="<|call|>", last=True, calls=HARMONY, bare=(" to=functions.", "<|call|>"),
         tokens=("<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|start|>"),
-        unsaid=("<|start|>assistant", "<|end|>", "<|channel|>commentary<|message|>",
+        plain_marks=("<|start|>assistant", "<|end|>", "<|channel|>commentary<|message|>",
             "<|channel|>final<|message|>")),
     # Llama 3.1 to 3.3
     ToolForm(known_by='"parameters": ', arguments="parameters", before="<|python_tag|>"),
@@ -91,32 +102,39 @@ FORMS = (
 
 
 def tool_form(template: str | None) -> ToolForm | None:
-    """The form that a chat template asks for, None when it takes no tools or asks for another."""
+    """Returns the form that a chat template asks for, None if it takes no tools or another form."""
     if template is None or not re.search(r"\btools\b", template):
         return None
     fitting = (form for form in FORMS if form.known_by in template and form.not_by not in template)
     return next(fitting, None)
 
 
-def told_calls(messages: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:
-    """`messages` with their calls in what they say, where the template would leave these out.
+def with_calls_as_text(
+    messages: Sequence[Mapping[str, Any]], template: str
+) -> Sequence[Mapping[str, Any]]:
+    """Returns `messages` with calls written into their text, if the template leaves calls out.
 
-    Some take tools and results, and only what an answer says of calls: the model would not see
-    what it had called.
+    Some templates take tools and results, and of calls only the text of an answer, so the model
+    would not see what it had called.
     """
     form = tool_form(template)
     if form is None or "tool_calls" in template:
         return messages
     return [
-        {**message, "content": f"{message['content']}{_told(form, message['tool_calls'])}"}
+        _with_call_text(message, form)
         if message.get("tool_calls") and isinstance(message["content"], str)
         else message
         for message in messages
     ]
 
 
-def _told(form: ToolForm, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Calls as chat templates take them, as an answer in `form` has them."""
+def _with_call_text(message: Mapping[str, Any], form: ToolForm) -> Mapping[str, Any]:
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": f"{message['content']}{_call_text(form, message['tool_calls'])}"}
+
+
+def _call_text(form: ToolForm, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Writes calls, as chat templates take them, as they stand in an answer of this form."""
     calls = [(row["function"]["name"], row["function"]["arguments"]) for row in rows]
     if form.calls is PYTHON:
         return f"{form.opening}{python_text(calls)}{form.closing}"
@@ -130,14 +148,14 @@ def _told(form: ToolForm, rows: Sequence[Mapping[str, Any]]) -> str:
     return gap.join(f"{form.opening}{gap}{text}{gap}{form.closing}" for text in texts)
 
 
-# Marks that hold calls, and what closes each: those of the families, and tags that models told of
-# <tool_call> write in its place.
+# Opening and closing marks of calls: those of the families, and tags that some models write
+# instead of <tool_call>.
 _TAGS = ("function_call", "tool", "tools", "response", "json", "JSON", "xml")
 MARKS = {form.opening or form.before: form.closing for form in FORMS if form.calls is None} | {
     f"<{tag}>": f"</{tag}>" for tag in _TAGS
 }
 _FENCE = "```"
-# What may stand behind the backticks of a fence that holds calls.
+# Words that may follow the backticks of a fence that holds calls.
 _FENCED = ("", "json", "xml", "tool_call")
 _PLACE = re.compile(
     "|".join(map(re.escape, MARKS)) + rf"|(?:(?<=\n)|\A)[ \t]*(?:(?P<fence>{_FENCE})|\{{)"
@@ -151,7 +169,7 @@ _OBJECT_HEAD = re.compile(rf"\{{\s*{_STRING}(?:\s*:\s*{_STRING})?", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallPiece:
-    """Call number `index`: the `name` of a tool and its `arguments`, the text of a JSON object."""
+    """Holds call number `index`: the `name` of a tool and its `arguments` as a JSON text."""
 
     index: int
     name: str
@@ -162,26 +180,26 @@ Piece = str | CallPiece
 
 
 class Reader(Protocol):
-    """Tells the calls in an answer from its text, piece by piece."""
+    """Separates calls from the text of an answer, piece by piece."""
 
     @property
     def calls(self) -> int:
-        """Calls told so far."""
+        """Returns the number of calls so far."""
         ...
 
     def feed(self, text: str) -> list[Piece]:
-        """What `text` adds; some of it may be held back until it is plain what it is."""
+        """Returns the pieces that `text` completes; the rest is held back until more has come."""
         ...
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
-        """What was held back, once no more text comes; a call that was `cut` off is left out."""
+        """Returns what was held back, at the end of the text, without a call that was `cut` off."""
         ...
 
 
 def reader_of(form: ToolForm, schemas: Schemas, most: int | None = None) -> Reader:
-    """Reads answers in `form`; `schemas` are those of the tools' arguments, by their names.
+    """Returns a reader of answers in `form`; `schemas` are those of arguments, by tool name.
 
-    At most `most` calls are told.
+    It returns at most `most` calls.
     """
     if form.calls is not None:
         return MarkedReader(form, form.calls.read, schemas, most)
@@ -189,11 +207,11 @@ def reader_of(form: ToolForm, schemas: Schemas, most: int | None = None) -> Read
 
 
 class MarkedReader:
-    """Reads calls in a notation of their own, which stand between the marks of `form`.
+    """Reads calls in another notation than JSON, which stand between the marks of `form`.
 
-    A call is told once its closing mark came. What stands there and is no call is text, and so is
-    what stands between the bare marks and calls no tool that was offered. All pieces together are
-    the answer, without the marks and without spaces before them.
+    A call is complete when its closing mark has come. If what stands there is no call, it is text,
+    and so is a call between bare marks of a tool that was not offered. All pieces together are the
+    answer, without the marks and without spaces before them.
     """
 
     def __init__(
@@ -203,102 +221,86 @@ class MarkedReader:
         schemas: Schemas,
         most: int | None = None,
     ) -> None:
-        self._own = form.opening
+        self._family_mark = form.opening
         self._closings = {form.opening: form.closing} | dict([form.bare] if form.bare else [])
-        self._unsaid = form.unsaid
+        self._plain_marks = form.plain_marks
         self._read = read
         self._schemas = schemas
         self._most = most
         self._calls = 0
-        self._held = ""
-        # Spaces and the opening mark before what is read as a call, None outside of one.
+        self._plain = TextUpToMark((*self._closings, *self._plain_marks))
+        # Spaces and the opening mark before a call, None outside of one.
         self._before: str | None = None
         self._opening = ""
+        # The call so far, and its last characters, which may begin its closing mark.
         self._inside: list[str] = []
+        self._last = ""
 
     @property
     def calls(self) -> int:
-        """Calls told so far."""
         return self._calls
 
     def feed(self, text: str) -> list[Piece]:
-        """See `Reader.feed`."""
-        self._held += text
         pieces: list[Piece] = []
-        while self._text(pieces) if self._before is None else self._call(pieces):
-            pass
+        for piece in in_pieces(text):
+            rest = piece
+            while rest:
+                rest = (
+                    self._text(rest, pieces) if self._before is None else self._call(rest, pieces)
+                )
         return pieces
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
-        """See `Reader.flush`. An answer that ends inside of a call may end it so."""
+        """Returns what was held back; an answer that ends inside a call may end the call."""
         pieces: list[Piece] = []
         if self._before is None:
-            if self._calls == 0 or self._held.strip():
-                pieces += [self._held] if self._held else []
+            text = self._plain.flush()
+            if self._calls == 0 or text.strip():
+                pieces += [text] if text else []
         elif not cut:
-            self._end("".join([*self._inside, self._held]), "", pieces)
-        self._held = ""
+            self._end("".join([*self._inside, self._last]), "", pieces)
         return pieces
 
-    def _text(self, pieces: list[Piece]) -> bool:
-        """Text up to where a call opens; its last spaces, and what may be a mark, are held."""
-        places = {mark: self._held.find(mark) for mark in self._marks}
-        found = [(place, mark) for mark, place in places.items() if place >= 0]
-        place, mark = min(found, default=(len(self._held) - self._half(), ""))
-        text = self._held[:place].rstrip()
-        pieces += [text] if text else []
-        if mark in self._unsaid:
-            self._held = self._held[place + len(mark) :]
-        elif mark:
-            self._before, self._opening = self._held[len(text) : place] + mark, mark
-            self._held = self._held[place + len(mark) :]
-        else:
-            self._held = self._held[len(text) :]
-        return bool(mark)
+    def _text(self, text: str, pieces: list[Piece]) -> str:
+        """Reads text up to a call; the last spaces, and the beginning of a mark, are held back."""
+        plain, mark, rest = self._plain.feed(text)
+        pieces += [plain] if plain else []
+        spaces = self._plain.flush() if mark else ""
+        if mark and mark not in self._plain_marks:
+            self._before, self._opening = spaces + mark, mark
+        return rest
 
-    def _half(self) -> int:
-        """How many of the last characters may be the beginning of a mark."""
-        longest = min(len(self._held), max(map(len, self._marks)) - 1)
-        ends = (n for n in range(longest, 0, -1) if self._opens(self._held[-n:]))
-        return next(ends, 0)
-
-    def _opens(self, text: str) -> bool:
-        return any(mark.startswith(text) for mark in self._marks)
-
-    @property
-    def _marks(self) -> tuple[str, ...]:
-        return (*self._closings, *self._unsaid)
-
-    def _call(self, pieces: list[Piece]) -> bool:
-        """The call up to its closing mark, of which a beginning stays held."""
+    def _call(self, text: str, pieces: list[Piece]) -> str:
+        """Reads a call up to its closing mark, of which a beginning is held back."""
         closing = self._closings[self._opening]
-        body, found, rest = self._held.partition(closing)
-        if not found:
-            keep = len(closing) - 1
-            self._inside.append(self._held[:-keep])
-            self._held = self._held[-keep:]
-            return False
-        self._held = rest
+        body, mark, rest = f"{self._last}{text}".partition(closing)
+        keep = len(closing) - 1
+        if not mark:
+            self._inside.append(body[:-keep])
+            self._last = body[-keep:]
+            return ""
         self._end("".join([*self._inside, body]), closing, pieces)
-        return True
+        return rest
 
     def _end(self, body: str, closing: str, pieces: list[Piece]) -> None:
-        """The call `body` ended, perhaps by `closing`."""
-        own = self._opening == self._own
-        calls = self._read(body if own else f"{self._opening}{body}{closing}", self._schemas)
-        told = [] if calls is None else list(map(_written, calls))
-        offered = own or all(name in self._schemas for name, _ in calls or ())
-        if not told or not offered or None in told:
+        """Adds the call `body`, which ended, perhaps by `closing`."""
+        is_family_form = self._opening == self._family_mark
+        calls = self._read(
+            body if is_family_form else f"{self._opening}{body}{closing}", self._schemas
+        )
+        written = [] if calls is None else list(map(_written, calls))
+        offered = is_family_form or all(name in self._schemas for name, _ in calls or ())
+        if not written or not offered or None in written:
             pieces.append(f"{self._before}{body}{closing}")
-        for one in told if offered and None not in told else ():
-            if one is not None and (self._most is None or self._calls < self._most):
-                pieces.append(CallPiece(index=self._calls, name=one[0], arguments=one[1]))
+        for call in written if offered and None not in written else ():
+            if call is not None and (self._most is None or self._calls < self._most):
+                pieces.append(CallPiece(index=self._calls, name=call[0], arguments=call[1]))
                 self._calls += 1
-        self._before, self._inside = None, []
+        self._before, self._inside, self._last = None, [], ""
 
 
 def _written(call: Call) -> tuple[str, str] | None:
-    """A call with the text of its arguments; None for what JSON cannot write."""
+    """Returns a call with the text of its arguments; None if JSON cannot write them."""
     try:
         return call[0], json.dumps(call[1], ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -306,147 +308,167 @@ def _written(call: Call) -> tuple[str, str] | None:
 
 
 class CallReader:
-    """Tells the calls in an answer from its text, piece by piece.
+    """Reads calls that are JSON objects.
 
-    A call stands between the marks of a family, in a fence of Markdown, or bare at the start of a
-    line. Between the model's own marks any name is a call's; elsewhere it is one of `names`, those
-    of the tools that were offered. A call is told once it is whole, so that none is told in part,
-    and at most `most` are. What looks like a call and is none is text. All pieces together are the
-    answer, without the marks and without spaces beside them.
+    A call stands between the marks of a family, in a Markdown fence, or bare at the beginning of a
+    line. Between the model's own marks any name is that of a call; elsewhere it must be one of
+    `names`, those of the offered tools. A call is returned when it is complete, and at most `most`
+    are. What looks like a call and is none is text. All pieces together are the answer, without the
+    marks and without spaces beside them.
     """
 
     def __init__(self, form: ToolForm, names: Collection[str], most: int | None = None) -> None:
-        self._own = form.opening or form.before
+        self._family_mark = form.opening or form.before
         self._names = frozenset(names)
         self._most = most
         self._calls = 0
-        # Text that is not told yet, and whether the line it begins with was told in part.
-        self._held = ""
-        self._goes_on = False
-        # Of a place that may hold calls: what was read there since the last one, None outside.
-        self._before: str | None = None
+        # Text that is held back, and whether a line begins after its white space.
+        self._pending = PendingText()
+        self._line_begins = True
+        # A fence that may hold calls, which is not known yet, and its shortened form.
+        self._fence: list[str] = []
+        self._short_fence = ""
+        # What was read since the last call, in a place that may hold calls; None outside.
+        self._before: list[str] | None = None
         self._closings: list[str] = []
-        self._told = self._trusted = False
+        self._has_call = self._trusted = False
         self._object: _Object | None = None
 
     @property
     def calls(self) -> int:
-        """Calls told so far."""
         return self._calls
 
     def feed(self, text: str) -> list[Piece]:
-        """What `text` adds; some of it may be held back until it is plain what it is."""
-        self._held += text
         pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
+        for piece in in_pieces(text):
+            rest = self._after_pending(piece)
+            while rest:
+                rest = self._step(rest, pieces)
         return pieces
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
-        """What was held back, once no more text comes; a call that was `cut` off is left out."""
         pieces: list[Piece] = []
-        one = self._object
+        unfinished, self._object = self._object, None
+        pending = self._pending.flush() + "".join(self._fence)
+        self._fence, self._short_fence = [], ""
         if self._before is None:
-            # Spaces at the end of a text are its own, those after a call are nobody's.
-            told = self._held if self._calls == 0 else self._held.strip() and self._held
-            pieces += [told] if told else []
-        elif one is not None:
-            if not (cut and (self._trusted or one.named)):
-                self._give_back(pieces, one.text)
-        elif not self._told and not (cut and self._trusted):
-            self._give_back(pieces, self._held)
-        self._held, self._object = "", None
+            # Spaces at the end of a text belong to it; spaces after a call are dropped.
+            text = pending if self._calls == 0 else pending.strip() and pending
+            pieces += [text] if text else []
+        elif unfinished is not None:
+            if not (cut and (self._trusted or unfinished.named)):
+                self._give_back(pieces, unfinished.text)
+        elif not self._has_call and not (cut and self._trusted):
+            self._give_back(pieces, pending)
         return pieces
 
-    def _step(self, pieces: list[Piece]) -> bool:
-        """One thing more of what is held; False when that is not enough."""
-        if self._object is not None:
-            return self._read_object(self._object, pieces)
-        if self._before is not None:
-            return self._between_calls(self._before, pieces)
-        return self._read_text(pieces)
+    def _after_pending(self, text: str) -> str:
+        """Returns what was held back, followed by `text`; nothing while a fence is undecided."""
+        if not self._fence:
+            text, self._pending.end = f"{self._pending.end}{text}", ""
+            return text
+        self._fence.append(text)
+        self._short_fence = _shortened(f"{self._short_fence}{text}")
+        if _opening(self._short_fence) is None:
+            return ""
+        text, self._fence = "".join(self._fence), []
+        return text
 
-    def _read_text(self, pieces: list[Piece]) -> bool:
-        """Text up to where a call may begin; its last spaces, and what may be a mark, are held."""
-        place, found = _call_place(self._held, line_begins=not self._goes_on)
-        text = self._held[:place].rstrip()
-        if text:
-            pieces.append(text)
-            self._goes_on = True
-        if found:
-            self._before, self._held = self._held[len(text) : place], self._held[place:]
-            self._closings, self._told, self._trusted = [], False, False
+    def _hold(self, text: str) -> None:
+        """Holds back what begins like a mark or a fence until more has come."""
+        if _FENCE_HEAD.match(text):
+            self._fence, self._short_fence = [text], _shortened(text)
         else:
-            self._held = self._held[len(text) :]
-        return found
+            self._pending.end = text
 
-    def _between_calls(self, before: str, pieces: list[Piece]) -> bool:
-        """Past marks, brackets and commas to a next call, or out by the closing mark."""
-        rest = self._held.lstrip(" \n\r\t,[]" if self._closings else " \n\r\t")
-        self._before = before + self._held[: len(self._held) - len(rest)]
-        self._held = rest
+    def _step(self, text: str, pieces: list[Piece]) -> str:
+        """Reads one more thing and returns the rest of `text`."""
+        if self._object is not None:
+            return self._read_object(self._object, text, pieces)
+        if self._before is not None:
+            return self._between_calls(self._before, text, pieces)
+        return self._read_text(text, pieces)
+
+    def _read_text(self, text: str, pieces: list[Piece]) -> str:
+        """Reads text up to a possible call; last spaces and a mark's beginning are held back."""
+        place, is_call = _call_place(text, line_begins=self._line_begins)
+        plain = self._pending.feed(text[:place])
+        pieces += [plain] if plain else []
+        line = text[text.rfind("\n", 0, place) + 1 : place]
+        whole_line = self._line_begins or "\n" in text[:place]
+        self._line_begins = whole_line and not line.strip(" \t")
+        if is_call:
+            self._before = [self._pending.flush()]
+            self._closings, self._has_call, self._trusted = [], False, False
+            return text[place:]
+        if self._line_begins:
+            self._hold(text[place:])
+        else:
+            self._pending.end = text[place:]
+        return ""
+
+    def _between_calls(self, before: list[str], text: str, pieces: list[Piece]) -> str:
+        """Skips marks, brackets and commas to the next call, or ends at the closing mark."""
+        rest = text.lstrip(" \n\r\t,[]" if self._closings else " \n\r\t")
+        before.append(text[: len(text) - len(rest)])
         closing = self._closings[-1] if self._closings else ""
         if rest.startswith("{"):
             self._object = _Object(None if self._trusted else self._names)
-            return True
+            return rest
         if closing and rest.startswith(closing):
-            self._closings.pop()
-            self._pass(closing)
+            before.append(self._closings.pop())
             if not self._closings:
                 self._leave(pieces)
-            return True
+            return rest.removeprefix(closing)
         opening = _opening(rest)
         if opening is None or (closing and closing.startswith(rest)):
-            return False
+            self._hold(rest)
+            return ""
         if opening:
             self._closings.append(MARKS.get(opening, _FENCE))
-            self._trusted = self._trusted or opening == self._own
-            self._pass(opening)
-            return True
+            self._trusted = self._trusted or opening == self._family_mark
+            before.append(opening)
+            return rest.removeprefix(opening)
         self._leave(pieces)
-        return True
+        return rest
 
-    def _pass(self, mark: str) -> None:
-        self._before = f"{self._before}{mark}"
-        self._held = self._held.removeprefix(mark)
-
-    def _read_object(self, one: _Object, pieces: list[Piece]) -> bool:
-        self._held = self._held[one.feed(self._held) :]
-        if not one.ended:
-            return False
+    def _read_object(self, json_object: _Object, text: str, pieces: list[Piece]) -> str:
+        rest = text[json_object.feed(text) :]
+        if not json_object.ended:
+            return ""
         self._object = None
-        call = one.call()
+        call = json_object.call()
         if call is None:
-            self._give_back(pieces, one.text)
-            self._told = False
-            self._before = ""
+            self._give_back(pieces, json_object.text)
+            self._has_call = False
+            self._before = []
             self._leave(pieces)
-            return True
+            return rest
         if self._most is None or self._calls < self._most:
             pieces.append(CallPiece(index=self._calls, name=call[0], arguments=call[1]))
             self._calls += 1
-        self._before, self._told = "", True
+        self._before, self._has_call = [], True
         if not self._closings:
             self._leave(pieces)
-        return True
+        return rest
 
     def _give_back(self, pieces: list[Piece], text: str) -> None:
-        """What was read since the last call was none."""
-        text = f"{self._before}{text}"
+        """Adds what was read since the last call, with `text`, as text."""
+        text = "".join([*(self._before or ()), text])
         pieces += [text] if text else []
 
     def _leave(self, pieces: list[Piece]) -> None:
-        """The place ends: without a call it is text, and behind one a line begins."""
-        if not self._told:
+        """Ends a place of calls: without a call it is text; after one a line begins."""
+        if not self._has_call:
             self._give_back(pieces, "")
-        self._goes_on = not self._told
+        self._line_begins = self._has_call
         self._before = None
 
 
 class _Object:
-    """One JSON object while it comes: where it ends, and as soon as that shows that it is no call.
+    """Reads one JSON object while it comes, and stops when it is clear that it is no call.
 
-    `names` are those that a call may have, None: any.
+    `names` are the possible names of a call, None: any.
     """
 
     def __init__(self, names: Collection[str] | None) -> None:
@@ -454,7 +476,7 @@ class _Object:
         self.named = False
         self._names = names
         self._parts: list[str] = []
-        self._head = ""
+        self._head: list[str] = []
         self._strings = 0
         self._refused = False
         self._depth = 0
@@ -462,15 +484,15 @@ class _Object:
 
     @property
     def text(self) -> str:
-        """What came of it."""
+        """Returns the text so far."""
         return "".join(self._parts)
 
     def feed(self, text: str) -> int:
-        """Takes the object's part of `text`; how many characters these are."""
+        """Takes the object's part of `text` and returns its number of characters."""
         for place, character in enumerate(text):
-            # A key and a value decide; what follows them is only counted.
+            # The first key and value decide; after them only brackets are counted.
             if self._strings < 2:
-                self._head += character
+                self._head.append(character)
             self._note(character)
             if self._depth == 0 or self._refused:
                 self.ended = True
@@ -480,20 +502,24 @@ class _Object:
         return len(text)
 
     def call(self) -> tuple[str, str] | None:
-        """Name and arguments (JSON) once it has ended, in whatever order they came."""
-        found: Any = None if self._refused else _loaded(self.text)
-        if not isinstance(found, Mapping):
+        """Returns name and arguments (JSON), in whatever order they came, or None for no call."""
+        parsed: Any = None if self._refused else _loaded(self.text)
+        if not isinstance(parsed, Mapping):
             return None
-        rows = cast(Mapping[str, Any], found)
+        rows = cast(Mapping[str, Any], parsed)
         name, arguments = rows.get("name"), rows.get("arguments", rows.get("parameters"))
-        if not isinstance(name, str) or not isinstance(arguments, Mapping) or not self._may(name):
+        if (
+            not isinstance(name, str)
+            or not isinstance(arguments, Mapping)
+            or not self._is_allowed(name)
+        ):
             return None
         try:
             return name, json.dumps(arguments, ensure_ascii=False)
         except RecursionError:
             return None
 
-    def _may(self, name: Any) -> bool:
+    def _is_allowed(self, name: Any) -> bool:
         return self._names is None or name in self._names
 
     def _note(self, character: str) -> None:
@@ -514,57 +540,72 @@ class _Object:
             self._refused = True
 
     def _decide(self) -> None:
-        """Whether its first key, or the name that comes first, says that it is no call."""
-        found = _OBJECT_HEAD.fullmatch(self._head) if self._strings <= 2 else None
-        if found is None:
+        """Decides by the first key, or by a name that comes first, whether it may be a call."""
+        head = "".join(self._head) if self._strings <= 2 else ""
+        match = _OBJECT_HEAD.fullmatch(head)
+        if match is None:
             return
-        key = _loaded(found[1])
-        if found[2] is None:
+        key = _loaded(match[1])
+        if match[2] is None:
             self._refused = key not in _KEYS
         elif key == "name":
-            self.named = self._may(_loaded(found[2]))
+            self.named = self._is_allowed(_loaded(match[2]))
             self._refused = not self.named
 
 
 def _call_place(text: str, *, line_begins: bool) -> tuple[int, bool]:
-    """Where in `text` a call may begin, and whether it may; else up to where it is plainly text."""
-    for found in _PLACE.finditer(text):
-        if found[0] not in MARKS:
-            if found.start() == 0 and not line_begins:
+    """Returns where a call may begin in `text` and True, or the length of plain text and False.
+
+    `line_begins`: only spaces and tabs of its line stand before `text`.
+    """
+    for match in _PLACE.finditer(text):
+        if match[0] not in MARKS:
+            if match.start() == 0 and not line_begins:
                 continue
-            opens = _opening(text[found.start("fence") :]) if found["fence"] else "{"
+            opens = _opening(text, match.start("fence")) if match["fence"] else "{"
             if opens is None:
-                return found.start(), False
+                return match.start("fence"), False
             if not opens:
                 continue
-        return found.start(), True
-    marks = (*MARKS, _FENCE)
-    longest = min(len(text), max(map(len, marks)) - 1)
-    held = (n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks))
-    return len(text) - next(held, 0), False
+        return match.start(), True
+    return len(text) - begun_mark(text, (*MARKS, _FENCE)), False
 
 
-def _opening(text: str) -> str | None:
-    """The mark or the head of a fence that opens calls at the start of `text`.
+def _opening(text: str, place: int = 0) -> str | None:
+    """Returns the mark or the head of a fence that opens calls at `place` of `text`.
 
-    Empty: none does; None: that shows later.
+    It is empty if nothing does, and None if more text decides.
     """
-    head = _FENCE_HEAD.match(text)
+    head = _FENCE_HEAD.match(text, place)
     if head is None:
-        return None if _FENCE.startswith(text) else _mark(text)
-    word, rest = head[1], text[head.end() :]
-    if not rest:
-        return None if any(one.startswith(word) for one in _FENCED) else ""
+        return None if _begins(_FENCE, text, place) else _mark(text, place)
+    word = head[1]
+    if head.end() == len(text):
+        return None if any(label.startswith(word) for label in _FENCED) else ""
     if word not in _FENCED:
         return ""
-    inside = rest[0] if rest[0] in "{[" else _mark(rest)
+    inside = "{" if text[head.end()] in "{[" else _mark(text, head.end())
     return head[0] if inside else inside
 
 
-def _mark(text: str) -> str | None:
-    """The mark at the start of `text`, as `_opening` says it."""
-    mark = next(filter(text.startswith, MARKS), "")
-    return None if not mark and any(one.startswith(text) for one in MARKS) else mark
+def _mark(text: str, place: int) -> str | None:
+    """Returns the mark at `place` of `text`, or as `_opening` says."""
+    mark = next((mark for mark in MARKS if text.startswith(mark, place)), "")
+    return None if not mark and any(_begins(mark, text, place) for mark in MARKS) else mark
+
+
+def _begins(mark: str, text: str, place: int) -> bool:
+    """Returns whether all of `text` from `place` on is a beginning of `mark`."""
+    return len(text) - place <= len(mark) and mark.startswith(text[place:])
+
+
+def _shortened(fence: str) -> str:
+    """Returns the fence with each run of white space in its head as one character."""
+    head = _FENCE_HEAD.match(fence)
+    assert head is not None
+    before = fence[len(_FENCE) : head.start(1)][:1]
+    after = "\n" * (head.end() > head.end(1))
+    return f"{_FENCE}{before}{head[1]}{after}{fence[head.end() :]}"
 
 
 def _loaded(text: str) -> Any:

@@ -1,7 +1,4 @@
-"""Which layers see a sliding window and how they rotate, from the keys families use for it.
-
-Knows no particular family.
-"""
+"""Reads which layers have a sliding window and how they rotate, from keys that families share."""
 
 from __future__ import annotations
 
@@ -26,11 +23,10 @@ def typed_layers(
     *,
     sliding_rope: int = 0,
 ) -> tuple[Mapping[str, int], ...]:
-    """What is each layer's own of its attention, by layer_types.
+    """Returns the fields of each layer's attention, by layer_types.
 
-    Sliding layers use the rotary table `sliding_rope`.
-
-    Raises UnsupportedModelError for another type, or a sliding layer where no window is set.
+    Sliding layers use the rotary table `sliding_rope`. Raises UnsupportedModelError for another
+    type, or for a sliding layer if no window is set.
     """
     layers: list[Mapping[str, int]] = []
     for layer_type in layer_types:
@@ -52,9 +48,10 @@ def typed_layers(
 
 
 def qwen_layers(model_type: str, values: Mapping[str, Any]) -> tuple[Mapping[str, int], ...]:
-    """Qwen's windows: none unless use_sliding_window, then from layer max_window_layers on.
+    """Returns the fields of each layer's attention in Qwen models.
 
-    layer_types, where present, says it layer by layer instead.
+    Without use_sliding_window there are no windows; with it, layers from max_window_layers on have
+    one. layer_types, if present, names the kind of each layer instead.
     """
     window = values["sliding_window"] if values["use_sliding_window"] else None
     types = values["layer_types"] or [
@@ -72,10 +69,10 @@ def rope_parameters(
     *,
     sliding: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rope parameters of layers that see everything and of sliding ones, in both spellings.
+    """Returns the rope parameters of layers that see everything and of sliding ones.
 
-    One dict for each, or a rope_scaling of the first. `sliding` is what holds of the second where
-    the file says nothing. Raises UnsupportedModelError for a third kind of layer.
+    The file has one dict for each, or a rope_scaling for the first. `sliding` has the values of the
+    second if the file has none. Raises UnsupportedModelError for a third kind of layer.
     """
     nested: dict[str, Any] = values["rope_parameters"] or {}
     unknown = set(nested) - {"full_attention", "sliding_attention"}

@@ -2,8 +2,8 @@
 
     python models/training/average.py FIRST SECOND --share 0.5 --out AVERAGE
 
-Both must be of one shape; of the mean the second has `--share`. Whatever else a checkpoint folder
-holds is the second's.
+Both must be of one shape; of the mean the second has `--share`. Whatever else a folder holds is the
+second's.
 """
 
 import argparse
@@ -22,10 +22,10 @@ def average(first: Path, second: Path, share: float, out: Path) -> None:
     if out.exists():
         raise FileExistsError(out)
     shutil.copytree(second, partial)
-    one, other = (load_file(folder / WEIGHTS) for folder in (first, second))
+    begin, end = (load_file(folder / WEIGHTS) for folder in (first, second))
     mean = {
-        name: one[name].float().lerp(weight.float(), share).to(weight.dtype)
-        for name, weight in other.items()
+        name: begin[name].float().lerp(weight.float(), share).to(weight.dtype)
+        for name, weight in end.items()
     }
     save_file(mean, partial / WEIGHTS, metadata={"format": "pt"})
     partial.rename(out)

@@ -21,6 +21,7 @@ Source = tuple[str, str]
 MOST_LINES, FEWEST_LINES = 40, 3
 WORD = re.compile(r"\b[A-Za-z_][A-Za-z_0-9]{2,}\b")
 NUMBER = re.compile(r"\b\d+\b")
+DOCSTRING = re.compile(r':\n\s+r?(""|\'\')')  # behind a first line
 # What people call the same thing: varied, so that a form is learnt and not one spelling of it.
 SYNONYMS = {
     "items": ("values", "elements", "data", "arr", "lst", "numbers"),
@@ -56,20 +57,15 @@ def definitions(text: str) -> list[str]:
         return []
     lines = text.split("\n")
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    found = []
+    short = []
     for node in ast.walk(tree):
         if isinstance(node, kinds) and node.end_lineno is not None:
             size = node.end_lineno - node.lineno + 1
             if FEWEST_LINES <= size <= MOST_LINES:
                 whole = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
                 if whole.startswith(("def ", "async def ", "class ")):
-                    found.append(whole + "\n")
-    return found
-
-
-def documented(definition: str) -> bool:
-    """Whether a docstring follows the first line."""
-    return bool(re.search(r':\n\s+r?(""|\'\')', definition))
+                    short.append(whole + "\n")
+    return short
 
 
 def functions(rng: random.Random, sources: Iterable[Source]) -> Iterator[str]:
@@ -79,30 +75,31 @@ def functions(rng: random.Random, sources: Iterable[Source]) -> Iterator[str]:
     """
     seen = set[int]()
     for _, text in sources:
-        found = [one for one in definitions(text) if documented(one) or rng.random() < 0.25]
-        for one in rng.sample(found, min(len(found), 12)):
-            known = hash(" ".join(one.split()))
-            if known not in seen:
-                seen.add(known)
-                yield one
+        known = definitions(text)
+        kept = [whole for whole in known if DOCSTRING.search(whole) or rng.random() < 0.25]
+        for whole in rng.sample(kept, min(len(kept), 12)):
+            key = hash(" ".join(whole.split()))
+            if key not in seen:
+                seen.add(key)
+                yield whole
 
 
 def primer(rng: random.Random) -> Iterator[str]:
-    """The functions of primer.py with other names, with and without their docstrings."""
-    known = definitions((Path(__file__).parent / "primer.py").read_text(encoding="utf-8"))
-    whole = [one for one in known if not re.match(r"def \w+\(self", one)]
+    """The functions of primer.txt with other names, with and without their docstrings."""
+    known = definitions((Path(__file__).parent / "primer.txt").read_text(encoding="utf-8"))
+    alone = [whole for whole in known if not re.match(r"def \w+\(self", whole)]
     while True:
-        rng.shuffle(whole)
-        for one in whole:
-            yield varied(rng, one)
+        rng.shuffle(alone)
+        for whole in alone:
+            yield varied(rng, whole)
 
 
 def varied(rng: random.Random, definition: str) -> str:
     """`definition` under some other names."""
     if rng.random() < 0.4:
         definition = re.sub(r'(:\n)\s+"""[^\n]*"""\n+', r"\1", definition, count=1)
-    for old, others in SYNONYMS.items():
-        new = rng.choice(others)
+    for old, synonyms in SYNONYMS.items():
+        new = rng.choice(synonyms)
         if rng.random() < 0.35 and not re.search(rf"\b{new}\b", definition):
             definition = re.sub(rf"\b{old}\b", new, definition)
     return definition
@@ -111,11 +108,11 @@ def varied(rng: random.Random, definition: str) -> str:
 def edits(rng: random.Random, sources: Iterable[Source]) -> Iterator[tuple[str, str, str]]:
     """(request, text, edited text): a name, a number or a line of a piece of source is changed."""
     for _, text in sources:
-        for one in definitions(text)[:4]:
+        for whole in definitions(text)[:4]:
             change = rng.choice((_renamed, _renamed, _renumbered, _without_line))
-            changed = change(rng, one)
+            changed = change(rng, whole)
             if changed is not None:
-                yield changed[0], one, changed[1]
+                yield changed[0], whole, changed[1]
 
 
 def _renamed(rng: random.Random, text: str) -> tuple[str, str] | None:

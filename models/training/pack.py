@@ -56,8 +56,7 @@ QUESTIONS = 8
 # What stands around the text that hides a pass key.
 QUESTION_TOKENS = 80
 CHARACTERS_PER_TOKEN = 3.3
-# Documents from which the next one to fill a run is chosen.
-WAITING = 256
+WAITING = 256  # documents from which the next one to fill a run is chosen
 HELD_OUT_BYTES = 400_000
 
 
@@ -129,11 +128,11 @@ class Packer:
     def stream(self, mix: dict[str, float]) -> Iterator[list[int]]:
         """Documents with their end token, the kind furthest behind its share of tokens next."""
         sources = {kind: self._kinds[kind]() for kind in mix}
-        held = dict.fromkeys(mix, 0)
+        counts = dict.fromkeys(mix, 0)
         while True:
-            kind = min(mix, key=lambda name: held[name] / mix[name])
+            kind = min(mix, key=lambda name: counts[name] / mix[name])
             ids = [*next(sources[kind]), self._ids[END]]
-            held[kind] += len(ids)
+            counts[kind] += len(ids)
             yield ids
 
     def _shuffled(self, kind: str) -> Iterator[tuple[str, str]]:
@@ -190,10 +189,8 @@ class Packer:
         prefix, middle, suffix = map(self._encode, hole(self._rng, text))
         ids = self._ids
         if self._rng.random() < PREFIX_FIRST:
-            order = [ids[PREFIX], *prefix, ids[SUFFIX], *suffix, ids[MIDDLE], *middle]
-        else:
-            order = [ids[PREFIX], ids[SUFFIX], *suffix, ids[MIDDLE], *prefix, *middle]
-        return order
+            return [ids[PREFIX], *prefix, ids[SUFFIX], *suffix, ids[MIDDLE], *middle]
+        return [ids[PREFIX], ids[SUFFIX], *suffix, ids[MIDDLE], *prefix, *middle]
 
     def _texts(self, *kinds: str) -> Iterator[list[int]]:
         sources = [self._shuffled(kind) for kind in kinds]
@@ -294,7 +291,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--long-tokens", type=int, required=True)
     parser.add_argument("--long-length", type=int, default=4096)
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
 
@@ -302,13 +298,13 @@ def main() -> None:
     # In a text these are letters like any others.
     tokenizer.encode_special_tokens = True
     corpus = Corpus(arguments.corpus)
-    rng = random.Random(arguments.seed)
+    rng = random.Random(0)
     for kind, texts in corpus.held_out.items():
         rng.shuffle(texts)
         text = "\n\n".join(texts).encode()[:HELD_OUT_BYTES].decode(errors="ignore")
         (arguments.out / f"held_out.{kind}.txt").write_text(text, encoding="utf-8")
-    short = Packer(corpus, tokenizer, arguments.seed, arguments.length)
-    long = Packer(corpus, tokenizer, arguments.seed + 1, arguments.long_length)
+    short = Packer(corpus, tokenizer, 0, arguments.length)
+    long = Packer(corpus, tokenizer, 1, arguments.long_length)
     # The long file first: it is the short one that may be cut when time is short.
     for name, packer, mix, tokens, length in (
         ("long.bin", long, LONG_MIX, arguments.long_tokens, arguments.long_length),

@@ -1,6 +1,6 @@
 """Trains the tokenizer: byte-level BPE with ChatML, infilling and file-separator tokens.
 
-    python models/training/vocabulary.py corpus.jsonl.xz --out TOKENIZER [--size 16384]
+    python models/training/vocabulary.py corpus.jsonl.xz --out TOKENIZER
 
 Writes tokenizer.json, tokenizer_config.json and chat_template.jinja. The split pattern is Qwen2's
 (words, single digits, runs of punctuation, runs of space), because every engine knows it by name.
@@ -37,13 +37,14 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+SIZE = 16384
 # Share of each kind of text the merges are learned from.
 SHARE = {"python": 0.35, "books": 0.12, "peps": 0.5, "tldr": 0.5, "dialogues": 0.12}
 
 
-def sample(corpus: Path, seed: int) -> Iterator[str]:
+def sample(corpus: Path) -> Iterator[str]:
     """Texts to learn merges from, held-out ones left out."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     with lzma.open(corpus, "rt", encoding="utf-8") as lines:
         for line in lines:
             document = json.loads(line)
@@ -51,8 +52,8 @@ def sample(corpus: Path, seed: int) -> Iterator[str]:
                 yield document["text"]
 
 
-def train(texts: Iterator[str], size: int) -> Tokenizer:
-    """A tokenizer of `size` tokens, the special ones last."""
+def train(texts: Iterator[str]) -> Tokenizer:
+    """A tokenizer of `SIZE` tokens, the special ones last."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -62,7 +63,7 @@ def train(texts: Iterator[str], size: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size - len(SPECIAL),
+        vocab_size=SIZE - len(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         max_token_length=24,
         show_progress=True,
@@ -81,10 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains the tokenizer.")
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--size", type=int, default=16384)
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    tokenizer = train(sample(arguments.corpus, arguments.seed), arguments.size)
+    tokenizer = train(sample(arguments.corpus))
     arguments.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(arguments.out / "tokenizer.json"))
     settings = {

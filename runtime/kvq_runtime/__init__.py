@@ -1,1 +1,1 @@
-"""The loop: bundles, engines, sessions, sampling, backends. Knows no checkpoint and no terminal."""
+"""The loop: bundles, engines, sessions, sampling, backends."""

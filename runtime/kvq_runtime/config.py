@@ -1,4 +1,4 @@
-"""What an engine, a session and a sampler are asked to be. Knows no file and no array."""
+"""The settings of an engine, a session and a sampler."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,24 +16,39 @@ from kvq.config import (
 from kvq.errors import UsageError, argument
 
 if TYPE_CHECKING:
-    from kvq.classes import ClassedArena
-    from kvq.sizing import Arena
+    from kvq.cache import Arena
 
-# Of an answer whose length nobody said.
+# Length of an answer by default.
 DEFAULT_MAX_TOKENS = 256
 _LARGEST_BIAS = 1e30
-# Tokens that a count may name.
+# Largest count of tokens.
 _MOST = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is chosen.
+    """Says how the next token is chosen.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and 0 for the
-    other penalties switch their filter off. Penalties look at the last `repeat_window_tokens`
-    tokens of the session, prompt included; a negative one asks for repetition. `logit_bias` maps
-    token ids to what is added to their logits, -inf: forbidden.
+    Penalties look at the last `repeat_window_tokens` tokens of the session, prompt included. A
+    negative one asks for repetition.
+
+    Args:
+        temperature: 0 or more. 0 always takes the likeliest token.
+        top_k: Only so many of the likeliest tokens may be chosen. 0: off.
+        top_p: Only the likeliest tokens whose probabilities sum to this may be chosen, above 0 up
+            to 1. 1: off.
+        min_p: Only tokens at least this many times as likely as the likeliest one may be chosen,
+            from 0 to below 1. 0: off.
+        repeat_penalty: Divides positive logits of recent tokens and multiplies negative ones, above
+            0. 1: off.
+        repeat_window_tokens: How many tokens count as recent.
+        presence_penalty: Subtracted from the logit of each recent token. 0: off.
+        frequency_penalty: Subtracted from a token's logit for each time it is among the recent
+            ones. 0: off.
+        logit_bias: Maps token ids to numbers that are added to their logits. -inf forbids a token.
+
+    Raises:
+        UsageError: For a value outside its range. The message names the possible ones.
     """
 
     temperature: float = 0.8
@@ -59,7 +74,7 @@ class Sampling:
             penalty = getattr(self, name)
             _require(name, penalty, isfinite(penalty), "a finite number (0: off)")
         for token, added in self.logit_bias.items():
-            # A larger one and NaN would make logits that are not finite.
+            # A larger bias, or NaN, would make logits that are not finite.
             if not added <= _LARGEST_BIAS:
                 raise UsageError(
                     f"a logit bias of {added} for token {token} is not possible: give a number up "
@@ -68,19 +83,20 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """Whether recent tokens become less likely, or more."""
+        """Returns whether recent tokens become more or less likely."""
         return self.repeat_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Returns whether the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
     def exact_rows(self) -> int:
-        """How many of the largest logits a choice depends on at most; 0: on all of them.
+        """Returns how many of the largest logits a choice depends on at most; 0: on all of them.
 
-        What only lowers some tokens lets as many others move up; what raises any may raise all.
+        A filter that only lowers tokens lets as many others move up. One that raises any may raise
+        all.
         """
         kept = 1 if self.greedy else self.top_k
         raises = (
@@ -95,10 +111,10 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionRequest:
-    """What a user asks of a session; what is None or empty the backend decides.
+    """Holds what a user asks of a session; the backend decides what is None or empty.
 
-    `edits`: its text will be edited in the middle, so layers with a window keep what it has passed.
-    `draft_head`: the model's draft head has a cache of its own within the budget.
+    `edits`: the text will be edited in the middle, so layers with a window keep tokens that have
+    left it. `draft_head`: the model's draft head has a cache of its own within the budget.
     """
 
     kv_budget: Budget = field(default_factory=Budget)
@@ -116,7 +132,7 @@ class SessionRequest:
     draft_head: bool = False
 
     def plan(self, default: KvPlan) -> KvPlan:
-        """The widths asked for, or those of `default`; no more sinks than `default` has."""
+        """Returns the widths asked for, else those of `default`, and no more sinks than it has."""
         sinks = default.sink_tokens
         if self.sink_tokens is not None:
             sinks = min(sinks, self.sink_tokens)
@@ -127,7 +143,7 @@ class SessionRequest:
         )
 
     def whole(self, model_tokens: int) -> "SessionRequest":
-        """With the model's context and room for all of it, where nothing else is asked for."""
+        """Returns the request with the model's context, and room for all of it, as defaults."""
         context_tokens = model_tokens if self.context_tokens is None else self.context_tokens
         budget = Budget(tokens=context_tokens) if self.kv_budget == Budget() else self.kv_budget
         return replace(self, context_tokens=context_tokens, kv_budget=budget)
@@ -135,13 +151,13 @@ class SessionRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionConfig:
-    """What one sequence holds: its cache plan, its context limit, its bytes; what steps `read`.
+    """Says what one sequence holds: its cache plan, context limit and bytes, and what steps `read`.
 
-    `evicts`: a full budget gives up old tokens; otherwise it is what limits the context. Prompts
-    go through the model `chunk_tokens` at a time, and a branch holds up to `draft_tokens` rows.
-    Without a `seed` the session's sampler draws its own. `arena`: the memory all this was read
-    from, where the cache is ours. `draft_head`: what the model's draft head holds beside that, of
-    the same budget, where it was asked for.
+    `evicts`: a full budget gives up old tokens. Otherwise the budget limits the context. Prompts go
+    through the model `chunk_tokens` at a time, and a branch holds up to `draft_tokens` rows.
+    Without a `seed` the session's sampler draws one. `arena` is the memory layout that all this
+    comes from, where the cache is kvq's own. `draft_head` is what the model's draft head holds in
+    the same budget, where one was asked for.
     """
 
     plan: KvPlan
@@ -153,7 +169,7 @@ class SessionConfig:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     draft_tokens: int = DEFAULT_DRAFT_TOKENS
     seed: int | None = None
-    arena: "Arena | ClassedArena | None" = None
+    arena: "Arena | None" = None
     draft_head: "SessionConfig | None" = None
 
     def __post_init__(self) -> None:
@@ -164,12 +180,26 @@ class SessionConfig:
 
     @property
     def budget_tokens(self) -> int:
-        """Tokens the budget holds at the plan's widths; of a longer text it gives something up."""
+        """Returns how many tokens fit at the plan's widths; a longer text loses something."""
         return self.context_tokens if self.arena is None else self.arena.whole_tokens
 
     @property
-    def what_limits(self) -> str:
-        """What to raise for a longer context: a cache that evicts nothing needs bytes for it."""
+    def full_bits(self) -> tuple[int, int]:
+        """Returns the K and V bits of old tokens in a full budget, before any token is given up."""
+        plan_bits = self.plan.k_bits, self.plan.v_bits
+        return plan_bits if self.arena is None else self.arena.fewest_bits
+
+    @property
+    def full_tokens(self) -> int:
+        """Returns how many tokens fit at those bits; of a longer text some are given up."""
+        return self.context_tokens if self.arena is None else self.arena.tokens_at(*self.full_bits)
+
+    @property
+    def limiting_arguments(self) -> str:
+        """Names the arguments to raise for a longer context.
+
+        A cache that evicts nothing needs bytes for it, too.
+        """
         return (
             argument("context_tokens")
             if self.evicts

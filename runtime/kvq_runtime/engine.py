@@ -1,4 +1,4 @@
-"""Loads a model once and opens sessions on it. Knows backends by name only."""
+"""Loads a model once and opens sessions on it."""
 
 import dataclasses
 import logging
@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvq.config import (
     DEFAULT_DRAFT_TOKENS,
@@ -19,29 +22,32 @@ from kvq.config import (
 from kvq.errors import BackendError, UsageError
 from kvq.residency import Resident
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime import backends, gpu
-from kvq_runtime.alternatives import Writer
+from kvq_runtime import backends
+from kvq_runtime.answer.drafter import Drafter
+from kvq_runtime.answer.generation import Step, Vocabulary
+from kvq_runtime.answer.healing import heal
 from kvq_runtime.backends import ModelFacts, ModelFiles
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.gguf_format import is_gguf
 from kvq_runtime.config import DEFAULT_MAX_TOKENS, Sampling, SessionRequest
-from kvq_runtime.drafter import Drafter
-from kvq_runtime.generation import Step, Vocabulary
-from kvq_runtime.gguf_file import GgufFile
-from kvq_runtime.gguf_format import is_gguf
-from kvq_runtime.healing import heal
-from kvq_runtime.session import Session, no_names
-from kvq_runtime.tuning import default_threads
+from kvq_runtime.machine import gpu
+from kvq_runtime.machine.tuning import default_threads
+from kvq_runtime.session.session import Session, no_writers
+from kvq_runtime.text_embedding import embedded_ids, embedding_of
+
+if TYPE_CHECKING:
+    from kvq_runtime.answer.alternatives import Writer
 
 logger = logging.getLogger(__name__)
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Engine:
-    """One model's weights in memory, and the way to sessions on them.
+    """Holds one model's weights in memory and opens sessions on them.
 
-    `complete` and `chat` answer once; `session` opens a text that grows. Any thread may call
-    them, also several at once; `close` is for when none does.
+    `complete` and `chat` answer once; `session` opens a text that grows. Any thread may call them,
+    also several at once. Call `close` when no thread uses the engine.
     """
 
     def __init__(
@@ -82,11 +88,24 @@ class Engine:
     ) -> Self:
         """Opens and checks the bundle or GGUF file at `path`.
 
-        `threads` None: as `tuning.default_threads` has it. `backend` auto: the fastest that
-        runs here. `device` cuda: a GPU; auto: a GPU where it can be used, and a line in the log
-        where not. `weights_budget`: bytes of a model's experts that may be in memory, 4GiB, those
-        that are chosen most; `resident` tells. Raises `BundleError`, `ModelError`,
-        `BackendError` or `UsageError`.
+        Args:
+            path: A bundle folder or a GGUF file.
+            threads: Threads of the processor. None: what `kvq bench --tune` measured, else the
+                number of physical cores.
+            backend: Name of a backend. `auto`: the fastest that runs here.
+            device: `cpu`, `cuda` or `auto`: a GPU where one can be used; where not, the log says
+                why.
+            weights_budget: Bytes of a model's experts that may be in memory, such as `4GiB`; those
+                that are chosen most stay. None: no limit. `resident` reports on them.
+
+        Returns:
+            The engine.
+
+        Raises:
+            BundleError: For a damaged or incomplete bundle.
+            ModelError: For a damaged or unsupported model.
+            BackendError: Where the backend or device cannot run here.
+            UsageError: For an argument that is not possible.
         """
         return cls(
             open_files(path),
@@ -98,12 +117,12 @@ class Engine:
 
     @property
     def model(self) -> ModelFacts:
-        """What may be known of the model."""
+        """Returns the facts of the model."""
         return self.backend.model
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises `BackendError` for a model that has none."""
+        """Returns the model's tokenizer. Raises `BackendError` for a model that has none."""
         if self._tokenizer is None:
             raise BackendError(
                 f"{self.files.path} has no tokenizer, it takes token ids only; export a "
@@ -139,16 +158,28 @@ class Engine:
         max_tokens: int | None = DEFAULT_MAX_TOKENS,
         *,
         stream: bool = False,
-        session: Mapping[str, Any] = _NOTHING,
+        session: Mapping[str, Any] = _NO_ARGUMENTS,
         **generation: Any,
     ) -> str | Iterator[Step]:
-        """What follows `text`, as text or, with `stream`, as steps while they are made.
+        """Continues `text` in a session of its own, which is closed at the end.
 
-        Runs in a session of its own that is closed at the end. `session` holds arguments of
-        `session`, such as {"kv_budget": "64MiB"}; what else is given goes to `Session.generate`,
-        such as `sampling`. The end of `text` is healed, see `healing.heal`. `max_tokens` None:
-        until the model ends the text or the context is full. Raises what `session`,
-        `Session.prefill` and `Session.generate` raise, a stream when its first step is asked for.
+        The end of `text` is healed, see `heal`.
+
+        Args:
+            text: The text to continue.
+            max_tokens: New tokens at most. None: until the model ends the text or the context is
+                full.
+            stream: True: returns steps while they are made.
+            session: Arguments of `session`, such as {"kv_budget": "64MiB"}.
+            **generation: Arguments of `Session.generate`, such as `sampling`.
+
+        Returns:
+            The text that follows, or an iterator of steps.
+
+        Raises:
+            UsageError: For an argument that is not possible. This and what `session`,
+                `Session.prefill` and `Session.generate` raise comes with the first step if `stream`
+                is True.
         """
         self._check_open()
         check_text("complete", text)
@@ -166,6 +197,7 @@ class Engine:
         *,
         stream: Literal[False] = ...,
         session: Mapping[str, Any] = ...,
+        continue_final_message: bool | None = ...,
         **generation: Any,
     ) -> str: ...
 
@@ -177,6 +209,7 @@ class Engine:
         *,
         stream: Literal[True],
         session: Mapping[str, Any] = ...,
+        continue_final_message: bool | None = ...,
         **generation: Any,
     ) -> Iterator[Step]: ...
 
@@ -186,13 +219,28 @@ class Engine:
         max_tokens: int | None = DEFAULT_MAX_TOKENS,
         *,
         stream: bool = False,
-        session: Mapping[str, Any] = _NOTHING,
+        session: Mapping[str, Any] = _NO_ARGUMENTS,
+        continue_final_message: bool | None = None,
         **generation: Any,
     ) -> str | Iterator[Step]:
-        """The model's answer to `messages`, each {"role": ..., "content": ...}; else as `complete`.
+        """Answers `messages` in a session of its own, which is closed at the end.
 
-        A text stands for one message of the user. Raises `UsageError` for no messages, `ModelError`
-        for a model without a chat template, or whose template refuses the messages.
+        Args:
+            messages: Messages {"role": ..., "content": ...}, or a text, which stands for one
+                message of the user.
+            max_tokens: As in `complete`.
+            stream: As in `complete`.
+            session: As in `complete`.
+            continue_final_message: True: the answer is the rest of the last message. None: so where
+                that is an assistant's without calls.
+            **generation: As in `complete`.
+
+        Returns:
+            The text of the answer, or an iterator of steps.
+
+        Raises:
+            UsageError: For no messages, or an argument that is not possible.
+            ModelError: For a model without a chat template, or one that refuses the messages.
         """
         self._check_open()
         check_names("chat", generation, Session[Any].generate)
@@ -205,8 +253,50 @@ class Engine:
                 'chat takes a text or messages, each {"role": ..., "content": ...}; '
                 f"{type(messages).__name__} was given"
             )
-        ids = self.tokenizer.chat(messages, add_generation_prompt=True)
-        return self._answer(ids, session, generation | {"max_tokens": max_tokens}, stream=stream)
+        prompt = self.tokenizer.prompt(
+            messages,
+            continue_final_message=_continues(messages[-1], continue_final_message),
+        )
+        return self._answer(
+            prompt.ids, session, generation | {"max_tokens": max_tokens}, stream=stream
+        )
+
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        session: Mapping[str, Any] = _NO_ARGUMENTS,
+    ) -> NDArray[np.float32]:
+        """Makes a vector of each text, in a session that is closed at the end.
+
+        Args:
+            texts: The texts.
+            prompt_name: The kind of the texts, such as `query`, for which the model has a prompt.
+                None: its default.
+            dimensions: Each vector is cut to so many of its first numbers. None: it has all.
+            session: As in `complete`.
+
+        Returns:
+            Float32 [texts, dimensions]. Vectors have length 1, unless the model asks for others.
+
+        Raises:
+            BackendError: For a model that gives no vectors.
+            UsageError: For an empty text, one that the context cannot hold, or an argument that is
+                not possible.
+        """
+        self._check_open()
+        check_names("session", session, type(self).session)
+        embedding = embedding_of(self.model.name, self.model.embedding)
+        rows: list[NDArray[np.float32]] = []
+        with self.session(**session) as opened:
+            most = opened.config.context_tokens
+            for text in texts:
+                check_text("embed", text)
+                ids = embedded_ids(self.tokenizer, embedding.prompt(prompt_name) + text, most)
+                rows.append(embedding.vector(opened.pooled(ids), dimensions))
+        return np.stack(rows) if rows else np.zeros((0, 0), np.float32)
 
     def session(
         self,
@@ -227,23 +317,42 @@ class Engine:
         sink_tokens: int | None = None,
         edits: bool = False,
     ) -> Session[Any]:
-        """A new, empty sequence. What is None comes from the model and its backend.
+        """Opens a new, empty session. What is None comes from the model and its backend.
 
-        `kv` is both widths at once, keys first: 4:2, 8:8 or fp; `k_bits` and `v_bits` refine it.
-        `kv_budget` is bytes, or text such as 64MiB, 4096tok or 25% (of what the whole context
-        takes in fp16); None: what 8192 tokens (or a shorter context) need. `kv_offload`: bytes of
-        the host's memory, 8GiB, for pages of the context that a device's budget does not hold.
-        `kv_read` is what is read of the cache's pages: 25% of them, `all`, or a row of
-        `kvq.selectors` with options; None: `blasst`. `draft` makes the drafter, such as
-        `kvq_specdraft.lookup.Lookup`, or `lambda: None` where every token is to take a pass of its
-        own; None: the engine's `drafter`. `draft_tokens`: rows that drafts may take. `predict`:
-        predict the keys and values of such a share of the layers of a prompt, 50%, instead of
-        computing them, see `kvq_runtime.prediction`; lossy, and None or `off`: none.
-        `sink_tokens`: so few of the first tokens stay as they are in front of an edit. `edits`:
-        the text will be edited in the middle, so layers with a window keep what it has passed;
-        without it an edit may compute all that follows again. Raises `UsageError`, `BackendError`
-        for what the backend cannot do, and `BudgetError` for a budget too small, naming the
-        smallest that works.
+        Args:
+            kv: Both cache widths at once, keys first: `4:2`, `8:8` or `fp` (16 bits).
+            kv_budget: Bytes of the cache, or a text such as `64MiB`, `4096tok` or `25%` (of what
+                the whole context takes at 16 bits). None: what 8192 tokens, or a shorter context,
+                need.
+            kv_offload: Bytes of the host's memory, or a text such as `8GiB`, for pages of the
+                context that a device's budget does not hold. None: none.
+            k_bits: Bits of keys: 2, 4, 6, 8 or 16. Refines `kv`.
+            v_bits: Bits of values. 16 is possible for both only. Refines `kv`.
+            context_tokens: Tokens of the text at most.
+            policy: What gives way when the budget is full: a row of `kvq.policies` with options.
+            kv_read: Which pages of the cache a step reads: `25%` of them, `all`, or a row of
+                `kvq.selectors` with options. None: `blasst`.
+            chunk_tokens: Tokens of a prompt in one pass at most.
+            draft_tokens: Rows that drafts may take. None: 8.
+            seed: Seed of the sampler. None: a random one.
+            draft: Makes the drafter, such as `kvq_specdraft.lookup.Lookup`. `lambda: None`: every
+                token takes a pass of its own. None: the engine's `drafter`.
+            predict: Share of the layers, such as `50%`, whose keys and values of a prompt are
+                predicted instead of computed, see `kvq_runtime.sequence.prediction`. It is lossy.
+                None or `off`: no layer.
+            sink_tokens: How many first tokens always stay in floating point; never more than the
+                model's plan has. An edit that changes one of them computes all that follows again.
+            edits: The text will be edited in the middle, so layers with a window keep tokens that
+                have left it. False: an edit may compute all that follows again.
+
+        Returns:
+            The session. The caller closes it, or uses it in a `with` block.
+
+        Raises:
+            UsageError: For an argument that is not possible.
+            BackendError: For what the backend cannot do.
+            BudgetError: For a budget that is too small. The message names the smallest one that
+                works.
         """
         self._check_open()
         both = (None, None) if kv is None else parse_kv(kv)
@@ -264,19 +373,22 @@ class Engine:
         return self._session(request, self.drafter if draft is None else draft, predict)
 
     def resident(self) -> Resident | None:
-        """What of the model's experts is in memory; None where `weights_budget` was not given."""
+        """Returns what of the model's experts is in memory; None without a `weights_budget`."""
         return self.backend.resident()
 
     def drafter(self) -> Drafter | None:
-        """The drafter of a session that asks for none in particular; here it gets none."""
+        """Returns the drafter of a session that names none; here it gets none."""
         return None
 
-    def writer(self, name: str) -> Writer:
-        """The method of `Session.drafts` called `name`; the engine of `import kvq` knows some."""
-        return no_names(name)
+    def writer(self, name: str) -> "Writer":
+        """Returns the method of `Session.drafts` called `name`; here it raises `UsageError`.
+
+        The engine of `import kvq` knows some.
+        """
+        return no_writers(name)
 
     def close(self) -> None:
-        """Gives the weights' memory back; sessions of this engine end with it."""
+        """Frees the weights' memory; sessions of this engine end with it."""
         self._closed = True
         self.backend.close()
 
@@ -331,14 +443,14 @@ class Engine:
             yield from opened.generate(**generation)
 
     def _warn_beyond_training(self, context_tokens: int) -> None:
-        """Warns once per length of a context longer than the model knows."""
+        """Warns once for each length of a context that is longer than the model knows."""
         if context_tokens > self._longest_context:
             self._longest_context = context_tokens
             warn_beyond_training(context_tokens, self.model.context_length)
 
 
 def warn_beyond_training(context_tokens: int, model_tokens: int) -> None:
-    """Warns of a context longer than the model's own."""
+    """Warns of a context that is longer than the model's own."""
     if context_tokens > model_tokens:
         logger.warning(
             "a context of %d tokens is more than the %d this model was made for; expect "
@@ -348,30 +460,30 @@ def warn_beyond_training(context_tokens: int, model_tokens: int) -> None:
         )
 
 
-def check_text(what: str, text: object) -> None:
+def check_text(caller: str, text: object) -> None:
     """Raises `UsageError` for what is no text."""
     if not isinstance(text, str):
-        raise UsageError(f"{what} takes a text; {type(text).__name__} was given")
+        raise UsageError(f"{caller} takes a text; {type(text).__name__} was given")
 
 
-def check_names(what: str, given: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Raises `UsageError` for a name in `given` that is no argument of `function`."""
+def check_names(caller: str, arguments: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raises `UsageError` for a name in `arguments` that is no argument of `function`."""
     parameters = signature(function).parameters.values()
-    taken = [one.name for one in parameters if one.name != "self"]
-    unknown = next((name for name in given if name not in taken), None)
-    if unknown is None or any(one.kind is one.VAR_KEYWORD for one in parameters):
+    names = [parameter.name for parameter in parameters if parameter.name != "self"]
+    unknown = next((name for name in arguments if name not in names), None)
+    if unknown is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     fields = {field.name for field in dataclasses.fields(Sampling)}
     advice = f"give sampling=Sampling({unknown}=...)" if unknown in fields else "leave it out"
     raise UsageError(
-        f"{what} takes no argument {unknown!r}; {advice}. Possible are {', '.join(taken)}"
+        f"{caller} takes no argument {unknown!r}; {advice}. Possible are {', '.join(names)}"
     )
 
 
-def _budget(given: Budget | str | int | None) -> Budget:
-    if given is None:
+def _budget(budget: Budget | str | int | None) -> Budget:
+    if budget is None:
         return Budget()
-    return given if isinstance(given, Budget) else parse_budget(given)
+    return budget if isinstance(budget, Budget) else parse_budget(budget)
 
 
 def _are_messages(messages: object) -> bool:
@@ -380,6 +492,25 @@ def _are_messages(messages: object) -> bool:
     return all(isinstance(message, Mapping) for message in cast(Sequence[object], messages))
 
 
+def _continues(last: Mapping[str, Any], choice: bool | None) -> bool:
+    """Decides whether the answer goes on with the `last` message.
+
+    Raises `UsageError` where it cannot.
+    """
+    possible = last.get("role") == "assistant" and not last.get("tool_calls")
+    if choice and not possible:
+        raise UsageError(
+            about="continue_final_message",
+            value=choice,
+            possible="the last message has to be an assistant's without tool_calls",
+        )
+    return possible if choice is None else choice
+
+
 def open_files(path: Path | str) -> ModelFiles:
-    """The checked bundle or GGUF file at `path`. Raises `BundleError` or `ModelError`."""
-    return GgufFile.open(path) if is_gguf(path) else Bundle.open(path)
+    """Returns the checked bundle or GGUF file at `path`. Raises `BundleError` or `ModelError`."""
+    if not is_gguf(path):
+        return Bundle.open(path)
+    from kvq_runtime.bundle.gguf_file import GgufFile
+
+    return GgufFile.open(path)

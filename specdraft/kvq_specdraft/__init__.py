@@ -1,13 +1,16 @@
-"""Drafters guess how a text goes on, for the runtime to check in one pass; one file, one row each.
+"""Drafters guess how a text goes on, and the model checks their guesses in one pass.
 
-A drafter is told how its text changes and proposes tokens; it never sees a model. What it gets
-wrong costs time and changes nothing.
+A drafter is told how its text changes and proposes tokens; it never sees a model. A wrong guess
+costs time and changes nothing else.
+
+To add one: write a dataclass that derives from `Drafter` in a file of its own, and add one row to a
+table below.
 """
 
 from kvq.errors import argument
 from kvq.named import named
-from kvq_runtime.alternatives import Writer
-from kvq_runtime.drafter import Drafter
+from kvq_runtime.answer.alternatives import Writer
+from kvq_runtime.answer.drafter import Drafter
 
 # What they guess from costs no pass.
 FREE_DRAFTERS = {
@@ -18,31 +21,27 @@ FREE_DRAFTERS = {
     "suffix": "kvq_specdraft.suffix:Suffix",
 }
 
-# Each guess is a pass of the model on fewer bits or layers, of a smaller one, or of a draft head.
+# Each guess is a pass of the model on fewer bits, of a smaller one, or of a draft head.
 COMPUTING_DRAFTERS = {
-    "early": "kvq_specdraft.early:Early",
     "model": "kvq_specdraft.model:Model",
     "mtp": "kvq_specdraft.mtp:Mtp",
     "quantspec": "kvq_specdraft.quantspec:QuantSpec",
-    "skip": "kvq_specdraft.skip:Skip",
 }
 
 DRAFTERS = FREE_DRAFTERS | COMPUTING_DRAFTERS
 
 # Who writes several alternatives side by side.
 WRITERS = {
-    "auto": "kvq_specdraft.recorded:Recorded",
     "branches": "kvq_specdraft.branches:Branches",
     "superposed": "kvq_specdraft.superposed:Superposed",
-    "spliced": "kvq_specdraft.superposed:Spliced",
 }
 
 
 def drafter_named(text: str) -> Drafter:
-    """The drafter `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`.
+    """Returns the drafter that `NAME` or `NAME:option=value,...` names. Raises `UsageError`.
 
-    `FREE+NAME`: the free drafter first, and where it has nothing the other, which guesses with
-    passes and whose options these are.
+    For `FREE+NAME` the free drafter comes first, and where it has no draft the other one, which
+    guesses with passes; the options are those of the other one.
     """
     name, colon, options = text.partition(":")
     free, plus, computing = name.partition("+")
@@ -55,5 +54,5 @@ def drafter_named(text: str) -> Drafter:
 
 
 def writer_named(text: str) -> Writer:
-    """The writer `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
+    """Returns the writer that `NAME` or `NAME:option=value,...` names. Raises `UsageError`."""
     return named(argument("method"), text, WRITERS)

@@ -1,7 +1,4 @@
-"""Drafts made token by token, each with a pass: what such drafters share. Knows no model.
-
-A guess costs a pass here, so how many to make is most of the art; `pace` decides it.
-"""
+"""The base of drafters that make each guess with a pass."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -12,19 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
+from kvq_runtime.answer.drafter import NO_DRAFT, Draft, DraftContext, Drafter, Round
 from kvq_runtime.backends import WHOLE, Mode
-from kvq_runtime.drafter import NO_DRAFT, Draft, DraftContext, Drafter, Round
-from kvq_runtime.passes import Passed, Work
+from kvq_runtime.sequence.passes import PassResult, Work
 from kvq_specdraft.pace import Pace
 
 
 @dataclass(kw_only=True, eq=False)
 class Guessing(Drafter):
-    """Guesses a chain, each token with a pass, as long as that pays.
+    """Guesses a chain of tokens, each with a pass, as long as that pays.
 
-    At most `most` tokens. With `least` above 0 it instead goes on for as long as the chance that
-    all its guesses are right is at least that: a threshold on calibrated chances, as SpecDec++
-    (arXiv 2405.19715) has it.
+    Args:
+        most: The most guesses of a draft. Default 7.
+        least: Above 0 and below 1, guesses go on while the chance that all of them are right is at
+            least this, a threshold on calibrated chances as in SpecDec++ (arXiv 2405.19715). 0, the
+            default: while they pay, as measured (`pace`).
     """
 
     most: int = 7
@@ -43,11 +42,14 @@ class Guessing(Drafter):
         self._pace = Pace(most=self.most, least=self.least)
 
     def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
-        """See `Drafter`."""
         room, goes_on = self._pace.begin(draft_context.room), True
         if not room:
             return NO_DRAFT
-        foresight, ids, drawn = draft_context.foresight(), list[int](), list[NDArray[np.float64]]()
+        foresight, ids, distributions = (
+            draft_context.foresight(),
+            list[int](),
+            list[NDArray[np.float64]](),
+        )
         new = draft_context.due
         while goes_on and len(ids) < room:
             passed = yield from self._guess(draft_context, new)
@@ -58,32 +60,31 @@ class Guessing(Drafter):
             token, probabilities = chosen
             new = [token]
             ids += new
-            drawn += [] if probabilities is None else [probabilities]
+            distributions += [] if probabilities is None else [probabilities]
             goes_on = self._pace.goes_on(likelihood(logits), passed.seconds)
         return Draft(
             ids=tuple(ids),
-            probabilities=np.array(drawn) if drawn else None,
+            probabilities=np.array(distributions) if distributions else None,
             chances=self._pace.chances,
         )
 
     def observe(self, outcome: Round) -> None:
-        """See `Drafter`."""
         self._pace.observe(outcome)
 
     @abstractmethod
-    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
-        """A pass over `new`, what follows the text or the last guess; the last row counts."""
+    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, PassResult]:
+        """Runs a pass over `new`, what follows the text or the last guess; its last row counts."""
 
 
 class SelfGuessing(Guessing):
-    """Guesses with less than the whole of the session's own model, in its own rows."""
+    """Guesses with a part of the session's own model, in the rows of the session."""
 
     _mode: Mode = WHOLE
 
-    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
+    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, PassResult]:
         return (yield from draft_context.branch.extend(list(new), mode=self._mode))
 
 
 def likelihood(logits: NDArray[np.float32]) -> float:
-    """The probability of the likeliest token by logits [V], before any filter."""
+    """Returns the probability of the likeliest token by logits [V], before any filter."""
     return float(1 / np.exp(logits - logits.max()).sum(dtype=np.float64))

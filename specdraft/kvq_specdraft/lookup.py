@@ -1,9 +1,9 @@
-"""Prompt look-up: what followed the last time the text ended like this."""
+"""The drafter `lookup`: what followed the last time that the text ended like this."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
+from kvq_runtime.answer.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_specdraft.repeats import chance, check_lengths
 
 
@@ -11,12 +11,15 @@ from kvq_specdraft.repeats import chance, check_lengths
 class Lookup(Drafter):
     """Proposes the continuation of the longest earlier run that the text ends with.
 
-    Prompt lookup decoding (A. Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding, no
-    paper; the n-gram speculation of LLMA, arXiv 2304.04487, is alike). Departures: it looks for the
-    longest run from `min_ngram` to `max_ngram` tokens and, of equally long ones, takes the newest
-    instead of the first; the answer's own tokens are looked up as well; a run that reaches the end
-    of the text repeats. No index is kept: a string search skips most of the text, and takes 2
-    microseconds for 8000 tokens; 4 bytes a token.
+    This is prompt lookup decoding (A. Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding,
+    no paper); the n-gram speculation of LLMA (arXiv 2304.04487) is similar. Here the longest run
+    counts, and among equally long ones the newest instead of the first. The answer's own tokens are
+    searched too, and a run that reaches the end of the text repeats. There is no index: a string
+    search skips most of the text. It stores 4 bytes a token.
+
+    Args:
+        max_ngram: The longest run in tokens. Default 16.
+        min_ngram: The shortest run in tokens. Default 2.
     """
 
     max_ngram: int = 16
@@ -24,39 +27,37 @@ class Lookup(Drafter):
 
     def __post_init__(self) -> None:
         check_lengths(self.name, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
-        # A token is a character here: no vocabulary has more than the million there are.
+        # Each token is a character, of which there are a million: more than any vocabulary has.
         self._text = ""
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
-        """See `Drafter`."""
         self._text = self._text[:kept] + "".join(map(chr, new))
 
     def propose(self, room: int) -> Draft:
-        """See `Drafter`."""
         end, length = self._longest()
         if not length:
             return NO_DRAFT
-        again = self._text[end : end + room]
-        again = (again * (room // len(again) + 1))[:room]
+        copied = self._text[end : end + room]
+        copied = (copied * (room // len(copied) + 1))[:room]
         return Draft(
-            ids=tuple(map(ord, again)),
+            ids=tuple(map(ord, copied)),
             chances=tuple(chance(length + place) for place in range(room)),
         )
 
     def observe(self, outcome: Round) -> None:
-        """Nothing to learn: the tokens are told by `follow`."""
+        """Learns nothing, since `follow` tells the tokens."""
 
     def _longest(self) -> tuple[int, int]:
-        """Where the longest run like the text's end has ended before, and how long it is."""
+        """Returns where the longest earlier run like the text's end ended, and its length."""
         text, end, length = self._text, 0, 0
         longest = min(self.max_ngram, len(text) - 1)
-        wanted = self.min_ngram
-        while wanted <= longest:
-            place = text.rfind(text[-wanted:], 0, len(text) - 1)
+        sought = self.min_ngram
+        while sought <= longest:
+            place = text.rfind(text[-sought:], 0, len(text) - 1)
             if place < 0:
                 break
-            end, length = place + wanted, wanted
+            end, length = place + sought, sought
             while length < min(longest, end) and text[end - 1 - length] == text[-1 - length]:
                 length += 1
-            wanted = length + 1
+            sought = length + 1
         return end, length

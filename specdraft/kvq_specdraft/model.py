@@ -1,4 +1,4 @@
-"""Guesses by a smaller model of the same vocabulary."""
+"""The drafter `model`: a smaller model of the same vocabulary guesses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,28 +10,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError, argument
+from kvq_runtime.answer.drafter import NO_DRAFT, Draft, DraftContext
 from kvq_runtime.backends import Backend
 from kvq_runtime.config import SessionConfig, SessionRequest
-from kvq_runtime.drafter import NO_DRAFT, Draft, DraftContext
 from kvq_runtime.engine import Engine
-from kvq_runtime.hunks import common_prefix
-from kvq_runtime.passes import Passed, Work
-from kvq_runtime.sequence import TokenSequence
-from kvq_runtime.vocabularies import check_vocabularies
+from kvq_runtime.sequence.hunks import common_prefix
+from kvq_runtime.sequence.passes import PassResult, Work
+from kvq_runtime.sequence.sequence import TokenSequence
+from kvq_runtime.session.vocabularies import check_vocabularies
 from kvq_specdraft.guessing import Guessing
 
-# Loaded draft models by path and threads: sessions of one process share their weights.
+# Loaded draft models by path and threads; the sessions of a process share their weights.
 _engines: WeakValueDictionary[tuple[str, int], Engine] = WeakValueDictionary()
 _loading = Lock()
 
 
 @dataclass(kw_only=True, eq=False)
 class Model(Guessing):
-    """Guesses with the model at `path`, a bundle or GGUF file of the same vocabulary.
+    """Guesses with a smaller model of the same vocabulary.
 
-    Speculative decoding as first published (arXiv 2211.17192). Each session has a cache of its own
-    in it, for `context` tokens (0: as many as the session's) in the budget a session has by itself,
-    and shares its weights with the other sessions of the process. `threads` 0: as many as cores.
+    This is speculative decoding as first published (arXiv 2211.17192). Each session has a cache of
+    its own in the draft model, with the budget of a session by itself. The sessions of a process
+    share the draft model's weights.
+
+    Args:
+        most: The most guesses of a draft. Default 7.
+        least: See `Guessing`; default 0.
+        path: A bundle or GGUF file; required.
+        context: Tokens that the cache of the draft model holds; 0, the default: as many as the
+            session's.
+        threads: Threads of the draft model; 0, the default: as many as cores.
     """
 
     path: str = ""
@@ -49,41 +57,40 @@ class Model(Guessing):
 
     @property
     def held_bytes(self) -> int:
-        """Its cache's budget; its weights are the process's, whoever drafts with them."""
+        """Returns the bytes of its cache; its weights belong to the process."""
         sequence = self._sequence
         return 0 if sequence is None else sequence.config.budget_bytes
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
-        """See `Drafter`. Raises `BackendError` for a model of another vocabulary."""
+        """Opens the draft model. Raises `BackendError` if its vocabulary is another one."""
         self.close()
         self._engine = _shared_engine(self.path, self.threads)
         check_vocabularies(f"{argument('draft')} model", self._engine.backend, backend)
         tokens = min(self.context or config.context_tokens, self._engine.model.context_length)
-        own = self._engine.backend.session_config(SessionRequest(context_tokens=tokens))
-        self._sequence = TokenSequence(self._engine.backend, own)
+        draft_config = self._engine.backend.session_config(SessionRequest(context_tokens=tokens))
+        self._sequence = TokenSequence(self._engine.backend, draft_config)
         self._vocab_size = backend.model.vocab_size
 
     def close(self) -> None:
-        """See `Drafter`."""
         if self._sequence is not None:
             self._sequence.close()
             self._sequence = None
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
-        """Its own guesses that were right stay in its cache."""
+        """Follows the text; guesses that were right stay in the cache."""
         sequence = self._opened
         shared = common_prefix(sequence.tokens[kept:], new)
         sequence.keep(kept + shared)
         sequence.append(new[shared:])
 
     def drafting(self, draft_context: DraftContext) -> Work[Any, Draft]:
-        """See `Drafter`; nothing where its context is full."""
+        """Guesses, unless the context is full."""
         if self._opened.room < draft_context.room:
             return NO_DRAFT
         return (yield from super().drafting(draft_context))
 
-    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, Passed]:
-        """The text and the guesses so far are in the sequence, or become so."""
+    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, PassResult]:
+        """Runs the draft model over all tokens that it has not read, `new` included."""
         sequence, seconds = self._opened, 0.0
         if new is not draft_context.due:
             sequence.append(new)
@@ -92,7 +99,7 @@ class Model(Guessing):
         with sequence.branch() as branch:
             passed = yield from branch.extend([], rows=[-1])
         logits = _of_width(passed.logits, self._vocab_size)
-        return Passed(logits=logits, seconds=seconds, rows=1)
+        return PassResult(logits=logits, seconds=seconds, rows=1)
 
     @property
     def _opened(self) -> TokenSequence[Any]:
@@ -101,7 +108,7 @@ class Model(Guessing):
 
 
 def _of_width(logits: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-    """Logits [R, V] of a vocabulary padded to `width` ids, none of which can be told apart."""
+    """Returns logits [R, V] of a vocabulary of `width` ids; ids that are missing get -inf."""
     missing = max(0, width - logits.shape[1])
     return np.pad(logits[:, :width], ((0, 0), (0, missing)), constant_values=-np.inf)
 

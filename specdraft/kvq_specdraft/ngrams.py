@@ -1,9 +1,9 @@
-"""Counts of 2-, 3- and 4-token runs of a person's own files, for Superposed Decoding to choose by.
+"""Counts the runs of 2, 3 and 4 tokens in a person's own files, for the writer `superposed`.
 
-The paper (arXiv 2405.18400) counts 200 thousand web documents; here it is the user's files, so the
-counts copy their text in small pieces: they stay in one file on this machine, which may be removed
-at any time. Contexts are 64-bit hashes, sorted and bisected in a mapped file; of each the 32 most
-frequent continuations are kept, their counts as 8-bit logarithms (within 2.2 %).
+The paper (arXiv 2405.18400) counts 200 thousand web documents. Here the counts copy the user's own
+text in small pieces, so they stay in one file on this machine, which may be removed at any time.
+Contexts are 64-bit hashes, sorted, in a mapped file. Each has its 32 most frequent next tokens,
+with counts as 8-bit logarithms (within 2.2 %).
 """
 
 import json
@@ -20,11 +20,11 @@ from kvq.errors import DataError
 from kvq.files import replace_file
 
 ORDERS = (2, 3, 4)
-# The paper's weights of 2-, 3- and 4-grams.
+# The weights of 2-, 3- and 4-grams in the paper.
 WEIGHTS = {2: 0.01, 3: 0.04, 4: 0.15}
 MOST_TOKENS = 16_000_000
 MOST_CONTINUATIONS = 32
-# A count c is kept as the nearest of 2 ** (i / 16).
+# A count is stored as the nearest 2 ** (i / 16).
 STEPS_PER_DOUBLING = 16
 
 _MAGIC = b"kvqngram1\n"
@@ -36,7 +36,7 @@ Table = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Ngrams:
-    """An opened file. `tables[n]` holds the n-grams' contexts and what followed them."""
+    """Holds an opened file; `tables[n]` has the contexts of n-grams and what followed them."""
 
     vocab_size: int
     tokenizer: str
@@ -64,11 +64,11 @@ class Ngrams:
         return cls(*facts, tables)
 
     def probabilities(self, text: Sequence[int], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of each token after `text` sum_n lambda_n c(ctx_n, t) / c(ctx_n); unknown runs add 0.
+        """Returns sum_n lambda_n c(ctx_n, t) / c(ctx_n) for each token t after `text`.
 
-        Summed over all tokens it is at most the sum of the weights.
+        Unknown runs add 0. The sum over all tokens is at most the sum of the weights.
         """
-        found = np.zeros(len(tokens))
+        total_probability = np.zeros(len(tokens))
         for n, table in self.tables.items():
             if len(text) < n - 1:
                 continue
@@ -81,17 +81,18 @@ class Ngrams:
             counts = _counts(table["counts"][known])
             total = max(float(_counts(table["totals"][place])), counts.sum())
             shares = dict(zip(table["tokens"][known].tolist(), counts / total, strict=True))
-            found += WEIGHTS[n] * np.array([shares.get(token, 0.0) for token in tokens.tolist()])
-        return found
+            token_shares = np.array([shares.get(token, 0.0) for token in tokens.tolist()])
+            total_probability += WEIGHTS[n] * token_shares
+        return total_probability
 
 
 def build(
     texts: Iterable[Sequence[int]], path: Path | str, *, vocab_size: int, tokenizer: str
 ) -> int:
-    """Counts `texts`, token ids each, into the file `path`; how many tokens were counted.
+    """Counts `texts`, token ids each, into the file `path`, and returns the number of tokens.
 
-    Texts beyond `MOST_TOKENS` are left out. `tokenizer` identifies whose ids they are. The file is
-    readable by its owner only. Raises `DataError` where it cannot be written.
+    Texts beyond `MOST_TOKENS` are left out. `tokenizer` identifies the tokenizer of the ids. Only
+    the owner can read the file. Raises `DataError` if it cannot be written.
     """
     kept, count = list[NDArray[np.int64]](), 0
     for text in texts:
@@ -113,7 +114,7 @@ def build(
 
 
 def _laid_out(tables: dict[int, Table]) -> tuple[dict[str, dict[str, list[int]]], list[bytes]]:
-    """Where each array begins and how long it is, and their bytes one after the other."""
+    """Returns where each array begins and how long it is, and the bytes of all arrays in order."""
     header: dict[str, dict[str, list[int]]] = {}
     parts, offset = list[bytes](), 0
     for n, table in tables.items():
@@ -127,7 +128,7 @@ def _laid_out(tables: dict[int, Table]) -> tuple[dict[str, dict[str, list[int]]]
 
 
 def _table(data: NDArray[np.uint8], places: dict[str, list[int]]) -> Table:
-    """Arrays of one n, checked so that no look-up leaves them."""
+    """Returns the arrays of one n, checked so that no look-up leaves them. Raises `ValueError`."""
     table: Table = {}
     for name, kind in _TYPES.items():
         start, length = places[name]
@@ -144,7 +145,7 @@ def _table(data: NDArray[np.uint8], places: dict[str, list[int]]) -> Table:
 
 
 def _counted(texts: list[NDArray[np.int64]], n: int) -> Table:
-    """The n-grams of all texts; none reaches from one text into the next."""
+    """Returns the n-grams of all texts; none crosses from one text into the next."""
     windows = [
         np.lib.stride_tricks.sliding_window_view(text, n) for text in texts if len(text) >= n
     ]
@@ -159,7 +160,7 @@ def _counted(texts: list[NDArray[np.int64]], n: int) -> Table:
     places = np.flatnonzero(new)
     counts = np.diff(np.r_[places, len(contexts)])
     contexts, tokens = contexts[places], tokens[places]
-    # Of each context the most frequent first; ties by token, as they stand.
+    # The most frequent token of each context first; ties by token.
     order = np.lexsort((-counts, contexts))
     contexts, tokens, counts = contexts[order], tokens[order], counts[order]
     first = np.flatnonzero(np.r_[True, contexts[1:] != contexts[:-1]])
@@ -176,7 +177,7 @@ def _counted(texts: list[NDArray[np.int64]], n: int) -> Table:
 
 
 def _hashes(contexts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One hash uint64 [N] for each row of [N, n - 1] tokens."""
+    """Returns one hash uint64 [N] for each row of [N, n - 1] tokens."""
     mixed = np.full(len(contexts), contexts.shape[1], np.uint64)
     for column in contexts.T:
         mixed = (mixed ^ column.astype(np.uint64)) * _MIX[0]

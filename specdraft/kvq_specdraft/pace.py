@@ -1,58 +1,67 @@
-"""How many guesses to make where each costs a pass. Knows seconds and chances, no tokens' meaning.
+"""Decides how many guesses to make where each costs a pass. It sees seconds and chances, no tokens.
 
 A round of n guesses brings E(n) = 1 + a(1) + a(1) a(2) + .. tokens, where a(i) is the chance that
-guess i is right when those before it are, and takes n passes of the drafter and one of n + 1 rows
-of the model (arXiv 2211.17192, section 3.3). Both costs are measured, chances are counted.
+guess i is right if those before it are. It takes n passes of the drafter and one pass of the model
+with n + 1 rows (arXiv 2211.17192, section 3.3). Costs are measured and chances are counted.
 """
 
-from kvq_runtime.drafter import Round
-from kvq_specdraft.costs import PassCosts
+from kvq_runtime.answer.drafter import Round
+from kvq_specdraft.costs import MARGIN, PassCosts, moving_average
 
-# A first guess must promise this much more than plain decoding: estimates are noisy.
-MARGIN = 1.02
-# Every so many rounds the other way is tried, so that both stay measured.
+# Once in this many rounds the way that does not pay is tried, so that both stay measured.
 TRIAL_ROUNDS = 32
-# Likelihoods up to which guesses are counted together, and how many right ones in a row it takes
-# to believe in more than the likelihood itself.
-_EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99, 1.01)
+# The most guesses of a trial in a place where guesses do not pay.
+_TRIAL_GUESSES = 2
+# Upper ends of the classes of likelihoods in which guesses are counted together.
+_CLASS_ENDS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99, 1.01)
+# The first chance of a class, its middle, counts as this many guesses.
 _PRIOR_WEIGHT = 4.0
-_NEWEST = 0.01
-# Chance of a guess that nothing is known of yet; cost of its pass as a share of the model's.
-_PRIOR = 0.7
-_PRIOR_COST = 0.6
+# The least weight of the newest guess in the chance of its class.
+_NEWEST_GUESS = 0.01
+# Assumed chance of a guess before any was checked.
+_FIRST_CHANCE = 0.7
+# Assumed cost of a guess before any was made, as a share of a pass of the model.
+_FIRST_COST = 0.6
+# Weight of the newest guess in the average seconds of a guess.
+_NEWEST_SECONDS = 0.1
 
 
 class Chances:
-    """How often guesses were right, by their likelihood in the drafter's own eyes.
+    """Counts how often guesses were right, by the likelihood that the drafter gave them.
 
-    Calibrates the drafter's likeliest probability from the rounds themselves, where SpecDec++
-    (arXiv 2405.19715) and DISCO (2405.04304) train a classifier.
+    SpecDec++ (arXiv 2405.19715) and DISCO (arXiv 2405.04304) train a classifier for this.
     """
 
     def __init__(self) -> None:
-        starts = (0.0, *_EDGES)
+        starts = (0.0, *_CLASS_ENDS)
         self._right = [
-            (low + min(1.0, high)) / 2 for low, high in zip(starts, _EDGES, strict=False)
+            (low + min(1.0, high)) / 2 for low, high in zip(starts, _CLASS_ENDS, strict=False)
         ]
-        self._seen = [0] * len(_EDGES)
-        self.mean = _PRIOR
-        self._all = 0
+        self._counts = [0] * len(_CLASS_ENDS)
+        self.mean = _FIRST_CHANCE
+        self._total = 0
 
     def of(self, likelihood: float) -> float:
-        """The chance that a guess of this likelihood is right."""
+        """Returns the chance that a guess of this likelihood is right."""
         return self._right[_class_of(likelihood)]
 
     def count(self, likelihood: float, right: bool) -> None:
-        """A guess whose predecessors were right was right, or was not."""
-        own = _class_of(likelihood)
-        self._seen[own] += 1
-        self._right[own] += _share(self._seen[own]) * (right - self._right[own])
-        self._all += 1
-        self.mean += _share(self._all) * (right - self.mean)
+        """Counts a guess whose predecessors were right."""
+        place = _class_of(likelihood)
+        self._counts[place] += 1
+        self._right[place] += _newest_weight(self._counts[place]) * (right - self._right[place])
+        self._total += 1
+        self.mean += _newest_weight(self._total) * (right - self.mean)
 
 
 class Pace:
-    """Decides before every guess whether to make it, and learns from what became of them."""
+    """Decides before every guess whether to make it, and learns from the results.
+
+    Args:
+        most: The most guesses of a round.
+        least: Above 0, guesses go on while the chance that all are right is at least this; 0: while
+            they pay.
+    """
 
     def __init__(self, *, most: int, least: float) -> None:
         self._most = most
@@ -60,35 +69,37 @@ class Pace:
         self._right = Chances()
         self._costs = PassCosts()
         self._guess_s = 0.0
-        self._rows = 1  # of a pass without a guess of ours
+        self._plain_rows = 1  # rows of a pass without a guess of this drafter
         self._rounds = 0
         self._likelihoods: list[float] = []
         self._expected, self._all_right = 1.0, 1.0
 
     @property
     def chances(self) -> tuple[float, ...]:
-        """Of each guess of this round, that it is right if those before it are."""
+        """Returns the chance of each guess of this round, if those before it are right."""
         return tuple(map(self._right.of, self._likelihoods))
 
     def begin(self, room: int) -> int:
-        """How many guesses the coming round may have; 0: none pays."""
+        """Returns how many guesses the next round may have; 0: none pays."""
         self._likelihoods = []
-        self._expected, self._all_right = float(self._rows), 1.0
+        self._expected, self._all_right = float(self._plain_rows), 1.0
         room = min(room, self._most)
         if self._least:
             return room
         self._rounds += 1
-        pays = self._planned(room) > 0
+        pays = self._best_count(room) > 0
         if self._rounds % TRIAL_ROUNDS != 1:
             return room if pays else 0
-        # The first round of all is plain: what it takes is what drafts are compared with.
-        return 0 if pays or not self._costs.seconds(1) else min(room, 2)
+        # The very first round is plain, to measure what drafts are compared with.
+        return 0 if pays or not self._costs.seconds(1) else min(room, _TRIAL_GUESSES)
 
     def goes_on(self, likelihood: float, seconds: float) -> bool:
-        """Whether one more guess is worth its pass, after one of so many seconds."""
+        """Returns whether one more guess is worth its pass, after one that took `seconds`."""
         self._likelihoods.append(likelihood)
         before = self._guess_s
-        self._guess_s += 0.1 * (min(seconds, 2 * before) - before) if before else seconds
+        self._guess_s = (
+            moving_average(before, seconds, weight=_NEWEST_SECONDS) if before else seconds
+        )
         chance = self._right.of(likelihood)
         self._all_right *= chance
         self._expected += self._all_right
@@ -101,7 +112,7 @@ class Pace:
 
     def observe(self, outcome: Round) -> None:
         """Learns what the round's pass took and which of its guesses were right."""
-        self._rows = outcome.rows - outcome.drafted
+        self._plain_rows = outcome.rows - outcome.drafted
         self._costs.record(outcome.rows, outcome.seconds)
         pairs = zip(self._likelihoods, outcome.draft.ids, outcome.tokens, strict=False)
         for likelihood, guess, token in pairs:
@@ -109,33 +120,33 @@ class Pace:
             if guess != token:
                 break
 
-    def _planned(self, most: int) -> int:
-        """The number of guesses that promises most tokens a second; 0: none does."""
-        expected, all_right = float(self._rows), 1.0
-        best, best_rate = 0, MARGIN * expected * self._speed(0)
+    def _best_count(self, most: int) -> int:
+        """Returns the number of guesses that promises most tokens a second; 0: none does."""
+        expected, all_right = float(self._plain_rows), 1.0
+        best, best_rate = 0, MARGIN * expected * self._rounds_a_second(0)
         for count in range(1, most + 1):
             all_right *= self._right.mean
             expected += all_right
-            rate = expected * self._speed(count)
+            rate = expected * self._rounds_a_second(count)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
 
-    def _speed(self, count: int) -> float:
-        """Rounds of so many guesses a second; 0 until a pass was measured."""
+    def _rounds_a_second(self, count: int) -> float:
+        """Returns rounds of `count` guesses a second; 0 until a pass was measured."""
         seconds = self._seconds(count)
         return 1 / seconds if seconds else 0.0
 
     def _seconds(self, count: int) -> float:
-        """What a round of so many guesses takes."""
-        each = self._guess_s or _PRIOR_COST * self._costs.seconds(self._rows)
-        return count * each + self._costs.seconds(self._rows + count)
+        """Returns what a round of `count` guesses takes."""
+        each = self._guess_s or _FIRST_COST * self._costs.seconds(self._plain_rows)
+        return count * each + self._costs.seconds(self._plain_rows + count)
 
 
 def _class_of(likelihood: float) -> int:
-    return next(place for place, edge in enumerate(_EDGES) if likelihood < edge)
+    return next(place for place, end in enumerate(_CLASS_ENDS) if likelihood < end)
 
 
-def _share(count: int) -> float:
-    """Weight of the newest of so many."""
-    return max(_NEWEST, 1 / (count + _PRIOR_WEIGHT))
+def _newest_weight(count: int) -> float:
+    """Returns the weight of the newest of `count` guesses."""
+    return max(_NEWEST_GUESS, 1 / (count + _PRIOR_WEIGHT))

@@ -1,4 +1,4 @@
-"""Where a text has said the same before: an index that follows the text forwards and back."""
+"""An index of the places where a text says the same as at its end; the text may go back."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -7,26 +7,26 @@ import numpy as np
 
 from kvq.errors import UsageError, argument
 
-# Heads of the chains: 256 KiB an index. A text has 8 bytes more for each of its tokens.
+# Slots of the hash table: 256 KiB an index; each token of the text takes 8 bytes more.
 _SLOTS = 1 << 16
 # Knuth's multiplicative hash: odd, near the golden section of 2^32.
-_SPREAD = 2_654_435_761
-# From so many new tokens on, numpy adds them faster than one by one.
+_MULTIPLIER = 2_654_435_761
+# The number of new tokens from which numpy is faster than a loop.
 _MANY = 256
 
 
 class Repeats:
-    """Earlier places whose last tokens are those the text ends with.
+    """Finds earlier places in a text whose last tokens are those at its end.
 
-    The positions of all runs of `least` tokens hang in chains, newest first, from a hash table of
-    fixed size, as deflate finds its matches (RFC 1951, section 4). A token is added or taken back
-    in constant time: chains are a stack, so that taking back undoes exactly what was added.
+    All runs of `least` tokens are in chains, newest first, from a hash table of fixed size, as
+    deflate finds its matches (RFC 1951, section 4). Adding or removing a token takes constant time.
+    Chains are stacks, so removing undoes exactly what adding did.
     """
 
     def __init__(self, least: int) -> None:
         self._least = least
         self._tokens = array("i")
-        # Of each end of a run the next older one whose hash is the same, 0: none.
+        # For each end of a run the next older end with the same hash; 0: none.
         self._older = array("i")
         self._newest = array("i", bytes(4 * _SLOTS))
 
@@ -34,7 +34,7 @@ class Repeats:
         return len(self._tokens)
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
-        """The text is now its first `kept` tokens and then `new`."""
+        """Makes the text its first `kept` tokens and then `new`."""
         for _ in range(len(self._tokens) - kept):
             self._newest[self._slot()] = self._older.pop()
             self._tokens.pop()
@@ -42,19 +42,19 @@ class Repeats:
             self._append(new)
             return
         tokens, older, newest, least = self._tokens, self._older, self._newest, self._least
-        for token in new:  # what a look costs most; `_slot` in place is twice as fast
+        for token in new:  # `_slot` is written out here: this loop is most of a look's cost
             tokens.append(token)
             mixed = 0
-            for one in tokens[-least:]:
-                mixed = (mixed + one) * _SPREAD & 0xFFFFFFFF
+            for last_token in tokens[-least:]:
+                mixed = (mixed + last_token) * _MULTIPLIER & 0xFFFFFFFF
             older.append(newest[mixed >> 16])
             newest[mixed >> 16] = len(tokens)
 
     def find(self, longest: int, most: int) -> Iterator[tuple[int, int]]:
-        """Ends of earlier runs like the text's own end, newest first, and how long each is.
+        """Yields the ends of earlier runs like the text's end, newest first, and their lengths.
 
-        A run is `least` tokens or more and is compared up to `longest`; of those in the chain the
-        newest `most` are looked at.
+        A run has `least` tokens or more and is compared up to `longest`. Only the newest `most`
+        places of the chain are checked.
         """
         end = self._older[-1] if self._older else 0
         while end and most:
@@ -65,28 +65,28 @@ class Repeats:
             most -= 1
 
     def tail(self, count: int) -> list[int]:
-        """The last `count` tokens, or all."""
+        """Returns the last `count` tokens, or all."""
         return self._tokens[max(0, len(self._tokens) - count) :].tolist()
 
     def at(self, place: int, otherwise: int) -> int:
-        """The token at `place`, or `otherwise` where the text is over."""
+        """Returns the token at `place`, or `otherwise` where the text is over."""
         return self._tokens[place] if place < len(self._tokens) else otherwise
 
     def after(self, end: int, place: int) -> int:
-        """The token `place` tokens after `end`, as if what lies from there on went on for ever.
+        """Returns the token `place` tokens after `end`, as if the text from there on repeated.
 
-        Deflate copies beyond the end of what it has in the same way: a run of one token repeats.
+        Deflate copies beyond the end of its data in the same way: a run of one token repeats.
         """
         return self._tokens[end + place % (len(self._tokens) - end)]
 
     def _slot(self) -> int:
         mixed = 0
         for token in self._tokens[-self._least :]:
-            mixed = (mixed + token) * _SPREAD & 0xFFFFFFFF
+            mixed = (mixed + token) * _MULTIPLIER & 0xFFFFFFFF
         return mixed >> 16
 
     def _append(self, new: Sequence[int]) -> None:
-        """Adds `new` at once, to the same end as one by one."""
+        """Adds `new` at once, with the same result as one by one."""
         first = len(self._tokens)
         self._tokens.extend(new)
         before = max(0, first - self._least + 1)
@@ -94,7 +94,7 @@ class Repeats:
         text = np.concatenate([np.zeros(self._least - 1 - (first - before), np.uint64), text])
         mixed = np.zeros(len(new), np.uint64)
         for place in range(self._least):
-            mixed = (mixed + text[place : place + len(new)]) * _SPREAD & 0xFFFFFFFF
+            mixed = (mixed + text[place : place + len(new)]) * _MULTIPLIER & 0xFFFFFFFF
         slots = (mixed >> 16).astype(np.int64)
         newest = np.frombuffer(self._newest, np.int32)
         order = np.argsort(slots, kind="stable")
@@ -114,7 +114,7 @@ class Repeats:
 
 
 def chance(length: int, places: int = 1, alike: int = 1) -> float:
-    """What to think of a token that `alike` of `places` went on with after `length` of a kind."""
+    """Returns the chance of a token that came at `alike` of `places` after `length` equal ones."""
     return alike / (places + 1 / length)
 
 

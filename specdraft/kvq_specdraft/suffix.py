@@ -1,32 +1,39 @@
-"""Suffix decoding: what followed most often when the text ended like this."""
+"""The drafter `suffix`: the most frequent continuation of earlier places like the text's end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvq.errors import UsageError
-from kvq_runtime.drafter import NO_DRAFT, Draft, Drafter, Round
-from kvq_specdraft.finished import Finished, of_this_process
+from kvq_runtime.answer.drafter import NO_DRAFT, Draft, Drafter, Round
+from kvq_specdraft.finished import FinishedAnswers, of_this_process
 from kvq_specdraft.repeats import Repeats, chance, check_lengths
-from kvq_specdraft.trees import Child, grown
+from kvq_specdraft.trees import Child, grow_tree
 
-# Where an earlier run ends, and in which text.
-_Place = tuple[Repeats | Finished, int]
+# The text in which an earlier match lies, and where it ends there.
+_Place = tuple[Repeats | FinishedAnswers, int]
 
 
 @dataclass(kw_only=True, eq=False)
 class Suffix(Drafter):
     """Proposes, token by token, what most earlier places like the text's end went on with.
 
-    SuffixDecoding (arXiv 2411.04975). For every length of match it walks down the suffix tree by
-    the counts of the children, while the path's probability is at least `least`, and proposes the
-    walk with the largest sum of probabilities. `store` is how many tokens of finished answers of
-    this process are looked at besides the text, the paper's second tree; 0, unless asked for:
-    it keeps what was written, and what one text makes faster tells of another. Departures: the
-    trees are not kept but counted, at the moment of asking, over the newest `most` places of each
-    text that match (where it has no more, the counts are the tree's), so memory is 8 bytes a token
-    and going back is exact; a child seen n times of N after a match of m tokens has probability
-    n / (N + 1 / m), as few short matches tell little. With `tree=1` the draft is the best tree over
-    all these places in place of the best walk (`trees.grown`).
+    SuffixDecoding (arXiv 2411.04975) walks down a suffix tree for every length of match, by the
+    counts of the children, while the path's probability is at least `least`. It proposes the walk
+    with the largest sum of probabilities. Here no tree is stored. Counts are made when asked for,
+    over the newest `most` places of each text that match; where there are no more, they are those
+    of the tree. So memory is 8 bytes a token, and going back is exact. A child seen n times of N
+    after a match of m tokens has the probability n / (N + 1 / m), as few short matches tell little.
+
+    Args:
+        max_ngram: The longest match in tokens. Default 16.
+        min_ngram: The shortest match in tokens. Default 2.
+        most: The most matching places of a text that are counted. Default 16.
+        least: The least probability of a path, above 0 and up to 1. Default 0.1.
+        store: Tokens of finished answers of this process that are searched too, the paper's second
+            tree. 0, the default: none, since the store keeps what was written, and the speed of one
+            text would tell something of another.
+        tree: 1: proposes the best tree over all matching places (`trees.grow_tree`). 0, the
+            default: proposes the best walk.
     """
 
     max_ngram: int = 16
@@ -49,11 +56,10 @@ class Suffix(Drafter):
         self.branches = self.tree > 0
         self._repeats = Repeats(self.min_ngram)
         self._finished = of_this_process(self.store, self.min_ngram) if self.store else None
-        # Of the answer that is being written: where it ends, and its tokens.
+        # The end of the answer that is being written, and its tokens.
         self._end, self._answer = 0, list[int]()
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
-        """See `Drafter`."""
         self._repeats.follow(kept, new)
         if self._finished is not None and len(self._repeats) != self._end:
             self._finished.add(self._answer)
@@ -61,64 +67,63 @@ class Suffix(Drafter):
         self._end = len(self._repeats)
 
     def propose(self, room: int) -> Draft:
-        """See `Drafter`."""
-        found: list[tuple[_Place, int]] = [
+        matches: list[tuple[_Place, int]] = [
             ((self._repeats, end), length)
             for end, length in self._repeats.find(self.max_ngram, self.most)
         ]
         if self._finished is not None:
             tail = self._repeats.tail(self.max_ngram)
             ends = self._finished.find(tail, self.max_ngram, self.most)
-            found += [((self._finished, end), length) for end, length in ends]
+            matches += [((self._finished, end), length) for end, length in ends]
         if self.tree:
-            return grown(room, (found, 0), _children) if found else NO_DRAFT
+            return grow_tree(room, (matches, 0), _children) if matches else NO_DRAFT
         best, best_score = NO_DRAFT, 0.0
-        for length in sorted({length for _, length in found}, reverse=True):
-            places = [place for place, own in found if own >= length]
+        for length in sorted({length for _, length in matches}, reverse=True):
+            places = [place for place, match_length in matches if match_length >= length]
             draft, score = self._walk(places, length, room)
             if score > best_score:
                 best, best_score = draft, score
         return best
 
     def observe(self, outcome: Round) -> None:
-        """The tokens are told by `follow`; here it learns that they were written, not given."""
+        """Notes the tokens as written by the model; `follow` tells them too."""
         if self._finished is not None:
             self._answer += outcome.tokens
             self._end += len(outcome.tokens)
 
     def _walk(self, places: list[_Place], length: int, room: int) -> tuple[Draft, float]:
-        """The likeliest path after `places`, where `length` tokens match, and its score."""
-        ids, chances, likely, score = list[int](), list[float](), 1.0, 0.0
+        """Returns the likeliest path after `places`, where `length` tokens match, and its score."""
+        ids, chances, path_chance, score = list[int](), list[float](), 1.0, 0.0
         for step in range(room):
-            seen = [text.after(end, step) for text, end in places]
-            token = max(seen, key=seen.count)  # of several the newest place's
-            own = chance(length + step, len(places), seen.count(token))
-            likely *= own
-            if likely < self.least or token < 0:
+            tokens = [text.after(end, step) for text, end in places]
+            token = max(tokens, key=tokens.count)  # among equals that of the newest place
+            token_chance = chance(length + step, len(places), tokens.count(token))
+            path_chance *= token_chance
+            if path_chance < self.least or token < 0:
                 break
-            score += likely
+            score += path_chance
             ids.append(token)
-            chances.append(own)
-            places = [place for place, one in zip(places, seen, strict=True) if one == token]
+            chances.append(token_chance)
+            places = [place for place, other in zip(places, tokens, strict=True) if other == token]
         return Draft(ids=tuple(ids), chances=tuple(chances)), score
 
 
-# Places that agree with a path so far, how much each had in common with the text, and the steps.
-_Going = tuple[list[tuple[_Place, int]], int]
+# The matches that agree with a path so far, each with its length, and the steps of the path.
+_Path = tuple[list[tuple[_Place, int]], int]
 
 
-def _children(going: _Going) -> list[Child[_Going]]:
-    """What the places of `going` go on with, likeliest first; each weighs as its match squared."""
-    places, step = going
-    found: dict[int, list[tuple[_Place, int]]] = {}
-    for place in places:
-        (text, end), _ = place
-        found.setdefault(text.after(end, step), []).append(place)
-    total = sum(length * length for _, length in places)
-    children: list[Child[_Going]] = []
-    for token, own in found.items():
+def _children(path: _Path) -> list[Child[_Path]]:
+    """Returns the next tokens of a path, likeliest first; a match counts by its squared length."""
+    matches, step = path
+    by_token: dict[int, list[tuple[_Place, int]]] = {}
+    for match in matches:
+        (text, end), _ = match
+        by_token.setdefault(text.after(end, step), []).append(match)
+    total = sum(length * length for _, length in matches)
+    children: list[Child[_Path]] = []
+    for token, agreeing in by_token.items():
         if token >= 0:
-            share = sum(length * length for _, length in own) / total
-            likely = share * chance(max(length for _, length in own) + step)
-            children.append((token, likely, (own, step + 1)))
+            share = sum(length * length for _, length in agreeing) / total
+            token_chance = share * chance(max(length for _, length in agreeing) + step)
+            children.append((token, token_chance, (agreeing, step + 1)))
     return sorted(children, key=lambda child: -child[1])

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, incomplete or not what they seem, and disks that do not help.
+"""Checkpoints that are damaged, incomplete or not what they seem, and disks that fail.
 
 Each is refused with the tensor or file named and what to do, and nothing is left behind.
 """
@@ -15,9 +15,9 @@ import pytest
 
 from kvq.errors import KvqError
 from kvq_export import export
-from kvq_export.checkpoint import Checkpoint
 from kvq_export.export import export_model
-from kvq_runtime.manifest import DATA_FILE
+from kvq_export.read.checkpoint import Checkpoint
+from kvq_runtime.bundle.manifest import DATA_FILE
 from shelf import PLAIN, cut
 from tiny import make_llama_checkpoint, read_safetensors, write_safetensors
 
@@ -103,6 +103,18 @@ SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_header(f, lambda h: h[Q_PROJ].update(shape=[256, 64])),
         f"damaged header entry for tensor '{Q_PROJ}'",
     ),
+    "more dimensions than any model has": (
+        lambda f: change_header(f, lambda h: h[Q_PROJ].update(shape=[1 << 62] * 20_000)),
+        f"damaged header entry for tensor '{Q_PROJ}'.{{,200}}$",
+    ),
+    "a side beyond 64 bits": (
+        lambda f: change_header(f, lambda h: h[Q_PROJ].update(shape=[0, 1 << 64], dtype="F4")),
+        f"damaged header entry for tensor '{Q_PROJ}'",
+    ),
+    "a type of many letters": (
+        lambda f: change_header(f, lambda h: h[Q_PROJ].update(dtype="F" * 5000)),
+        f"damaged header entry for tensor '{Q_PROJ}'.{{,200}}$",
+    ),
     "entry without offsets": (
         lambda f: change_header(f, lambda h: h[Q_PROJ].pop("data_offsets")),
         f"damaged header entry for tensor '{Q_PROJ}'",
@@ -186,7 +198,7 @@ SHARDED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def refuse(source: Path, tmp_path: Path, message: str) -> None:
-    """Exporting `source` raises `message` with exit code 2 and leaves nothing in `tmp_path`."""
+    """Expects that exporting `source` raises `message` with exit code 2 and leaves nothing."""
     before = sorted(tmp_path.iterdir())
     with pytest.raises(KvqError, match=message) as caught:
         export_model(source, tmp_path / "bundle", PLAIN)
@@ -222,7 +234,7 @@ def test_of_two_tensors_of_one_name_the_index_decides(sources: Path, tmp_path: P
 def test_a_destination_that_cannot_be_made_is_refused(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     options = PLAIN
-    with pytest.raises(KvqError, match=r"cannot be written: .*choose another folder with -o"):
+    with pytest.raises(KvqError, match=r"cannot be written: .*choose another folder: `kvq exp"):
         export_model(sources / "single", tmp_path / "file" / "bundle", options)
     assert (tmp_path / "file").read_text() == "kept"
 

@@ -1,4 +1,4 @@
-"""What matrices lose at 4 bits, and how bits are spent on them."""
+"""Damages of matrices at 4 bits, and how bits are spent on them."""
 
 import re
 from dataclasses import replace
@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from kvq.errors import UsageError
-from kvq.reference_linear import WIDTHS, BlockFormat, Grid, dequantize
+from kvq.reference.linear import WIDTHS, BlockFormat, Grid, dequantize
 from kvq_apps.cli import main
-from kvq_apps.output import weight_rows
-from kvq_export import damage, quality
+from kvq_apps.terminal.output import weight_rows
 from kvq_export.config import LOSS_NATS, MEAN_BITS, ExportOptions, WeightFormat
-from kvq_export.damage import FEEDBACK, allocated, damages
 from kvq_export.export import export_model
-from kvq_export.layout import plan_layout
-from kvq_export.weights import quantize
+from kvq_export.fit import damage, quality
+from kvq_export.fit.damage import FEEDBACK, allocate, damages
+from kvq_export.phases import no_progress
+from kvq_export.write.layout import plan_layout
+from kvq_export.write.weights import quantize
 from kvq_models.reference import PlainAttention, forward
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 from originals import original_of
 from shelf import PLAIN, Shelf
 from tiny import checkpoint_weights, make_llama_checkpoint
@@ -28,24 +29,20 @@ FORM = BlockFormat(grid=Grid.ZERO_POINT)
 QUIET = ExportOptions(quality=False, threads=1)
 
 
-def unseen(done: int, total: int, label: str) -> None:
-    """Nobody watches."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gemma3"])
 def test_a_damage_is_the_divergence_that_one_rounded_matrix_makes(
     case: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand, one matrix after the other; here in passes of four lanes and a clean one."""
+    """Compares with one matrix after the other, in passes of four lanes and a clean one."""
     source = shelf.family(case)
     original = original_of(source)
     exact, config = checkpoint_weights(source), original.config
     texts = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12))
     monkeypatch.setattr(damage, "_PASS_TOKENS", 5 * texts.size)
-    found = damages(original, texts, WeightFormat(), 1, unseen)
-    assert list(found) == [name for name in original.sources if exact(name).ndim == 2]
-    assert ("head" in found) == (not config.tied_head)
+    actual = damages(original, texts, WeightFormat(), 1, no_progress)
+    assert list(actual) == [name for name in original.sources if exact(name).ndim == 2]
+    assert ("head" in actual) == (not config.tied_head)
 
     def answers(changed: str) -> np.ndarray:
         def weight(name: str) -> np.ndarray:
@@ -60,20 +57,20 @@ def test_a_damage_is_the_divergence_that_one_rounded_matrix_makes(
         return quality.log_softmax(np.concatenate(parts))
 
     clean = answers("")
-    for name in found:
+    for name in actual:
         by_hand = quality.compare(clean, answers(name))["mean_kld"]
-        assert found[name] == pytest.approx(by_hand, rel=2e-2, abs=1e-7), name
+        assert actual[name] == pytest.approx(by_hand, rel=2e-2, abs=1e-7), name
 
 
 def test_bits_are_spent_where_they_take_most_damage_away(tmp_path: Path) -> None:
-    """Against brute force over all widths of four matrices, for the bytes that were spent."""
+    """Compares with brute force over all widths of four matrices, for the bytes that were spent."""
     original = original_of(make_llama_checkpoint(tmp_path / "source"))
     random = np.random.default_rng(3)
     names = ["embed", "layers.0.qkv", "layers.1.gate_up", "head"]
     lost = dict(zip(names, random.lognormal(0, 2, 4), strict=True))
     for mean in (4.0, 4.7, 5.5, 6.6, 8.0):
         weights = WeightFormat(mean_bits=mean)
-        chosen = allocated(original, lost, weights)
+        chosen = allocate(original, lost, weights)
         counts = np.array([np.prod(original.sources[name].shape) for name in names])
         bits = np.array([chosen[name].bits for name in names])
         assert (bits * counts).sum() <= mean * counts.sum() + 1e-6
@@ -100,11 +97,9 @@ def test_bits_go_below_the_mean_as_long_as_little_is_lost(tmp_path: Path) -> Non
     share = np.array([1, FEEDBACK, FEEDBACK, 1])
 
     def spent(of_all: float, weights: WeightFormat) -> tuple[float, float]:
-        """The mean width, and what is lost by it, where damages at 4 bits add up to `of_all`."""
+        """Returns the mean width and its loss, where damages at 4 bits add up to `of_all`."""
         lost = of_all * np.array([0.4, 0.3, 0.2, 0.1])
-        chosen = allocated(
-            original, dict(zip(names, (lost / share).tolist(), strict=True)), weights
-        )
+        chosen = allocate(original, dict(zip(names, (lost / share).tolist(), strict=True)), weights)
         bits = np.array([chosen[name].bits for name in names])
         mean = (bits * counts).sum() / counts.sum()
         return float(mean), float((lost * (15 / (2.0**bits - 1)) ** 2).sum())
@@ -154,9 +149,9 @@ def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: P
     mean = sum(formats[name].bits * counts[name] for name in formats) / sum(counts.values())
     assert mean <= MEAN_BITS
     assert len({form.bits for form in formats.values()}) > 1
-    told = dict(weight_rows(bundle.manifest.to_json()))
+    rows = dict(weight_rows(bundle.manifest.to_json()))
     assert re.fullmatch(
-        r"[▁▂▃▄▅▆▇█]{2}  from ▁ 4 to █ 8; (embed|head) \d, (embed|head) \d", told["bits by layer"]
+        r"[▁▂▃▄▅▆▇█]{2}  from ▁ 4 to █ 8; (embed|head) \d, (embed|head) \d", rows["bits by layer"]
     )
     quickly = ("--no-quality", "--no-calibrate", "--force", "--wbits")
     for bits in ("4", "4.6"):
@@ -179,7 +174,6 @@ def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: P
         (("--wbits", "5", "--size", "1MB"), "--size finds the widths itself; leave --wbits out"),
         (("--size", "much"), "--size 'much' is not possible: give bytes"),
         (("--size", "1MB", "--embedding-bits", "4"), "get what they are worth"),
-        (("--wbits", "4.5", "--linear", "ort"), "--linear ort has one width for all matrices"),
     ],
 )
 def test_widths_that_cannot_be(

@@ -1,45 +1,48 @@
-"""Export: its memory, the quantiser, the bundle it writes, what it leaves behind when stopped."""
+"""Exports: their memory, the quantiser, the bundle, and what is left when one is stopped."""
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq.config import KvPlan
 from kvq.errors import BundleError, ModelError, UsageError
-from kvq.reference_linear import (
+from kvq.reference.linear import (
     WIDTHS,
     BlockFormat,
     Grid,
     dequantize,
 )
-from kvq_export import quality
-from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
-from kvq_export.export import export_model
-from kvq_export.hub import locate
-from kvq_export.staging import staged
-from kvq_export.weights import quantize, quantize_chunks
+from kvq_export.export import export_model, fit_cache
+from kvq_export.fit import quality
+from kvq_export.read.checkpoint import Checkpoint
+from kvq_export.read.hub import locate
+from kvq_export.write import staging
+from kvq_export.write.staging import staged
+from kvq_export.write.weights import join_rows, quantize, quantize_chunks
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import read_checkpoint
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import FEEDBACK_FILE, MANIFEST_FILE, checksum
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.manifest import MANIFEST_FILE, checksum
 from matrices import relative_error
-from shelf import EIGHT, PLAIN
+from shelf import EIGHT, PLAIN, Shelf
 from tiny import checkpoint_weights, make_llama_checkpoint
 
-needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+needs_native = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 
 # Its memory
@@ -52,7 +55,7 @@ def test_large_arrays_of_threads_go_back_to_the_system() -> None:
         "import sys, threading\n"
         "import numpy as np\n"
         "from kvq_export import export\n"
-        "def held():\n"
+        "def used():\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return next(int(line.split()[1]) for line in lines if line.startswith('RssAnon'))\n"
         "def work():\n"
@@ -62,15 +65,15 @@ def test_large_arrays_of_threads_go_back_to_the_system() -> None:
         "        del arrays\n"
         "kept = []\n"
         "if sys.argv[1:]: export._return_large_arrays()\n"
-        "before = held()\n"
+        "before = used()\n"
         "thread = threading.Thread(target=work)\n"
         "thread.start()\n"
         "thread.join()\n"
-        "print(held() - before)\n"
+        "print(used() - before)\n"
     )
     kept, returned = (
-        int(subprocess.check_output([sys.executable, "-c", program, *asked]))
-        for asked in ([], ["asked"])
+        int(subprocess.check_output([sys.executable, "-c", program, *arguments]))
+        for arguments in ([], ["asked"])
     )
     # Three arrays of 20 MiB at a time.
     assert kept > 20 * 1024
@@ -85,12 +88,12 @@ def test_large_arrays_of_threads_go_back_to_the_system() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_scale_search_beats_min_max_rounding(bits: int, block: int, columns: int) -> None:
     rows = np.random.default_rng(0).standard_normal((40, columns), np.float32)
-    found = dequantize(quantize(rows, BlockFormat(bits=bits, block=block)), bits)[:, :columns]
+    actual = dequantize(quantize(rows, BlockFormat(bits=bits, block=block)), bits)[:, :columns]
     padded = np.pad(rows, ((0, 0), (0, -columns % block))).reshape(-1, block)
     step = np.abs(padded).max(1, keepdims=True) / (2 ** (bits - 1) - 1)
     plain = (np.rint(padded / step) * step).reshape(40, -1)[:, :columns]
     limit = {4: 0.75, 8: 0.95}[bits]
-    assert relative_error(found, rows) < limit * relative_error(plain, rows)
+    assert relative_error(actual, rows) < limit * relative_error(plain, rows)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -106,7 +109,7 @@ def test_representable_weights_come_back_exactly(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_a_zero_point_is_worth_its_byte(bits: int) -> None:
-    """Blocks off centre lose a fifth of their error and more; exact ones none, and zero is zero."""
+    """Loses a fifth of the error of blocks off centre, and nothing of exact ones and of zero."""
     random = np.random.default_rng(2)
     rows = random.standard_normal((40, 640), np.float32) + np.float32(0.5)
     forms = [BlockFormat(bits=bits, grid=grid) for grid in (Grid.SYMMETRIC, Grid.ZERO_POINT)]
@@ -132,12 +135,12 @@ def test_chunks_on_threads_equal_one_call() -> None:
     rows = np.random.default_rng(2).standard_normal((50, 96), np.float32)
     form = BlockFormat(block=32, grid=Grid.ZERO_POINT)
     parts = list(quantize_chunks(np.array_split(rows, 7), form, threads=2))
-    for found, whole in zip(zip(*parts, strict=True), quantize(rows, form), strict=True):
-        np.testing.assert_array_equal(np.concatenate(found), whole)
+    for actual, whole in zip(join_rows(parts), quantize(rows, form), strict=True):
+        np.testing.assert_array_equal(actual, whole)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"bits": 3}, {"bits": -4}, {"block": 48}, {"embedding_bits": 16}, {"linear": "mlas"}]
+    "wrong", [{"bits": 3}, {"bits": -4}, {"block": 48}, {"embedding_bits": 16}]
 )
 def test_impossible_weight_formats_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(wrong.values()))} is not possible"):
@@ -178,7 +181,7 @@ def test_manifest_tokenizer_and_licence(tmp_path: Path) -> None:
     source = make_llama_checkpoint(tmp_path / "source")
     (source / "README.md").write_text("---\nlanguage: en\nlicense:\n- apache-2.0\n---\n# A model\n")
     options = ExportOptions(kv=KvPlan(k_bits=8, v_bits=4), name="small", quality=False)
-    calls: list[tuple[int, int]] = []
+    calls: list[tuple[float, float]] = []
     bundle = export_model(
         source, tmp_path / "bundle", options, lambda done, total, _: calls.append((done, total))
     )
@@ -192,12 +195,9 @@ def test_manifest_tokenizer_and_licence(tmp_path: Path) -> None:
     assert tokenizer is not None
     assert tokenizer.decode(tokenizer.encode("def add(first)")) == "def add(first)"
     assert tokenizer.chat([{"role": "user", "content": "hi"}])[0] == 1
-    total = manifest.weights.num_bytes
-    written = [call for call in calls if call[1] == total]
-    assert written == sorted(written)
-    assert calls[0][0] == 0  # matrices whose damage was measured
-    assert written[-1] == (total, total)
-    assert calls[-1] == (1, 1)  # how pages are best encoded
+    # One job: it begins at nothing, never goes back, and is whole at its end alone.
+    assert calls == sorted(calls)
+    assert (calls[0], calls[-1], calls.count((1.0, 1.0))) == ((0.0, 1.0), (1.0, 1.0), 1)
 
 
 @pytest.mark.parametrize(
@@ -232,13 +232,13 @@ def test_the_manifest_keeps_how_the_model_asks_to_be_sampled(
     # A bundle of before says nothing of it, one of later may say more.
     path = bundle.path / MANIFEST_FILE
     data = json.loads(path.read_text())
-    for told, wanted in ((None, {}), ({"top_k": 3, "smoothing": 1}, {"top_k": 3})):
+    for entry, expected in ((None, {}), ({"top_k": 3, "smoothing": 1}, {"top_k": 3})):
         other = {key: value for key, value in data.items() if key != "sampling"}
-        other |= {} if told is None else {"sampling": told}
+        other |= {} if entry is None else {"sampling": entry}
         path.write_text(json.dumps(other | {"checksum": checksum(other)}))
-        assert Bundle.open(bundle.path).manifest.sampling == wanted
-    for told in ({"top_k": "many"}, {"temperature": -1}, 3):
-        other = data | {"sampling": told}
+        assert Bundle.open(bundle.path).manifest.sampling == expected
+    for entry in ({"top_k": "many"}, {"temperature": -1}, 3):
+        other = data | {"sampling": entry}
         path.write_text(json.dumps(other | {"checksum": checksum(other)}))
         with pytest.raises(BundleError, match="damaged"):
             Bundle.open(bundle.path)
@@ -275,11 +275,11 @@ def test_an_existing_bundle_is_replaced_with_force_only(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="already holds a bundle; replace it with force"):
         export_model(source, tmp_path / "bundle", PLAIN)
     # Before anything is measured.
-    said: list[object] = []
+    news_told: list[object] = []
     wide = ExportOptions(weights=WeightFormat(mean_bits=4.5))
     with pytest.raises(BundleError, match="already holds a bundle"):
-        export_model(source, tmp_path / "bundle", wide, lambda *news: said.append(news))
-    assert said == []
+        export_model(source, tmp_path / "bundle", wide, lambda *news: news_told.append(news))
+    assert news_told == []
     forced = dataclasses.replace(EIGHT, force=True)
     with pytest.raises(KeyboardInterrupt):
         export_model(source, tmp_path / "bundle", forced, stop)
@@ -317,8 +317,8 @@ def test_what_came_to_be_there_meanwhile_is_never_replaced(tmp_path: Path) -> No
 
 def test_what_killed_exports_of_other_names_left_goes_after_a_day(tmp_path: Path) -> None:
     old = time.time() - 2 * 24 * 60 * 60
-    left = {".a.01234567.partial", ".b.01234567.old", ".c.notes.partial", "d.01234567.partial"}
-    for name in left:
+    leftovers = {".a.01234567.partial", ".b.01234567.old", ".c.notes.partial", "d.01234567.partial"}
+    for name in leftovers:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.onnx.data").write_bytes(b"half")
         os.utime(tmp_path / name, (old, old))
@@ -327,7 +327,7 @@ def test_what_killed_exports_of_other_names_left_goes_after_a_day(tmp_path: Path
         os.utime(running, (old, old))
         with staged(tmp_path / "second", force=False):
             pass  # a running export is no leftover, however old
-    kept = {*left, ".new.01234567.partial", "bundle", "second"} - {".a.01234567.partial"}
+    kept = {*leftovers, ".new.01234567.partial", "bundle", "second"} - {".a.01234567.partial"}
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
@@ -386,8 +386,8 @@ def test_neither_folder_nor_hub_id_is_refused(tmp_path: Path) -> None:
 
 def test_divergence_of_known_distributions() -> None:
     expected = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], np.float32))
-    found = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]], np.float32))
-    result = quality.compare(expected, found)
+    actual = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]], np.float32))
+    result = quality.compare(expected, actual)
     assert result["mean_kld"] == pytest.approx(0.25 * np.log(2) / 2, rel=1e-5)
     assert result["kld_99_9"] == pytest.approx(0.25 * np.log(2) * 0.999, rel=1e-5)
     assert result["top1_agreement"] == 0.5
@@ -404,14 +404,16 @@ def test_report_compares_weights_alone_and_everything(tmp_path: Path) -> None:
     streamed = original.logits(ids)
     np.testing.assert_allclose(streamed, exact, atol=1e-4)
 
-    def run(plan: KvPlan, asked: np.ndarray) -> np.ndarray:
+    def run(plan: KvPlan, prompt: np.ndarray) -> np.ndarray:
         noise = np.random.default_rng(0).standard_normal(exact.shape).astype(np.float32)
-        return exact[: len(asked)] + (noise if plan.quantized else 0)
+        return exact[: len(prompt)] + (noise if plan.quantized else 0)
 
-    steps: list[str] = []
+    steps: list[tuple[float, float]] = []
     texts = np.stack([ids, ids])
-    report = quality.measure(original.logits, KvPlan(), run, texts, steps.append)
-    assert [step[-6:] for step in steps] == ["1 of 2", "2 of 2"]
+    report = quality.measure(
+        original.logits, KvPlan(), run, texts, lambda done, of, _: steps.append((done, of))
+    )
+    assert steps == [(0, 2), (1, 2)]
     assert report["weights"]["kv"] == "fp"
     assert abs(report["weights"]["mean_kld"]) < 1e-5
     assert report["weights"]["top1_agreement"] == 1.0
@@ -430,3 +432,45 @@ def test_an_export_reports_its_own_quality(tmp_path: Path) -> None:
     assert 0 <= report["weights"]["mean_kld"] < 0.05
     assert report["weights"]["mean_kld"] < report["weights_and_kv"]["mean_kld"] < 2
     assert report["weights"]["top1_agreement"] > 0.9
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_an_export_that_another_overtakes_replaces_it_or_says_so(
+    force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination, move = tmp_path / "bundle", staging._move
+    overtaken: list[Path] = []
+
+    def overtaking(folder: Path, *places: Path) -> None:
+        if not overtaken:
+            overtaken.append(folder)
+            destination.mkdir()
+            (destination / "kvq.json").write_text("theirs")
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        move(folder, *places)
+
+    monkeypatch.setattr(staging, "_move", overtaking)
+    refusal = nullcontext() if force else pytest.raises(BundleError, match="already holds")
+    with refusal, staged(destination, force=force) as folder:
+        (folder / "kvq.json").write_text("ours")
+    assert (destination / "kvq.json").read_text() == ("ours" if force else "theirs")
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_cache_is_fitted_later_as_an_export_fits_it(shelf: Shelf, tmp_path: Path) -> None:
+    source = shelf.checkpoint(max_position_embeddings=1024)
+    at_once, later = (
+        export_model(
+            source, tmp_path / name, ExportOptions(name="tiny", quality=False, fit_cache=fits)
+        )
+        for name, fits in (("at_once", True), ("later", False))
+    )
+    assert later.manifest.forms == ()
+    fit_cache(later.path, threads=2)
+    fitted = Bundle.open(later.path)
+    assert fitted.manifest == Bundle.open(at_once.path).manifest
+    content = (later.path / FEEDBACK_FILE).read_bytes()
+    assert content == (at_once.path / FEEDBACK_FILE).read_bytes()
+    before = (later.path / MANIFEST_FILE).stat().st_mtime_ns
+    fit_cache(later.path, threads=2)
+    assert (later.path / MANIFEST_FILE).stat().st_mtime_ns == before

@@ -1,4 +1,4 @@
-"""The graph an export writes: what it computes, its inputs and nodes, the bytes it shares."""
+"""The graph of an export: what it computes, its inputs and nodes, the bytes it shares."""
 
 import dataclasses
 from pathlib import Path
@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq.native_linear import weight_bytes_read
-from kvq.reference_linear import (
+from kvq.reference.linear import (
     BlockFormat,
     Grid,
     View,
@@ -19,18 +19,18 @@ from kvq.reference_linear import (
     restore,
 )
 from kvq_export.config import ExportOptions, WeightFormat
-from kvq_export.random_bundle import random_bundle
-from kvq_export.writer import stored
+from kvq_export.write.random_bundle import random_bundle
+from kvq_export.write.writer import stored_blocks
 from kvq_models.config import Attention, Dense, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.manifest import DATA_FILE, MODEL_FILE
-from kvq_runtime.onnx_runtime import onnx_runtime, onnx_runtime_state
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import DATA_FILE, MODEL_FILE
+from kvq_runtime.machine.onnx_runtime import onnx_runtime
 from matrices import relative_error
 from tiny import altered
 
-needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+needs_native = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 
 def frequencies(half: int) -> tuple[float, ...]:
@@ -97,26 +97,38 @@ MIXED = WeightFormat(
     bits=5,
     block=32,
     embedding_bits=6,
-    others={
+    overrides={
         "layers.0.o": BlockFormat(bits=4, block=32, grid=Grid.MINIMUM),
         "layers.1.down": BlockFormat(bits=8, block=128),
+    },
+)
+# As a GGUF file of K-quants becomes: rows are padded to whole super-blocks.
+SUPER = WeightFormat(
+    bits=8,
+    overrides={
+        name: BlockFormat.parse(spelled)
+        for name, spelled in (
+            ("embed", "6/16/super_symmetric"),
+            ("layers.0.qkv", "6/16/super_minimum"),
+            ("layers.0.o", "4/32/super_minimum"),
+            ("layers.0.down", "5/32/super_minimum"),
+            ("layers.1.down", "8/16/super_symmetric"),
+        )
     },
 )
 
 
 class CutGraph:
-    """A bundle's graph on the CPU kernels, with numpy attention between its pieces.
+    """Runs a bundle's graph on the CPU kernels, with numpy attention between its pieces.
 
     Each attention node is taken out: its input becomes an output of the graph and its output an
-    input, fed on the next run. MatMulNBits is made not to quantise activations.
+    input, fed on the next run.
     """
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
         model = ir.load(bundle.model_path)
         for node in list(model.graph):
-            if node.op_type == "MatMulNBits":
-                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
             if node.op_type == "Attention":
                 self._cut(model.graph, node)
         # The graph finds its data file beside it.
@@ -125,8 +137,7 @@ class CutGraph:
         options = onnx_runtime().SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
-        if bundle.manifest.weights.linear == "kvq":
-            options.register_custom_ops_library(str(native.library_path()))
+        options.register_custom_ops_library(str(native_library.library_path()))
         self.session = onnx_runtime().InferenceSession(
             path, options, providers=["CPUExecutionProvider"]
         )
@@ -177,14 +188,14 @@ class CutGraph:
 
 
 class Rounded:
-    """Stands in for a weight in `forward`: `x @ weight.T` rounds x as `kvq::Linear` does."""
+    """Takes a weight's place in `forward`: `x @ weight.T` rounds x as `kvq::Linear` does."""
 
     __array_ufunc__ = None
 
     def __init__(self, bundle: Bundle, name: str, view: View) -> None:
         self.bundle, self.name, self.view = bundle, name, view
         self.form = bundle.form(name)
-        self.panels = pack(self.form, stored(bundle.read_codes(name)))
+        self.panels = pack(self.form, stored_blocks(bundle.read_codes(name)))
 
     @property
     def T(self) -> "Rounded":  # noqa: N802 - numpy's name
@@ -202,7 +213,7 @@ def sources_of(config: ModelConfig) -> Any:
 
 
 class WithoutLayers:
-    """A config whose forward pass is embedding, final norm and head."""
+    """Has a forward pass of embedding, final norm and head alone."""
 
     num_layers = 0
 
@@ -214,7 +225,7 @@ class WithoutLayers:
 
 
 class Case:
-    """A random bundle, a mixed input, and what the numpy forward makes of both."""
+    """Holds a random bundle, a mixed input, and what the numpy forward makes of both."""
 
     def __init__(self, name: str, weights: WeightFormat, folder: Path) -> None:
         self.config = CONFIGS[name]
@@ -247,50 +258,40 @@ class Case:
 
         return self.expected(weight, config)
 
-    def found(self, **options: list[int]) -> np.ndarray:
+    def actual(self, **options: list[int]) -> np.ndarray:
         return CutGraph(self.bundle).logits(self.ids, self.mix, self.rows, **options)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("weights", FORMATS, ids=["8 bit", "4 bit"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_standard_graph_computes_the_reference(
-    name: str, weights: WeightFormat, tmp_path: Path
-) -> None:
-    case = Case(name, dataclasses.replace(weights, linear="ort"), tmp_path)
-    np.testing.assert_allclose(case.found(), case.expected(), atol=5e-5, rtol=1e-4)
-    case.rows = case.rows[:0]
-    assert case.found().shape == (0, case.config.vocab_size)
-
-
-@pytest.mark.sampled
 @needs_native
-@pytest.mark.parametrize("weights", [*FORMATS, MIXED], ids=["8 bit", "4 bit", "mixed"])
+@pytest.mark.parametrize(
+    "weights", [*FORMATS, MIXED, SUPER], ids=["8 bit", "4 bit", "mixed", "super-blocks"]
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_own_graph_computes_the_reference(name: str, weights: WeightFormat, tmp_path: Path) -> None:
-    """But for single activations that float32's rounding carries to the next of 255 levels."""
+    """Allows for single activations that float32's rounding carries to the next of 255 levels."""
     case = Case(name, weights, tmp_path)
-    found, expected = case.found(), case.rounded()
-    assert np.sqrt(relative_error(found, expected)) < 4e-3
-    assert np.sqrt(relative_error(found, case.expected())) < 0.1
-    upper = case.found(weights_view=[1])
+    actual, expected = case.actual(), case.rounded()
+    assert np.sqrt(relative_error(actual, expected)) < 4e-3
+    assert np.sqrt(relative_error(actual, case.expected())) < 0.1
+    upper = case.actual(weights_view=[1])
     assert np.sqrt(relative_error(upper, case.rounded("hi"))) < 4e-3
-    assert (upper == found).all() == (weights.bits == weights.embedding_bits == 4)
+    assert (upper == actual).all() == (weights.bits == weights.embedding_bits == 4)
     case.rows = case.rows[:0]
-    assert case.found().shape == (0, case.config.vocab_size)
+    assert case.actual().shape == (0, case.config.vocab_size)
 
 
 @needs_native
 def test_exact_rows_and_layer_modes(tmp_path: Path) -> None:
     case = Case("biases", WeightFormat(bits=4), tmp_path)
-    full = case.found()
-    few = case.found(exact_rows=[2])
+    full = case.actual()
+    few = case.actual(exact_rows=[2])
     best = few.argmax(axis=1)[:, None]
     np.testing.assert_array_equal(
         np.take_along_axis(few, best, 1), np.take_along_axis(full, best, 1)
     )
     before = weight_bytes_read()
-    skipped = case.found(layer_modes=[1, 1])
+    skipped = case.actual(layer_modes=[1, 1])
     read = weight_bytes_read() - before
     # Two runs for two layers' attention, one for the logits; no layer's weights are read.
     head = case.bundle.form("head")
@@ -342,14 +343,6 @@ def test_graph_inputs_outputs_and_nodes(tmp_path: Path) -> None:
     ]
     domains = {node.op_type: node.domain for node in graph}
     assert (domains["Linear"], domains["Embed"]) == ("kvq", "kvq")
-    assert "MatMulNBits" not in domains
-
-
-def test_the_standard_graph_asks_for_int8_products(tmp_path: Path) -> None:
-    options = ExportOptions(weights=WeightFormat(linear="ort"))
-    bundle = random_bundle(BASE, tmp_path / "bundle", options=options)
-    products = [n for n in ir.load(bundle.model_path).graph if n.op_type == "MatMulNBits"]
-    assert {node.attributes["accuracy_level"].as_int() for node in products} == {4}
 
 
 def test_a_plain_layer_is_five_nodes(tmp_path: Path) -> None:
@@ -362,37 +355,17 @@ def test_a_plain_layer_is_five_nodes(tmp_path: Path) -> None:
 
 
 def test_tied_head_shares_the_bytes_of_the_embedding(tmp_path: Path) -> None:
-    own = random_bundle(BASE, tmp_path / "own")
-    names = set(ir.load(own.model_path).graph.initializers)
-    assert "embed.panels" in names
-    assert "head.panels" not in names
-    options = ExportOptions(weights=WeightFormat(linear="ort"))
-    bundle = random_bundle(BASE, tmp_path / "bundle", options=options)
+    bundle = random_bundle(BASE, tmp_path / "bundle")
     tensors = {
         name: value.const_value
         for name, value in ir.load(bundle.model_path).graph.initializers.items()
         if isinstance(value.const_value, ir.ExternalTensor)
     }
-    assert tensors["head.codes"].offset == tensors["embed.codes"].offset
-    assert tensors["head.scales"].offset == tensors["embed.scales"].offset
+    assert "embed.panels" in tensors
+    assert "head.panels" not in tensors
     assert all(tensor.offset % 64 == 0 for tensor in tensors.values())
     ends = max(tensor.offset + tensor.length for tensor in tensors.values())
     assert ends == (bundle.path / DATA_FILE).stat().st_size == bundle.manifest.weights.num_bytes
-
-
-def test_onnxruntime_has_the_cpu_kernels_the_graph_uses() -> None:
-    kernels = {
-        (kernel.domain, kernel.op_name)
-        for kernel in onnx_runtime_state().get_all_opkernel_def()
-        if kernel.provider == "CPUExecutionProvider"
-    }
-    microsoft = {
-        "MatMulNBits",
-        "GatherBlockQuantized",
-        "QuickGelu",
-    }
-    assert {("com.microsoft", name) for name in microsoft} <= kernels
-    assert {("", "SimplifiedLayerNormalization"), ("", "Gelu"), ("", "Einsum")} <= kernels
 
 
 def test_random_bundle_depends_on_the_seed_only(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a GGUF export leaves and says: bundle, command, refusals before anything is written."""
+"""Bundles of GGUF exports, the command, and refusals before anything is written."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import tiny
 from kvq.errors import BackendError, CheckpointError, KvqError, UsageError
 from kvq_apps.cli import main
-from kvq_export import gguf_llama
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_export.gguf_blocks import pack_blocks
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.manifest import MANIFEST_FILE, VERSION
+from kvq_export.gguf import gguf_llama
+from kvq_export.gguf.gguf_file import pack_blocks
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import GGUF_FILE, MANIFEST_FILE, VERSION
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
 
@@ -66,7 +66,7 @@ def test_what_is_missing_is_named_before_anything_is_written(
 ) -> None:
     source = tiny.make_llama_checkpoint(tmp_path / "source")
     reason = 'llama-cpp-python is not installed; pip install "kvq-runtime[gguf]"'
-    monkeypatch.setattr("kvq_export.gguf_llama.missing", lambda: reason)
+    monkeypatch.setattr("kvq_export.gguf.gguf_llama.missing", lambda: reason)
     needed = r"q4_k_m is made by llama.cpp's own .*\[gguf\].; gguf_type q8_0, .* work without it"
     with pytest.raises(BackendError, match=needed):
         export(source, "q4_k_m")
@@ -116,13 +116,32 @@ def test_impossible_options_are_refused(wrong: dict[str, str]) -> None:
         ExportOptions(**wrong)
 
 
+def test_the_type_nobody_asks_for_needs_no_llama_cpp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = 'llama-cpp-python is not installed; pip install "kvq-runtime[gguf]"'
+    monkeypatch.setattr("kvq_export.gguf.gguf_llama.missing", lambda: reason)
+    words = ["export", str(tiny.make_llama_checkpoint(tmp_path / "source")), "--format", "gguf"]
+    assert main([*words, "-o", str(tmp_path / "made"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["gguf"]["type"] == "q8_0"
+    assert report["quality"]["gguf"]["not_measured"] == reason
+    assert main([*words, "-o", str(tmp_path / "plain"), "--no-quality"]) == 0
+    assert f"try: kvq run -m {tmp_path / 'plain' / GGUF_FILE} " in capsys.readouterr().err
+    assert main([*words, "-o", str(tmp_path / "mixed"), "--gguf-type", "q4_k_m"]) == 2
+    message = capsys.readouterr().err
+    assert f"--gguf-type q4_k_m is made by llama.cpp's own quantiser, and {reason}" in message
+    assert "--gguf-type q8_0, q4_0, f16 and bf16 work without it" in message
+
+
 @needs_llama
 def test_the_command_writes_what_was_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = str(tiny.make_llama_checkpoint(tmp_path / "source"))
     made = str(tmp_path / "made")
-    assert main(["export", source, "-o", made, "--format", "both", "--wbits", "4", "--json"]) == 0
+    assert main(["export", source, "-o", made, "--format", "both", "--wbits", "4", "--json",
+                 "--gguf-type", "q4_k_m"]) == 0  # fmt: skip
     report = json.loads(capsys.readouterr().out)
     assert report["gguf"] == {
         "type": "q4_k_m", "architecture": "llama", "context_length": 512
@@ -130,7 +149,7 @@ def test_the_command_writes_what_was_asked(
     assert "4/64/zero_point" in report["weights"]["formats"]
     assert report["quality"]["gguf"]["mean_kld"] > 0
     words = ["export", source, "-o", made, "--force", "--no-quality", "--format", "gguf"]
-    assert main([*words, "--gguf-type", "q4_0", "--embedding-bits", "4"]) == 0
+    assert main([*words, "--gguf-type", "q4_0", "--embedding-bits", "4", "-v"]) == 0
     assert "q4_0, architecture llama, 512 tokens of context" in capsys.readouterr().out
     assert {tensor.tensor_type.name for tensor in tensors(Bundle.open(made))} == {"F32", "Q4_0"}
 

@@ -1,6 +1,6 @@
-"""GGUF export: llama.cpp computes the model, or is said not to.
+"""GGUF exports: llama.cpp computes the model, or the export says that it does not.
 
-llama.cpp itself is the peer: it loads every family's file and its logits are compared with the
+llama.cpp itself is the peer: it loads every family's file, and its logits are compared with the
 numpy forward pass over the checkpoint's own weights.
 """
 
@@ -20,17 +20,17 @@ import pytest
 
 import tiny
 from kvq.errors import UnsupportedModelError
-from kvq_export import gguf_llama
-from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import WeightFormat
-from kvq_export.gguf_model import gguf_model
+from kvq_export.gguf import gguf_llama
+from kvq_export.gguf.gguf_model import gguf_model
+from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.config import Dense, Experts, ModelConfig, RopeConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for, read_checkpoint
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import GGUF_FILE, GgufInfo
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.manifest import GGUF_FILE, GgufInfo
 from logits import divergence
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -54,13 +54,11 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# As llama.cpp always computes gpt-oss; the checkpoints that were published do not.
-WHOLE_RAMP = {"rope_parameters": {**tiny.CASES["gpt-oss"][1]["rope_parameters"], "truncate": True}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A row of `tiny.CASES` with some keys replaced, and what llama.cpp is told it is.
+    """Describes a row of `tiny.CASES` with some keys replaced, and its llama.cpp architecture.
 
     `flips`: the share of tokens for which rounding may choose other experts.
     """
@@ -73,11 +71,11 @@ class Case:
     slack: float = 1.0
     flips: float = 0.0
 
-    def settled(self, expected: np.ndarray, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Both without the rows that differ most, so many as may have flipped."""
-        order = np.argsort(np.abs(found - expected).max(axis=1))
+    def settled(self, expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Drops the rows that differ most from both, so many as may have flipped."""
+        order = np.argsort(np.abs(actual - expected).max(axis=1))
         rows = order[: len(order) - int(self.flips * len(order))]
-        return expected[rows], found[rows]
+        return expected[rows], actual[rows]
 
 
 CASES = {
@@ -182,7 +180,7 @@ CASES = {
         | {"mlp_only_layers": [], "linear_num_key_heads": 3, "linear_num_value_heads": 6},
         flips=0.2,
     ),
-    "gpt-oss": Case(row="gpt-oss", architecture="gpt-oss", keys=WHOLE_RAMP, flips=0.2),
+    "gpt-oss": Case(row="gpt-oss", architecture="gpt-oss", flips=0.2),
 }
 
 
@@ -200,7 +198,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 def expected_logits(source: Path, ids: np.ndarray) -> np.ndarray:
-    _, config, _ = read_checkpoint(source)
+    family, config, values = read_checkpoint(source)
+    if config.model_type == "gpt_oss":
+        # llama.cpp's ramp is one of whole pairs.
+        ramp = values["rope_parameters"] | {"truncate": True}
+        config = family.config(values | {"rope_parameters": ramp})
     context = gguf_llama.context_tokens(len(ids))
     return forward(
         config,
@@ -212,7 +214,7 @@ def expected_logits(source: Path, ids: np.ndarray) -> np.ndarray:
     )
 
 
-def found_logits(bundle: Bundle, ids: np.ndarray) -> np.ndarray:
+def actual_logits(bundle: Bundle, ids: np.ndarray) -> np.ndarray:
     return gguf_llama.file_logits(bundle.path / GGUF_FILE, ids, bundle.config.vocab_size, 1)
 
 
@@ -228,12 +230,12 @@ def test_llama_cpp_computes_the_model(checkpoint: Callable[[str], Path], name: s
         type="f16", architecture=case.architecture, context_length=case.context
     )
     ids = np.random.default_rng(0).integers(0, tiny.VOCAB_SIZE, min(TOKENS, case.context))
-    wanted = expected_logits(source, ids)
-    expected, found = case.settled(wanted, found_logits(bundle, ids))
+    reference = expected_logits(source, ids)
+    expected, actual = case.settled(reference, actual_logits(bundle, ids))
     assert expected.std() > 2.5
-    np.testing.assert_allclose(found, expected, rtol=0, atol=case.slack * F16_LOGIT)
-    assert divergence(expected, found) < case.slack * F16_NATS
-    nats = divergence(*case.settled(wanted, found_logits(export(source, "q8_0"), ids)))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=case.slack * F16_LOGIT)
+    assert divergence(expected, actual) < case.slack * F16_NATS
+    nats = divergence(*case.settled(reference, actual_logits(export(source, "q8_0"), ids)))
     assert F16_NATS / 100 < nats < case.slack * NATS["q8_0"]
 
 
@@ -244,14 +246,14 @@ def test_other_types_stay_near(checkpoint: Callable[[str], Path], name: str, kin
     source = checkpoint(name)
     ids = np.random.default_rng(1).integers(0, tiny.VOCAB_SIZE, TOKENS)
     bundle = export(source, kind)
-    assert divergence(expected_logits(source, ids), found_logits(bundle, ids)) < NATS[kind]
+    assert divergence(expected_logits(source, ids), actual_logits(bundle, ids)) < NATS[kind]
     assert [file.name for file in bundle.path.glob("*.gguf")] == [GGUF_FILE]
 
 
 @needs_llama
 @pytest.mark.parametrize("name", ["llama-llama3", "mistral-window", "qwen2", "qwen3", "gemma3"])
 def test_both_engines_choose_the_same_tokens(checkpoint: Callable[[str], Path], name: str) -> None:
-    """Weights at 8 bits; activations are rounded by both, so a prompt is taken that is decided."""
+    """Takes a prompt whose tokens are decided, because both engines round activations."""
     source = checkpoint(name)
     weights = WeightFormat(bits=8, block=32, embedding_bits=8)
     bundle = export(source, "q8_0", format="both", weights=weights)
@@ -265,22 +267,22 @@ def test_both_engines_choose_the_same_tokens(checkpoint: Callable[[str], Path], 
         steps = session.generate(STEPS, sampling=Sampling(temperature=0), stop_ids=[])
         assert [step.token for step in steps] == tokens
     # Given its own choices so far, llama.cpp's next choice is the greedy one.
-    rows = found_logits(bundle, np.array([*prompt, *tokens]))[len(prompt) - 1 : -1]
+    rows = actual_logits(bundle, np.array([*prompt, *tokens]))[len(prompt) - 1 : -1]
     assert rows.argmax(1).tolist() == tokens
 
 
 def decided_prompt(source: Path) -> tuple[list[int], list[int]]:
-    """Of some random prompts the one whose greedy tokens lead the most, and these."""
+    """Returns the random prompt whose greedy tokens lead the most, and these."""
     draw = np.random.default_rng(2)
-    found = [
+    candidates = [
         greedy(source, draw.integers(0, tiny.VOCAB_SIZE, PROMPT_TOKENS)) for _ in range(PROMPTS)
     ]
-    _, prompt, tokens = max(found)
+    _, prompt, tokens = max(candidates)
     return prompt, tokens
 
 
 def greedy(source: Path, prompt: np.ndarray) -> tuple[float, list[int], list[int]]:
-    """The smallest lead over the next best, the prompt and its greedy continuation."""
+    """Returns the smallest lead over the next best, the prompt and its greedy continuation."""
     _, config, _ = read_checkpoint(source)
     weight, attend = tiny.checkpoint_weights(source), PlainAttention()
     tokens, lead, ids, first = list[int](), math.inf, prompt, 0
@@ -299,16 +301,16 @@ def greedy(source: Path, prompt: np.ndarray) -> tuple[float, list[int], list[int
     ("row", "gates"), [("qwen3-5", "ssm_beta ssm_alpha"), ("qwen3-next", "ssm_ba")]
 )
 def test_gates_of_a_delta_net_are_never_rounded(tmp_path: Path, row: str, gates: str) -> None:
-    """Nor by llama.cpp's own quantiser, which knows of none."""
+    """Includes llama.cpp's own quantiser, which knows of no such gates."""
     keys = CASES[row].keys | {"hidden_size": 256}
     source = tiny.make_checkpoint(row, tmp_path / row, dtype="bfloat16", **keys)
-    found = {tensor.name: tensor for tensor in tensors(export(source, "q4_k_m"))}
-    wanted = {tensor.name: tensor for tensor in tensors(export(source, "bf16"))}
-    assert found["blk.0.attn_gate.weight"].tensor_type.name == "Q4_K"
+    actual = {tensor.name: tensor for tensor in tensors(export(source, "q4_k_m"))}
+    expected = {tensor.name: tensor for tensor in tensors(export(source, "bf16"))}
+    assert actual["blk.0.attn_gate.weight"].tensor_type.name == "Q4_K"
     for name in gates.split():
-        one = f"blk.0.{name}.weight"
-        assert found[one].tensor_type.name == "F32"
-        np.testing.assert_array_equal(found[one].data, wanted[one].data)
+        tensor_name = f"blk.0.{name}.weight"
+        assert actual[tensor_name].tensor_type.name == "F32"
+        np.testing.assert_array_equal(actual[tensor_name].data, expected[tensor_name].data)
 
 
 @needs_llama
@@ -323,7 +325,7 @@ def test_rows_that_are_no_whole_blocks_fall_back(tmp_path: Path) -> None:
         assert types["blk.0.ffn_down.weight"] == types["blk.0.attn_q.weight"] == "F16"
         # Its rows are the heads together: 256, whole blocks of any type.
         assert types["blk.0.attn_output.weight"] == {"q4_k_m": "Q4_K"}.get(kind, kind.upper())
-        assert divergence(expected_logits(source, ids), found_logits(bundle, ids)) < NATS[kind]
+        assert divergence(expected_logits(source, ids), actual_logits(bundle, ids)) < NATS[kind]
 
 
 @pytest.mark.slow
@@ -342,13 +344,13 @@ def test_peak_memory_is_a_few_chunks_not_the_model(tmp_path: Path) -> None:
 
 
 def test_a_float_file_holds_the_checkpoint(tmp_path: Path) -> None:
-    """Names and values, the order of heads as llama.cpp's llama rotates them."""
+    """Checks names and values, and the order of heads as llama.cpp's llama rotates them."""
     source = tiny.make_llama_checkpoint(
         tmp_path / "source", attention_bias=True, mlp_bias=True, dtype="bfloat16", shards=2
     )
     weight = tiny.checkpoint_weights(source)
     bundle = export(source, "bf16")
-    found = {tensor.name: tensor for tensor in tensors(bundle)}
+    actual = {tensor.name: tensor for tensor in tensors(bundle)}
     rows = {"attn_q": slice(0, 256), "attn_k": slice(256, 384), "attn_v": slice(384, 512)}
     rows |= {"ffn_gate": slice(0, 192), "ffn_up": slice(192, 384)}
     sources = dict.fromkeys(("attn_q", "attn_k", "attn_v"), "qkv")
@@ -357,30 +359,30 @@ def test_a_float_file_holds_the_checkpoint(tmp_path: Path) -> None:
     for layer in range(bundle.config.num_layers):
         for name, canonical in sources.items():
             for ending, suffix in (("weight", ""), ("bias", "_bias")):
-                tensor = found[f"blk.{layer}.{name}.{ending}"]
+                tensor = actual[f"blk.{layer}.{name}.{ending}"]
                 values = weight(f"layers.{layer}.{canonical}{suffix}")[rows.get(name, slice(None))]
                 if name in ("attn_q", "attn_k"):
                     heads = values.reshape(-1, 2, 32, *values.shape[1:])
                     values = heads.swapaxes(1, 2).reshape(values.shape)
                 assert tensor.tensor_type.name == ("BF16" if ending == "weight" else "F32")
                 np.testing.assert_array_equal(floats(tensor), values)
-    np.testing.assert_array_equal(floats(found["token_embd.weight"]), weight("embed"))
-    np.testing.assert_array_equal(floats(found["output.weight"]), weight("head"))
-    assert len(found) == 3 + bundle.config.num_layers * (2 + 2 * len(sources))
+    np.testing.assert_array_equal(floats(actual["token_embd.weight"]), weight("embed"))
+    np.testing.assert_array_equal(floats(actual["output.weight"]), weight("head"))
+    assert len(actual) == 3 + bundle.config.num_layers * (2 + 2 * len(sources))
 
 
 def test_heads_of_a_delta_net_are_dealt_out(checkpoint: Callable[[str], Path]) -> None:
-    """The first value head of each key head, then the second of each; what decays is -exp."""
+    """Expects the first value head of each key head, then the second of each; a decay is -exp."""
     source = checkpoint("qwen3-5")
     weight = tiny.checkpoint_weights(source)
-    found = {tensor.name: floats(tensor) for tensor in tensors(export(source, "f16"))}
+    actual = {tensor.name: floats(tensor) for tensor in tensors(export(source, "f16"))}
 
     def dealt(values: np.ndarray, size: int) -> np.ndarray:
         heads = values.reshape(2, 2, size, *values.shape[1:])
         return heads.swapaxes(0, 1).reshape(values.shape)
 
     whole, gates, conv = (weight(f"layers.1.{name}") for name in ("in_proj", "gates", "conv"))
-    wanted = {
+    expected = {
         "attn_qkv.weight": np.concatenate([whole[:128], dealt(whole[128:256], 32)]),
         "attn_gate.weight": dealt(whole[256:], 32),
         "ssm_beta.weight": dealt(gates[:4], 1),
@@ -392,36 +394,35 @@ def test_heads_of_a_delta_net_are_dealt_out(checkpoint: Callable[[str], Path]) -
         "ssm_out.weight": dealt(weight("layers.1.out_proj").T, 32).T,
         "post_attention_norm.weight": weight("layers.1.mlp_norm"),
     }
-    for name, values in wanted.items():
-        half = values.astype(np.float16) if found[f"blk.1.{name}"].ndim > 1 else values
+    for name, values in expected.items():
+        half = values.astype(np.float16) if actual[f"blk.1.{name}"].ndim > 1 else values
         rough = {"rtol": 1e-3} if half is not values else {}
-        np.testing.assert_allclose(found[f"blk.1.{name}"], half, **rough)
+        np.testing.assert_allclose(actual[f"blk.1.{name}"], half, **rough)
 
 
 def test_gates_lie_key_head_by_key_head(checkpoint: Callable[[str], Path]) -> None:
-    """What the two value heads of each take in, then what they forget; values stay as they are."""
+    """Expects what the value heads of each key head take in, then what they forget."""
     source = checkpoint("qwen3-next")
     weight = tiny.checkpoint_weights(source)
-    found = {tensor.name: floats(tensor) for tensor in tensors(export(source, "f16"))}
+    actual = {tensor.name: floats(tensor) for tensor in tensors(export(source, "f16"))}
     gates, whole = weight("layers.1.gates"), weight("layers.1.in_proj")
     order = [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
-    np.testing.assert_array_equal(found["blk.1.ssm_ba.weight"], gates[order])
-    np.testing.assert_allclose(found["blk.1.attn_qkv.weight"], whole[:384], atol=1e-3)
-    np.testing.assert_allclose(found["blk.1.attn_gate.weight"], whole[384:], atol=1e-3)
+    np.testing.assert_array_equal(actual["blk.1.ssm_ba.weight"], gates[order])
+    np.testing.assert_allclose(actual["blk.1.attn_qkv.weight"], whole[:384], atol=1e-3)
+    np.testing.assert_allclose(actual["blk.1.attn_gate.weight"], whole[384:], atol=1e-3)
 
 
 def test_a_ramp_that_llama_cpp_cuts_otherwise_is_said(
-    checkpoint: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = "with whole pairs where its ramp begins and ends"
+    export(checkpoint("qwen3-yarn"), "q8_0")
+    assert caplog.text == ""
     export(checkpoint("gpt-oss"), "q8_0")
-    assert said not in caplog.text
-    export(tiny.make_checkpoint("gpt-oss", tmp_path / "published"), "q8_0")
-    assert said in caplog.text
+    assert "with whole pairs where its ramp begins and ends" in caplog.text
 
 
 def test_keys_say_how_layers_differ(checkpoint: Callable[[str], Path]) -> None:
-    wanted: dict[str, dict[str, Any]] = {
+    expected: dict[str, dict[str, Any]] = {
         "lfm2": {"attention.head_count_kv": [0, 0, 2, 0, 2], "shortconv.l_cache": 3},
         "lfm2-moe": {
             "attention.head_count_kv": [0, 0, 2, 0],
@@ -479,10 +480,10 @@ def test_keys_say_how_layers_differ(checkpoint: Callable[[str], Path]) -> None:
             "expert_feed_forward_length": 96,
         },
     }
-    for name, keys in wanted.items():
+    for name, keys in expected.items():
         bundle = export(checkpoint(name), "f16")
-        found = {key: field(bundle, f"{CASES[name].architecture}.{key}") for key in keys}
-        assert found == keys
+        actual = {key: field(bundle, f"{CASES[name].architecture}.{key}") for key in keys}
+        assert actual == keys
     names = {tensor.name: tensor for tensor in tensors(export(checkpoint("gemma4-keys"), "f16"))}
     assert "blk.1.attn_v.weight" in names
     assert "blk.2.attn_v.weight" not in names
@@ -496,7 +497,7 @@ def floats(tensor: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("rows", [range(0, 256), range(256, 384), range(64, 448)])
 def test_chunks_of_some_rows_are_whole_heads(tmp_path: Path, rows: range) -> None:
-    """The canonical weight has three parts; a head of 64 rows is never cut."""
+    """Reads a canonical weight of three parts; a head of 64 rows is never cut."""
     folder = tiny.make_llama_checkpoint(tmp_path)
     family, config, _ = read_checkpoint(folder)
     source = family.weights(config)["layers.1.qkv"]
@@ -515,14 +516,14 @@ def config_of(checkpoint: Callable[[str], Path], name: str, **changes: Any) -> M
 
 
 def of_row(row: str, **keys: Any) -> ModelConfig:
-    """The config of a row of `tiny.CASES` with these keys of its config.json."""
-    model_type, own = tiny.CASES[row]
-    values = {**tiny.COMMON, **own, **keys, "model_type": model_type}
+    """Returns the config of a row of `tiny.CASES` with these keys of its config.json."""
+    model_type, defaults = tiny.CASES[row]
+    values = {**tiny.COMMON, **defaults, **keys, "model_type": model_type}
     return family_for(values).config(values)
 
 
 def with_experts(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """The config, all experts of it with these fields."""
+    """Returns the config with these fields in all its experts."""
     layers = tuple(
         dataclasses.replace(layer, feed=dataclasses.replace(layer.feed, **changes))
         if isinstance(layer.feed, Experts)
@@ -532,118 +533,66 @@ def with_experts(config: ModelConfig, **changes: Any) -> ModelConfig:
     return dataclasses.replace(config, layers=layers)
 
 
-def tiny_rope(rope: RopeConfig) -> RopeConfig:
-    """Of another base: layers with a window rotate as all others do."""
-    pairs = len(rope.inv_freq)
-    return RopeConfig(inv_freq=tuple(500.0 ** -(np.arange(pairs) / pairs)))
-
-
 def test_what_llama_cpp_does_not_compute_is_refused_by_name(
     checkpoint: Callable[[str], Path],
 ) -> None:
     refusals: dict[str, ModelConfig] = {
-        "as gemma3, which does not compute a soft cap on attention": config_of(
+        "as gemma3: it computes layers.0.mixer.softcap = 0.0 instead of 30.0": config_of(
             checkpoint, "gemma3", mixer={"softcap": 30.0}
         ),
-        "as qwen3, which does not compute a bias on the attention's output": config_of(
+        "as qwen3: it does not compute a bias on the attention's output": config_of(
             checkpoint, "qwen3", mixer={"output_bias": True}
         ),
-        "as qwen3, which does not compute a rotary table": config_of(
+        "as qwen3: it computes another rotary table": config_of(
             checkpoint, "qwen3", ropes=(RopeConfig(inv_freq=tuple(np.linspace(1, 0.1, 64))),)
         ),
-        "as llama, which does not compute its scale of attention": config_of(
-            checkpoint, "llama", mixer={"scale": 0.5}
-        ),
-        "as phi3, .* not as wide as its hidden states; not as llama, .* rotate in part": config_of(
+        "as phi3: .* not as wide as its .*; not as llama: .* rotates .* channels": config_of(
             checkpoint, "phi3-longrope", hidden_size=96
         ),
-        "as gemma, which does not compute an output head of its own": config_of(
+        "as phi3: it does not compute a scale of attention of its own; not as llama": config_of(
+            checkpoint, "phi3-longrope", mixer={"scale": 0.5}
+        ),
+        "as gemma: it does not compute an output head of its own": config_of(
             checkpoint, "gemma", tied_head=False
         ),
-        "as olmo2, which does not compute an output head that is its": config_of(
+        "as olmo2: it does not compute an output head that is its": config_of(
             checkpoint, "olmo2", tied_head=True
         ),
-        "as gemma2, which does not compute windows in other layers .*, attention and": config_of(
+        "as gemma2: it computes layers.1.mixer.window_tokens = 0 instead of 24": config_of(
             checkpoint, "gemma2", final_softcap=0.0, mixer={"window_tokens": 24}
         ),
-        "as smollm3, which does not compute layers that do not rotate other than": config_of(
+        "as smollm3: it computes another rotary table": config_of(
             checkpoint, "smollm3", mixer={"rope": 1}
         ),
-        "as qwen3moe, .* layers without experts, experts in some layers alone": dataclasses.replace(
+        "as qwen3moe: it computes .*layers.1.feed.width = 96 instead of 192": dataclasses.replace(
             mixed := config_of(checkpoint, "qwen3-moe"),
             layers=(mixed.layers[0], config_of(checkpoint, "qwen3").layers[0]),
         ),
-        "as qwen3moe, which does not compute shares of experts that are not": config_of(
-            checkpoint, "qwen3-moe", feed={"normalised": False}
-        ),
-        "as qwen3moe, which does not compute experts of another kind": config_of(
-            checkpoint, "qwen3-moe", feed={"scoring": "sigmoid"}
-        ),
-        "as olmoe, which does not compute fewer heads of keys than": config_of(
+        "as olmoe: it does not compute fewer heads of keys than": config_of(
             checkpoint, "olmoe", mixer={"kv_heads": 2}
         ),
-        "as olmo2, which does not compute a rotary table": config_of(
-            checkpoint,
-            "olmo3",
-            ropes=(other := config_of(checkpoint, "olmo3").ropes[1], tiny_rope(other)),
-        ),
-        "as lfm2, which does not compute heads that together are not as wide": of_row("lfm2"),
-        "as lfm2moe, which does not compute experts chosen by their shares alone": with_experts(
-            mixed_up := of_row("lfm2-moe", head_dim=32), choice_bias=False, scoring="softmax"
-        ),
-        "as lfm2moe, which does not compute experts of another kind": with_experts(
-            mixed_up, choice_bias=False
-        ),
-        "as lfm2moe, which does not compute experts before layers without": dataclasses.replace(
-            mixed_up, layers=mixed_up.layers[::-1]
-        ),
-        "as gemma4, which does not compute layers that read the keys of others": of_row("gemma4"),
-        "as gemma4, .* heads whose sizes differ otherwise than by windows": of_row(
-            "gemma4-keys", per_layer_config={"1": {"head_dim": 64}}
-        ),
-        "as gemma4, which does not compute a table of per-layer embeddings": of_row(
+        "as lfm2: it does not compute heads that together are not as wide": of_row("lfm2"),
+        "as gemma4: it does not compute layers that read the keys of others": of_row("gemma4"),
+        "as gemma4: it does not compute a table of per-layer embeddings": of_row(
             "gemma4", layer_types=LAST_TWO, vocab_size_per_layer_input=64
         ),
-        "as gemma4, which does not compute layers that all see everything": of_row(
+        "as gemma4: it does not compute layers that all see everything": of_row(
             "gemma4-keys", layer_types=["full_attention"] * 3
         ),
-        "as gemma4, which does not compute experts of another kind": with_experts(
-            of_row("gemma4-experts"), activation="silu"
-        ),
-        "as gemma4, which does not compute experts chosen by their shares alone": with_experts(
-            of_row("gemma4-experts"), activation="silu", beside=None
-        ),
-        "as qwen35moe, which does not compute experts chosen by their shares alone": with_experts(
-            of_row("qwen3-5-moe", **SQUARE_STATES), shared=None
-        ),
-        "as qwen35moe, which does not compute experts of another kind": with_experts(
+        "as qwen35moe: it has no tensor for shared_down_bias": with_experts(
             of_row("qwen3-5-moe", **SQUARE_STATES), shared=Dense(width=64, bias=True)
         ),
-        "as qwen3next, which does not compute layers without experts": of_row(
-            "qwen3-next", **SQUARE_STATES
-        ),
-        "as gpt-oss, which does not compute no bias on the attention's output": of_row(
+        "as gpt-oss: it does not compute attention whose output has no bias": of_row(
             "gpt-oss", attention_bias=False
         ),
-        "as gpt-oss, which does not compute an output head that is its embedding": of_row(
+        "as gpt-oss: it does not compute an output head that is its embedding": of_row(
             "gpt-oss", tie_word_embeddings=True
         ),
-        "as gpt-oss, which does not compute layers that all see everything": of_row(
-            "gpt-oss", layer_types=["full_attention"] * 2
-        ),
-        "as gpt-oss, which does not compute experts of another kind": with_experts(
-            of_row("gpt-oss"), router_bias=False
-        ),
-        "as qwen3, which does not compute sinks of attention": config_of(
-            checkpoint, "qwen3", mixer={"sinks": True}
-        ),
-        "as qwen35, which does not compute delta nets whose keys are not as wide": of_row(
-            "qwen3-5"
-        ),
-        "as qwen35, .* norms beside delta nets with another epsilon than 1e-06": of_row(
+        "as qwen35: it does not compute delta nets whose keys are not as wide": of_row("qwen3-5"),
+        "as qwen35: .* norms beside delta nets with another epsilon than 1e-06": of_row(
             "qwen3-5", **SQUARE_STATES, rms_norm_eps=1e-5
         ),
-        "kvq writes GGUF files of llama, mistral, .* not of mamba": config_of(
+        "kvq writes GGUF files of gemma, .*llama, .* not of mamba": config_of(
             checkpoint, "llama", model_type="mamba"
         ),
     }
@@ -655,10 +604,10 @@ def test_what_llama_cpp_does_not_compute_is_refused_by_name(
 def test_scales_llama_cpp_has_no_key_for_go_into_weights(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    """A gemma3's embedding scale is rounded to its trained type; llama.cpp takes the square root.
+    """Compares scales: a gemma3's embedding scale is rounded, llama.cpp takes the square root.
 
-    An attention scale of its own goes into the norm of the queries, except for the 27B model,
-    which llama.cpp knows by its depth.
+    An attention scale of its own goes into the norm of the queries, except for the 27B model, which
+    llama.cpp knows by its depth.
     """
     config = config_of(checkpoint, "gemma3", hidden_size=640, embedding_scale=25.25)
     factors = {tensor.name: tensor.factor for tensor in gguf_model(config).tensors}
@@ -679,12 +628,19 @@ def test_scales_llama_cpp_has_no_key_for_go_into_weights(
     )
     factors = {tensor.name: tensor.factor for tensor in gguf_model(deep).tensors}
     assert factors["blk.61.attn_q_norm.weight"] == 1
+    plain = config_of(checkpoint, "llama-bias", mixer={"scale": 0.5}, embedding_scale=3.0)
+    factors = {tensor.name: tensor.factor for tensor in gguf_model(plain).tensors}
+    changed = {name: factor for name, factor in factors.items() if factor != 1}
+    layers = range(plain.num_layers)
+    queries = {f"blk.{i}.attn_q.{end}" for i in layers for end in ("weight", "bias")}
+    ends = {"token_embd.weight": 3.0, "output_norm.weight": 1 / 3}
+    assert changed == {**ends, **dict.fromkeys(queries, 4.0)}
 
 
 def test_a_yarn_table_of_other_speeds_is_refused(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """llama.cpp's qwen3 reads no beta_fast: its table would be another one."""
+    """Changes beta_fast, which llama.cpp's qwen3 does not read: its table would be another one."""
     source = checkpoint("qwen3-yarn")
     config = json.loads((source / "config.json").read_text())
     config["rope_parameters"]["beta_fast"] = 8.0
@@ -692,7 +648,7 @@ def test_a_yarn_table_of_other_speeds_is_refused(
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="does not compute a rotary table"):
+    with pytest.raises(UnsupportedModelError, match="computes another rotary table"):
         export(tmp_path, "q8_0")
 
 

@@ -1,6 +1,7 @@
 """Rounding with error feedback: on one matrix, and over a checkpoint that is read through."""
 
 from collections.abc import Collection
+from itertools import product
 from pathlib import Path
 from typing import cast
 
@@ -8,17 +9,18 @@ import numpy as np
 import pytest
 
 from kvq.errors import CheckpointError
-from kvq.reference_linear import SCALE_UNIT, BlockFormat, Grid, PanelFormat, dequantize
-from kvq_export import gptq
-from kvq_export.calibrated import CalibratedWeights, calibration_segments, report_texts
-from kvq_export.checkpoint import Checkpoint
+from kvq.reference.linear import SCALE_UNIT, BlockFormat, Grid, PanelFormat, dequantize
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_export.gptq import DAMPING, RIDGE, factor, matched, quantize_with
-from kvq_export.layout import plan_layout
-from kvq_export.quality import Original
-from kvq_export.stand_ins import Product
-from kvq_export.weights import quantize
+from kvq_export.fit import gptq
+from kvq_export.fit.calibrated import CalibratedWeights, calibration_segments, report_texts
+from kvq_export.fit.damping import DAMPINGS
+from kvq_export.fit.gptq import LEAST_CHANNEL, compensate, factor, quantize_with
+from kvq_export.fit.quality import Original
+from kvq_export.fit.substitutes import SubstituteMatrix
+from kvq_export.read.checkpoint import Checkpoint
+from kvq_export.write.layout import plan_layout
+from kvq_export.write.weights import quantize
 from kvq_models.config import ModelConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import read_checkpoint
@@ -26,10 +28,11 @@ from kvq_models.tokenizer import Tokenizer
 from tiny import make_llama_checkpoint
 
 FORM = BlockFormat(bits=4, block=32, grid=Grid.ZERO_POINT)
+DAMPING = 0.1
 
 
 def correlated(tokens: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Inputs that lie mostly in a quarter of their directions, with a few large channels."""
+    """Returns inputs that lie mostly in a quarter of their directions, with few large channels."""
     random = np.random.default_rng(seed)
     x = random.standard_normal((tokens, columns // 4)) @ random.standard_normal(
         (columns // 4, columns)
@@ -37,6 +40,12 @@ def correlated(tokens: int, columns: int, seed: int = 0) -> np.ndarray:
     x += 0.3 * random.standard_normal((tokens, columns))
     x[:, ::17] *= 8
     return x.astype(np.float32)
+
+
+def damped(moments: np.ndarray, damping: float) -> np.ndarray:
+    """Returns `moments` with a share of each channel's own on the diagonal, and of their mean."""
+    diagonal = np.diag(moments)
+    return moments + damping * np.diag(diagonal + LEAST_CHANNEL * diagonal.mean())
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
@@ -47,40 +56,39 @@ def test_products_of_unseen_inputs_err_less_than_by_plain_rounding(
 ) -> None:
     form = BlockFormat(bits=bits, block=32, grid=grid)
     inputs = correlated(4096, columns)
-    x, unseen = inputs[:2048], inputs[2048:]
+    x, held_out = inputs[:2048], inputs[2048:]
     weights = np.random.default_rng(1).standard_normal((70, columns), np.float32)
-    blocks = quantize_with(weights, factor(x.T @ x, 32), form)
+    blocks = quantize_with(weights, factor(x.T @ x, 32, DAMPING), form)
     assert blocks.codes.shape == (70, 96)
     assert int(blocks.codes.max()) < 1 << bits
-    found, plain = (
+    actual, plain = (
         dequantize(stored, bits)[:, :columns] for stored in (blocks, quantize(weights, form))
     )
 
     def error(rounded: np.ndarray) -> float:
-        return float(np.square(unseen @ (rounded - weights).T).sum())
+        return float(np.square(held_out @ (rounded - weights).T).sum())
 
-    assert error(found) < 0.35 * error(plain)
+    assert error(actual) < 0.35 * error(plain)
     # Scales are those a panel can hold.
     halves = (blocks.scales / SCALE_UNIT).astype(np.float16)
     np.testing.assert_array_equal(halves.astype(np.float32) * SCALE_UNIT, blocks.scales)
 
 
 def test_it_is_gptq_from_the_last_column_to_the_first() -> None:
-    """With the published update by the inverse of the moments, on a grid that is given."""
+    """Compares with the published update by the inverse of the moments, on a grid that is given."""
     form = BlockFormat(bits=4, block=32)
     x = correlated(512, 32, seed=3).astype(np.float64)
     weights = np.random.default_rng(4).standard_normal((5, 32)).astype(np.float32)
     moments = x.T @ x
-    blocks = quantize_with(weights, factor(moments.astype(np.float32), 32), form)
+    blocks = quantize_with(weights, factor(moments.astype(np.float32), 32, DAMPING), form)
     scale = blocks.scales[:, 0].astype(np.float64)
-    left = weights.astype(np.float64).copy()
-    damped = moments + DAMPING * np.trace(moments) / 32 * np.eye(32)
+    remaining = weights.astype(np.float64).copy()
     expected = np.empty((5, 32))
     for column in reversed(range(32)):
-        expected[:, column] = np.clip(np.rint(left[:, column] / scale) + 8, 0, 15)
-        inverse = np.linalg.inv(damped[: column + 1, : column + 1])
-        error = left[:, column] - (expected[:, column] - 8) * scale
-        left[:, :column] -= np.outer(error / inverse[column, column], inverse[column, :column])
+        expected[:, column] = np.clip(np.rint(remaining[:, column] / scale) + 8, 0, 15)
+        inverse = np.linalg.inv(damped(moments, DAMPING)[: column + 1, : column + 1])
+        error = remaining[:, column] - (expected[:, column] - 8) * scale
+        remaining[:, :column] -= np.outer(error / inverse[column, column], inverse[column, :column])
     # A value in the middle between two codes may go to either.
     assert (blocks.codes == expected).mean() > 0.98
 
@@ -88,17 +96,16 @@ def test_it_is_gptq_from_the_last_column_to_the_first() -> None:
 def test_a_factor_of_several_panels_is_the_moments_root() -> None:
     x = correlated(3000, 1100).astype(np.float64)
     moments = x.T @ x
-    lower = factor(moments.astype(np.float32), 64)
+    lower = factor(moments.astype(np.float32), 64, DAMPING)
     assert lower.shape == (1152, 1152)
-    damped = moments + np.eye(1100) * DAMPING * np.trace(moments) / 1100
-    exact = np.linalg.cholesky(damped)
+    exact = np.linalg.cholesky(damped(moments, DAMPING))
     np.testing.assert_allclose(lower[:1100, :1100], exact, atol=2e-5 * np.abs(exact).max())
     np.testing.assert_array_equal(lower[1100:], np.eye(1152, dtype=np.float32)[1100:])
 
 
 def test_rows_beside_change_nothing() -> None:
     x = correlated(512, 64)
-    lower = factor(x.T @ x, 32)
+    lower = factor(x.T @ x, 32, DAMPING)
     weights = np.random.default_rng(2).standard_normal((4500, 64), np.float32)
     whole = quantize_with(weights, lower, FORM)
     for part in (slice(2048, 4096), slice(4096, None)):
@@ -108,12 +115,12 @@ def test_rows_beside_change_nothing() -> None:
 
 def test_inputs_that_say_nothing_leave_plain_rounding() -> None:
     weights = np.random.default_rng(2).standard_normal((40, 64), np.float32)
-    nothing = quantize_with(weights, factor(np.zeros((64, 64), np.float32), 32), FORM)
+    nothing = quantize_with(weights, factor(np.zeros((64, 64), np.float32), 32, DAMPING), FORM)
     plain = quantize(weights, FORM)
     assert (nothing.codes == plain.codes).mean() > 0.99
     # Moments that rounding made indefinite are damped until they have a factor.
     indefinite = np.full((64, 64), 5, np.float32) - 2 * np.eye(64, dtype=np.float32)
-    assert np.isfinite(factor(indefinite, 32)).all()
+    assert np.isfinite(factor(indefinite, 32, DAMPING)).all()
 
 
 # A checkpoint
@@ -137,9 +144,9 @@ def test_segments_are_of_every_kind(opened: tuple[Original, Tokenizer]) -> None:
     assert segments.size == pytest.approx(8 * columns, rel=0.5)
     texts = [tokenizer.decode(row.tolist()) for row in segments]
     assert any("#include" in text or "import " in text for text in texts)
-    given = calibration_segments(tokenizer, original.config, "one two three")
-    assert given.shape == (1, segments.shape[1])
-    assert tokenizer.decode(given[0].tolist()).count("one two three") > 2
+    custom = calibration_segments(tokenizer, original.config, "one two three")
+    assert custom.shape == (1, segments.shape[1])
+    assert tokenizer.decode(custom[0].tolist()).count("one two three") > 2
 
 
 def test_a_report_reads_what_no_calibration_has(opened: tuple[Original, Tokenizer]) -> None:
@@ -155,9 +162,9 @@ def test_a_report_reads_what_no_calibration_has(opened: tuple[Original, Tokenize
 def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
     opened: tuple[Original, Tokenizer],
 ) -> None:
-    """Those of the last layer's are what the layers before it make once they are rounded.
+    """Computes the last layer's inputs by the rounded layers before it.
 
-    And to give from them what it gives from those that nothing has changed.
+    It is rounded to give from them what it gives from the inputs that nothing has changed.
     """
     original, tokenizer = opened
     config: ModelConfig = original.config
@@ -168,7 +175,7 @@ def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
     for name in layout.names:
         if name in layout.matrices:
             form: PanelFormat = layout.matrices[name]
-            chunks = [dequantize(one, form.bits) for one in reader.matrix(name, form)]
+            chunks = [dequantize(blocks, form.bits) for blocks in reader.matrix(name, form)]
             stored[name] = np.concatenate(chunks)[:, : form.columns]
         else:
             stored[name] = reader.vector(name)
@@ -176,59 +183,66 @@ def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
     last = f"layers.{config.num_layers - 1}.down"
     matrix = original.checkpoint.read(original.sources[last])
 
-    def entering(rounded: Collection[str]) -> np.ndarray:
-        seen: list[np.ndarray] = []
+    def inputs_of_last(rounded: Collection[str]) -> np.ndarray:
+        inputs: list[np.ndarray] = []
 
         def weight(name: str) -> np.ndarray:
             if name == last:
-                return cast(np.ndarray, Product(lambda x: seen.append(x) or x @ matrix.T))
+                return cast(
+                    np.ndarray, SubstituteMatrix(lambda x: inputs.append(x) or x @ matrix.T)
+                )
             source = original.sources[name]
             return stored[name] if name in rounded else original.checkpoint.read(source)
 
         for ids in segments:
             forward(config, weight, ids, np.arange(len(ids)), PlainAttention())
-        return np.concatenate(seen)
+        return np.concatenate(inputs)
 
-    x, exact = entering({*layout.matrices} - {"embed", "head"}), entering(())
-    moments, form = x.T @ x, layout.matrices[last].format
-    lower = factor(moments, 32)
+    x, unrounded = inputs_of_last({*layout.matrices} - {"embed", "head"}), inputs_of_last(())
+    moments, form = gptq.input_moments(matrix, unrounded, x), layout.matrices[last].format
 
-    def share_of(rows: np.ndarray) -> float:
-        found = dequantize(quantize_with(rows, lower, form), 4)[:, : matrix.shape[1]]
-        return float((found == stored[last]).mean())
+    def share_of(rows: np.ndarray, damping: float) -> float:
+        lower = factor(moments.inputs, 32, damping)
+        actual = dequantize(quantize_with(rows, lower, form), 4)[:, : matrix.shape[1]]
+        return float((actual == stored[last]).mean())
 
-    _, lacking = gptq.seen(matrix, exact, x)
-    assert share_of(matched(matrix, lacking, moments)) > 0.97
-    assert share_of(matrix) < 0.9
+    dampings = list(product(DAMPINGS, DAMPINGS))
+    shares = [
+        share_of(compensate(matrix, moments, compensating), rounding)
+        for rounding, compensating in dampings
+    ]
+    assert max(shares) > 0.97
+    assert share_of(matrix, dampings[int(np.argmax(shares))][0]) < 0.9
 
 
 @pytest.mark.parametrize("rows", [70, 96, 200])
 def test_a_matrix_makes_up_for_what_its_inputs_lost(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of inputs it has not seen as well; a ridge away from the least squares of those it has.
+    """Checks inputs that it has not seen, too; of those it has, it is a ridge from least squares.
 
-    However tall it is, and in several panels of columns as in one.
+    However tall the matrix is, and in several panels of columns as in one.
     """
     monkeypatch.setattr(gptq, "_PANEL", 40)
     monkeypatch.setattr(gptq, "_TOKENS", 100)
     inputs = correlated(4096, 96)
     lost = inputs @ np.random.default_rng(5).normal(0, 0.02, (96, 96)).astype(np.float32)
-    x, unseen = inputs[:2048], inputs[2048:]
-    y, unseen_lost = x + lost[:2048], unseen + lost[2048:]
+    x, held_out = inputs[:2048], inputs[2048:]
+    y, held_out_lost = x + lost[:2048], held_out + lost[2048:]
     weights = np.random.default_rng(1).standard_normal((rows, 96), np.float32)
-    moments, lacking = gptq.seen(weights, x, y)
-    np.testing.assert_allclose(moments, y.T @ y, rtol=1e-5, atol=1e-2)
-    found = matched(weights, lacking, moments)
-    damped = moments.astype(np.float64) + RIDGE * np.trace(moments) / 96 * np.eye(96)
-    expected = weights + weights @ ((x - y).T @ y) @ np.linalg.inv(damped)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    moments = gptq.input_moments(weights, x[:900], y[:900])
+    moments.add(gptq.input_moments(weights, x[900:], y[900:]))
+    np.testing.assert_allclose(moments.inputs, y.T @ y, rtol=1e-5, atol=1e-2)
+    actual = compensate(weights, moments, DAMPING)
+    inverse = np.linalg.inv(damped(moments.inputs.astype(np.float64), DAMPING))
+    expected = weights + weights @ ((x - y).T @ y) @ inverse
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
     def error(rows: np.ndarray) -> float:
-        return float(np.square(unseen @ weights.T - unseen_lost @ rows.T).sum())
+        return float(np.square(held_out @ weights.T - held_out_lost @ rows.T).sum())
 
-    assert error(found) < 0.1 * error(weights)
-    assert matched(weights, gptq.seen(weights, x, x)[1], moments) is weights
+    assert error(actual) < 0.1 * error(weights)
+    assert compensate(weights, gptq.input_moments(weights, x, x), DAMPING) is weights
 
 
 def test_a_run_that_nobody_waits_for_ends(opened: tuple[Original, Tokenizer]) -> None:
@@ -244,18 +258,19 @@ def test_a_run_that_nobody_waits_for_ends(opened: tuple[Original, Tokenizer]) ->
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_moments_that_are_no_numbers_are_refused(number: float) -> None:
-    """No share of them on the diagonal would help, however large."""
+    """Refuses them, because no share of them on the diagonal would help."""
     moments = np.eye(32, dtype=np.float32)
     moments[3, 3] = number
     with pytest.raises(CheckpointError, match="too large for float32"):
-        factor(moments, 32)
+        factor(moments, 32, DAMPING)
 
 
 def test_what_rounding_took_of_small_moments_is_made_up_for() -> None:
-    moments = np.diag(np.float32([100, 1, 1, -1.5]))  # less than the share of their mean
-    lower = factor(moments, 4)
+    moments = np.diag(np.float32([100, 1, 1, -0.2]))  # more than a tenth of the least channel
+    lower = factor(moments, 4, DAMPING)
     added = (lower @ lower.T - moments)[np.diag_indices(4)]
-    np.testing.assert_allclose(added, moments.trace() / 4 * DAMPING * 10, rtol=1e-4)
+    least = LEAST_CHANNEL * moments.trace() / 4
+    np.testing.assert_allclose(added, np.float32([100, 1, 1, 0]) + least, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -263,8 +278,10 @@ def test_an_export_is_deterministic_and_feeds_the_text_it_is_given(tmp_path: Pat
     source = make_llama_checkpoint(tmp_path / "source", dtype="float32")
 
     def exported(name: str, **options: object) -> bytes:
-        asked = ExportOptions(quality=False, **options)
-        return (export_model(source, tmp_path / name, asked).path / "model.onnx.data").read_bytes()
+        export_options = ExportOptions(quality=False, **options)
+        return (
+            export_model(source, tmp_path / name, export_options).path / "model.onnx.data"
+        ).read_bytes()
 
     first = exported("first")
     assert first == exported("second", threads=1)

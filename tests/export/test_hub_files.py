@@ -1,4 +1,4 @@
-"""Downloads from a hub on this machine: whole, broken off, damaged, and from one that is silent."""
+"""Downloads from a hub on this machine: whole, broken off, damaged, or without any answer."""
 
 import signal
 import socket
@@ -12,7 +12,7 @@ import pytest
 from command_line import kvq, started
 from environment import environment_in
 from fake_hub import FakeHub, repository, serving
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 
 Pull = Callable[..., CompletedProcess[bytes]]
 
@@ -42,7 +42,7 @@ def pull(home: dict[str, str]) -> Pull:
 
 
 def blobs(tmp_path: Path) -> list[int]:
-    """Sizes of the files of the hub's cache."""
+    """Returns the sizes of the files of the hub's cache."""
     folder = tmp_path / "hf" / "hub" / "models--org--small" / "blobs"
     return sorted(file.stat().st_size for file in folder.iterdir())
 
@@ -54,7 +54,8 @@ def test_a_checkpoint_is_downloaded_shown_and_exported(
     finished = pull("org/small")
     shown = finished.stderr.decode()
     assert finished.returncode == 0, shown
-    assert "100 % downloading org/small\n" in shown
+    assert " % downloading org/small\n" in shown
+    assert "100 % making the bundle\n" in shown
     bundle = Bundle.open(tmp_path / "data" / "kvq" / "models" / "org--small")
     assert bundle.manifest.source["model"] == "org/small"
     assert bundle.manifest.source["revision"] == "0123456789abcdef0123456789abcdef01234567"
@@ -89,12 +90,12 @@ def test_a_file_that_is_damaged_on_its_way_is_not_kept(
 
 @pytest.mark.slow
 def test_a_broken_connection_goes_on_where_it_was(hub: FakeHub, pull: Pull, tmp_path: Path) -> None:
-    # huggingface_hub keeps whole pieces of 10 MiB of a connection that broke.
     hub.files["large-Q2_K.gguf"] = b"GGUF" + bytes(12 << 20)
     hub.stall_after = 11 << 20
     hub.released.set()
-    pull("hf.co/org/small:Q2_K")
-    assert hub.ranges == [f"large-Q2_K.gguf from {10 << 20}"]
+    shown = pull("hf.co/org/small:Q2_K").stderr.decode()
+    assert "kvq: the connection to 127.0.0.1 broke; trying again (2 of 3)\n" in shown
+    assert hub.ranges == [f"large-Q2_K.gguf from {11 << 20}"]
     (file,) = (tmp_path / "hf").rglob("*.gguf")
     assert file.read_bytes() == hub.files["large-Q2_K.gguf"]
 

@@ -1,4 +1,4 @@
-"""Experts that gpt-oss has in MXFP4: decoded as transformers does, and kept as they are."""
+"""Experts of gpt-oss in MXFP4: decoded as transformers does, and kept as they are."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq.reference_linear import E2M1_TOP, BlockFormat, Grid
+from kvq.reference.linear import E2M1_TOP, BlockFormat, Grid
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_export.gguf_source import GgufSource
-from kvq_export.quality import Original
-from kvq_export.source import open_source
+from kvq_export.fit.quality import Original
+from kvq_export.gguf.gguf_source import GgufSource
+from kvq_export.read.source import open_source
 from kvq_models.registry import read_checkpoint
+from kvq_runtime.bundle.gguf_format import read_gguf
+from kvq_runtime.bundle.manifest import GGUF_FILE
 from kvq_runtime.engine import Engine
-from kvq_runtime.gguf_format import read_gguf
-from kvq_runtime.manifest import GGUF_FILE
 from logits import divergence, prompt
 from shelf import Shelf
 from tiny import checkpoint_weights, read_safetensors, write_safetensors
@@ -62,7 +62,7 @@ def plain(folder: Path, decoded: Tensors) -> None:
 
 @pytest.fixture(scope="module")
 def both(shelf: Shelf) -> tuple[Path, Path]:
-    """A checkpoint of such experts, and one of the same experts as floats."""
+    """Makes a checkpoint of such experts, and one of the same experts as floats."""
 
     def make(folder: Path) -> None:
         packed, floats = (Path(copytree(shelf.family("gpt-oss"), folder / name)) for name in NAMES)
@@ -88,7 +88,7 @@ def test_a_bundle_keeps_every_weight_of_experts(both: tuple[Path, Path], tmp_pat
         assert len(np.unique(np.abs(expected(name)))) > 8
     # And products with them are those of the reference, but for inputs that are rounded.
     logits = []
-    for backend in ("onnx", "reference"):
+    for backend in ("onnx", "float"):
         opened = Engine.open(bundle.path, threads=1, backend=backend)
         with opened as engine, engine.session(kv="fp") as session:
             logits.append(np.concatenate(list(session.logits(prompt(40)))))
@@ -102,10 +102,10 @@ def test_a_bundle_keeps_every_weight_of_experts(both: tuple[Path, Path], tmp_pat
 def test_a_gguf_file_keeps_every_weight_of_experts(
     both: tuple[Path, Path], tmp_path: Path, kind: str
 ) -> None:
-    """Whatever type was asked for, and back; llama.cpp's own quantiser leaves them alone too."""
+    """Keeps them whatever type was asked for, and back; so does llama.cpp's own quantiser."""
     pytest.importorskip("gguf", reason="the gguf package is not installed")
     from exported_gguf import export, tensors
-    from kvq_export.gguf_llama import file_logits, llama_missing
+    from kvq_export.gguf.gguf_llama import file_logits, llama_missing
 
     if llama_missing() is not None:
         pytest.skip(str(llama_missing()))
@@ -164,11 +164,13 @@ def test_rows_are_read_alike_in_any_chunks(both: tuple[Path, Path]) -> None:
         for name in ("layers.1.experts_gate_up", "layers.0.experts_down"):
             for most, rows in ((1 << 20, None), (700, None), (900, range(100, 290))):
                 chunks = list(checkpoint.chunks(sources[name], most, rows))
-                wanted = expected(name) if rows is None else expected(name)[rows.start : rows.stop]
-                np.testing.assert_array_equal(np.concatenate(chunks), wanted)
+                expected_rows = (
+                    expected(name) if rows is None else expected(name)[rows.start : rows.stop]
+                )
+                np.testing.assert_array_equal(np.concatenate(chunks), expected_rows)
             some = np.array([3, 97, 98, 200])
-            found = checkpoint.read_rows(sources[name], some)
-            np.testing.assert_array_equal(found, expected(name)[some])
+            actual = checkpoint.read_rows(sources[name], some)
+            np.testing.assert_array_equal(actual, expected(name)[some])
 
 
 def test_other_widths_are_rounded_from_what_is_there(
@@ -177,8 +179,8 @@ def test_other_widths_are_rounded_from_what_is_there(
     folder, expected = both[0], checkpoint_weights(both[1])
     options = ExportOptions(weights=WeightFormat(bits=4), quality=False, calibrate=False)
     bundle = export_model(folder, tmp_path / "bundle", options)
-    found, wanted = (read("layers.0.experts_down") for read in (bundle.read_weight, expected))
-    assert 0.001 < np.abs(found - wanted).mean() / np.abs(wanted).mean() < 0.2
+    actual, original = (read("layers.0.experts_down") for read in (bundle.read_weight, expected))
+    assert 0.001 < np.abs(actual - original).mean() / np.abs(original).mean() < 0.2
 
 
 def without_scales(tensors: Tensors) -> None:
@@ -224,7 +226,7 @@ def make_writable(tensors: Tensors) -> None:
 
 
 def test_experts_with_biases_are_calibrated(shelf: Shelf, tmp_path: Path) -> None:
-    """Of floats, which are rounded while a text is read through them; biases are no matrices."""
+    """Rounds experts of floats while a text is read through them; biases are no matrices."""
     source = shelf.family("gpt-oss", max_position_embeddings=1024)
     options = ExportOptions(weights=WeightFormat(bits=4), quality=False)
     bundle = export_model(source, tmp_path / "bundle", options)
@@ -232,7 +234,8 @@ def test_experts_with_biases_are_calibrated(shelf: Shelf, tmp_path: Path) -> Non
     expected, name = checkpoint_weights(source), "layers.0.experts_gate_up"
     assert bundle.forms
     errors = [
-        float(np.square(one.read_weight(name) - expected(name)).mean()) for one in (bundle, plain)
+        float(np.square(candidate.read_weight(name) - expected(name)).mean())
+        for candidate in (bundle, plain)
     ]
     assert 0 < errors[1] < errors[0] < 9 * errors[1]
     bias = bundle.read_weight(f"{name}_bias")

@@ -1,6 +1,7 @@
-"""Checkpoints that GPTQ, AWQ and compressed-tensors wrote: codes pass bit for bit, or say why not.
+"""Checkpoints that GPTQ, AWQ and compressed-tensors wrote: codes pass bit for bit.
 
-The packers here are plain loops, written from the layouts' definitions and not from the reader.
+Where they cannot, the export says why. The packers here are plain loops, written from the
+definitions of the layouts and not from the reader.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import pytest
 
 import tiny
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
-from kvq.reference_linear import dequantize
+from kvq.reference.linear import dequantize
 from kvq_apps.cli import main
-from kvq_export.checkpoint import Checkpoint
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_export.packed import PackedMatrix, unpacked
-from kvq_export.quality import Original
-from kvq_export.source import open_source
+from kvq_export.fit.quality import Original
+from kvq_export.read.checkpoint import Checkpoint
+from kvq_export.read.packed import PackedMatrix, unpack
+from kvq_export.read.source import open_source
 from kvq_models.family import WeightSource
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.engine import Engine
 from logits import divergence, prompt
 
@@ -39,7 +40,7 @@ METHODS = ("gptq", "gptq_v2", "awq", "compressed-tensors")
 
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
-    """Codes [out, in], scales and zero points [out, groups], and each column's group [in]."""
+    """Holds codes [out, in], scales and zero points [out, groups], each column's group [in]."""
 
     bits: int
     codes: np.ndarray
@@ -55,7 +56,7 @@ class Quantised:
 def quantise(
     weight: np.ndarray, bits: int, group: int, symmetric: bool, *, dealt: bool = False
 ) -> Quantised:
-    """Rounded to the nearest code; `dealt` gives the groups columns from all over the row."""
+    """Rounds to the nearest code; `dealt` gives the groups columns from all over the row."""
     rows, columns = weight.shape
     size = columns if group < 0 else group
     groups = np.arange(columns) // size
@@ -77,7 +78,7 @@ def quantise(
 
 
 def packed(values: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.ndarray:
-    """Rows of numbers as words: field i of a word is its number `order[i]`."""
+    """Packs rows of numbers into words: field i of a word is its number `order[i]`."""
     many = 32 // bits
     order = order or tuple(range(many))
     rows, columns = values.shape
@@ -90,33 +91,33 @@ def packed(values: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.nda
 
 
 def tensors_of(method: str, stem: str, matrix: Quantised, *, symmetric: bool = False) -> Tensors:
-    """The tensors in which a method stores a matrix."""
+    """Returns the tensors in which a method stores a matrix."""
     bits = matrix.bits
     if method == "compressed-tensors":
-        found = {
+        tensors = {
             "weight_packed": packed(matrix.codes, bits),
             "weight_scale": matrix.scales,
             "weight_shape": np.array(matrix.codes.shape, np.int64),
         }
         if not symmetric:
-            found["weight_zero_point"] = packed(matrix.zeros.T, bits).T
+            tensors["weight_zero_point"] = packed(matrix.zeros.T, bits).T
         if is_dealt(matrix):
-            found["weight_g_idx"] = matrix.groups
+            tensors["weight_g_idx"] = matrix.groups
     else:
         order = AWQ_ORDER if method == "awq" else ()
         codes = packed(matrix.codes.T, bits, order) if order else packed(matrix.codes, bits).T
         zeros = packed(matrix.zeros.T, bits, order)
         if method == "gptq":
             zeros = zeros - np.uint32(0x11111111 if bits == 4 else 0x01010101)
-        found = {"qweight": codes, "qzeros": zeros, "scales": matrix.scales.T}
+        tensors = {"qweight": codes, "qzeros": zeros, "scales": matrix.scales.T}
         if method != "awq":
-            found["g_idx"] = matrix.groups
+            tensors["g_idx"] = matrix.groups
     kinds = {np.dtype(np.uint32): np.int32, np.dtype(np.intp): np.int32}
     return {
         f"{stem}.{part}": value.astype(
             np.int64 if part == "weight_shape" else kinds.get(value.dtype, value.dtype)
         )
-        for part, value in found.items()
+        for part, value in tensors.items()
     }
 
 
@@ -127,7 +128,7 @@ def is_dealt(matrix: Quantised) -> bool:
 def config_of(
     method: str, bits: int, group: int, symmetric: bool, dealt: bool = False
 ) -> dict[str, Any]:
-    """A `quantization_config`, as the tools write them, with keys that say nothing of the bytes."""
+    """Returns a `quantization_config` as the tools write it, with keys that change no byte."""
     if method == "awq":
         return {
             "quant_method": "awq", "bits": bits, "group_size": group, "version": "gemm",
@@ -159,7 +160,7 @@ def config_of(
 
 
 def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """The safetensors format, with whole numbers."""
+    """Writes the safetensors format, with whole numbers."""
     names = {
         "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64",
         "int8": "I8",
@@ -178,9 +179,9 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 def matrix_of(folder: Path, tensors: Tensors, config: object) -> PackedMatrix:
     folder.mkdir(exist_ok=True)
     write(folder / WEIGHTS, tensors)
-    (found,) = unpacked(Checkpoint.open(folder), config).tensors.values()
-    assert isinstance(found, PackedMatrix)
-    return found
+    (matrix,) = unpack(Checkpoint.open(folder), config).tensors.values()
+    assert isinstance(matrix, PackedMatrix)
+    return matrix
 
 
 def gaussian(rows: int, columns: int) -> np.ndarray:
@@ -203,89 +204,89 @@ def test_a_matrix_is_what_was_packed(
     columns = 192 if group == 48 else 256
     matrix = quantise(gaussian(40, columns), bits, group, symmetric)
     tensors = tensors_of(method, STEM, matrix, symmetric=symmetric)
-    found = matrix_of(tmp_path, tensors, config_of(method, bits, group, symmetric))
-    assert (found.name, found.shape) == (f"{STEM}.weight", (40, columns))
-    assert found.exact
+    actual = matrix_of(tmp_path, tensors, config_of(method, bits, group, symmetric))
+    assert (actual.name, actual.shape) == (f"{STEM}.weight", (40, columns))
+    assert actual.exact
     for start, stop in ((0, 40), (0, 1), (7, 9), (3, 33), (39, 40)):
-        wanted = matrix.weight()[start:stop]
-        assert found.read(start, stop).dtype == np.float32
-        np.testing.assert_array_equal(found.read(start, stop), wanted)
+        expected = matrix.weight()[start:stop]
+        assert actual.read(start, stop).dtype == np.float32
+        np.testing.assert_array_equal(actual.read(start, stop), expected)
         if group == 48:
-            assert found.grid is None
+            assert actual.grid is None
             continue
-        blocks = found.read_blocks(start, stop)
+        blocks = actual.read_blocks(start, stop)
         np.testing.assert_array_equal(blocks.codes, matrix.codes[start:stop])
-        np.testing.assert_array_equal(dequantize(blocks, bits), wanted)
+        np.testing.assert_array_equal(dequantize(blocks, bits), expected)
         grid = "symmetric" if symmetric else "zero_point"
-        assert str(found.grid) == f"{bits}/{group if 0 < group < 128 else 128}/{grid}"
+        assert str(actual.grid) == f"{bits}/{group if 0 < group < 128 else 128}/{grid}"
 
 
 @pytest.mark.parametrize(("columns", "block"), [(104, 64), (192, 64), (160, 32)])
 def test_a_row_with_one_scale_is_cut_anywhere(tmp_path: Path, columns: int, block: int) -> None:
     matrix = quantise(gaussian(16, columns), 4, -1, False)
     tensors = tensors_of("compressed-tensors", STEM, matrix)
-    found = matrix_of(tmp_path, tensors, config_of("compressed-tensors", 4, -1, False))
-    assert str(found.grid) == f"4/{block}/zero_point"
-    restored = dequantize(found.read_blocks(0, 16), 4)[:, :columns]
+    actual = matrix_of(tmp_path, tensors, config_of("compressed-tensors", 4, -1, False))
+    assert str(actual.grid) == f"4/{block}/zero_point"
+    restored = dequantize(actual.read_blocks(0, 16), 4)[:, :columns]
     np.testing.assert_array_equal(restored, matrix.weight())
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_multiplier_goes_into_the_scales(tmp_path: Path, symmetric: bool) -> None:
-    """Codes stay as they are, and the weights are those of the matrix, times so much."""
+    """Leaves codes as they are; the weights are those of the matrix, times so much."""
     matrix = quantise(gaussian(16, 128), 4, 32, symmetric)
     tensors = tensors_of("gptq", STEM, matrix)
-    found = matrix_of(tmp_path, tensors, config_of("gptq", 4, 32, symmetric))
-    checkpoint = Checkpoint(path=tmp_path, tensors={found.name: found})
-    source = WeightSource(parts=(found.name,), shape=(16, 128), scale=0.375)
-    assert found.grid is not None
-    stored = checkpoint.stored(source, found.grid)
-    assert stored is not None
-    (blocks,) = stored
-    np.testing.assert_array_equal(blocks.codes, found.read_blocks(0, 16).codes)
-    wanted = matrix.weight() * np.float32(0.375)
-    np.testing.assert_allclose(dequantize(blocks, 4), wanted, rtol=1e-6)
-    np.testing.assert_allclose(checkpoint.read(source), wanted, rtol=1e-6)
+    actual = matrix_of(tmp_path, tensors, config_of("gptq", 4, 32, symmetric))
+    checkpoint = Checkpoint(path=tmp_path, tensors={actual.name: actual})
+    source = WeightSource(parts=(actual.name,), shape=(16, 128), scale=0.375)
+    assert actual.grid is not None
+    kept = checkpoint.kept_blocks(source, actual.grid)
+    assert kept is not None
+    (blocks,) = kept
+    np.testing.assert_array_equal(blocks.codes, actual.read_blocks(0, 16).codes)
+    expected = matrix.weight() * np.float32(0.375)
+    np.testing.assert_allclose(dequantize(blocks, 4), expected, rtol=1e-6)
+    np.testing.assert_allclose(checkpoint.read(source), expected, rtol=1e-6)
 
 
 def test_awq_has_older_names_for_its_keys(tmp_path: Path) -> None:
     matrix = quantise(gaussian(16, 64), 4, 32, False)
     config = {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"}
-    found = matrix_of(tmp_path, tensors_of("awq", STEM, matrix), config)
-    assert str(found.grid) == "4/32/zero_point"
-    np.testing.assert_array_equal(found.read(0, 16), matrix.weight())
+    actual = matrix_of(tmp_path, tensors_of("awq", STEM, matrix), config)
+    assert str(actual.grid) == "4/32/zero_point"
+    np.testing.assert_array_equal(actual.read(0, 16), matrix.weight())
 
 
 def test_rows_and_columns_that_fill_no_word(tmp_path: Path) -> None:
     matrix = quantise(gaussian(13, 100), 4, -1, False)
     tensors = tensors_of("compressed-tensors", STEM, matrix)
-    found = matrix_of(tmp_path, tensors, config_of("compressed-tensors", 4, -1, False))
-    np.testing.assert_array_equal(found.read(0, 13), matrix.weight())
-    np.testing.assert_array_equal(found.read(11, 13), matrix.weight()[11:])
+    actual = matrix_of(tmp_path, tensors, config_of("compressed-tensors", 4, -1, False))
+    np.testing.assert_array_equal(actual.read(0, 13), matrix.weight())
+    np.testing.assert_array_equal(actual.read(11, 13), matrix.weight()[11:])
 
 
 def test_the_last_group_of_a_row_may_be_short(tmp_path: Path) -> None:
     matrix = quantise(gaussian(16, 192), 4, 128, False)
     tensors = tensors_of("gptq", STEM, matrix)
     del tensors[f"{STEM}.g_idx"]
-    found = matrix_of(tmp_path, tensors, config_of("gptq", 4, 128, False))
-    np.testing.assert_array_equal(found.read(0, 16), matrix.weight())
-    blocks = found.read_blocks(0, 16)
+    actual = matrix_of(tmp_path, tensors, config_of("gptq", 4, 128, False))
+    np.testing.assert_array_equal(actual.read(0, 16), matrix.weight())
+    blocks = actual.read_blocks(0, 16)
     assert blocks.scales.shape == (16, 2)
     np.testing.assert_array_equal(dequantize(blocks, 4)[:, :192], matrix.weight())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zero_points_of_gptq_may_be_zero(tmp_path: Path, bits: int) -> None:
-    """Version 1 stores them less 1, taken off the word; only there a field lends to another."""
+    """Takes 1 off the word, as version 1 of GPTQ does: only there a field lends to another."""
     matrix = quantise(gaussian(40, 64), bits, 32, False)
     matrix.zeros[::3] = 0
     matrix.zeros[1::3] = (1 << bits) - 1
     for method in ("gptq", "gptq_v2"):
         tensors = tensors_of(method, STEM, matrix)
-        found = matrix_of(tmp_path, tensors, config_of(method, bits, 32, False))
-        np.testing.assert_array_equal(found.read(0, 40), matrix.weight())
-        np.testing.assert_array_equal(dequantize(found.read_blocks(0, 40), bits), matrix.weight())
+        actual = matrix_of(tmp_path, tensors, config_of(method, bits, 32, False))
+        np.testing.assert_array_equal(actual.read(0, 40), matrix.weight())
+        np.testing.assert_array_equal(dequantize(actual.read_blocks(0, 40), bits), matrix.weight())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -293,19 +294,19 @@ def test_zero_points_of_gptq_may_be_zero(tmp_path: Path, bits: int) -> None:
 def test_columns_dealt_by_importance_are_on_no_grid(tmp_path: Path, method: str, bits: int) -> None:
     matrix = quantise(gaussian(40, 256), bits, 64, False, dealt=True)
     tensors = tensors_of(method, STEM, matrix)
-    found = matrix_of(tmp_path, tensors, config_of(method, bits, 64, False, dealt=True))
-    assert found.grid is None
-    np.testing.assert_array_equal(found.read(0, 40), matrix.weight())
-    np.testing.assert_array_equal(found.read(5, 18), matrix.weight()[5:18])
+    actual = matrix_of(tmp_path, tensors, config_of(method, bits, 64, False, dealt=True))
+    assert actual.grid is None
+    np.testing.assert_array_equal(actual.read(0, 40), matrix.weight())
+    np.testing.assert_array_equal(actual.read(5, 18), matrix.weight()[5:18])
 
 
 def test_an_order_that_was_never_chosen_is_none(tmp_path: Path) -> None:
     matrix = quantise(gaussian(16, 64), 4, 32, True)
     tensors = tensors_of("compressed-tensors", STEM, matrix, symmetric=True)
     tensors[f"{STEM}.weight_g_idx"] = np.full(64, -1, np.int32)
-    found = matrix_of(tmp_path, tensors, config_of("compressed-tensors", 4, 32, True))
-    assert str(found.grid) == "4/32/symmetric"
-    np.testing.assert_array_equal(found.read(0, 16), matrix.weight())
+    actual = matrix_of(tmp_path, tensors, config_of("compressed-tensors", 4, 32, True))
+    assert str(actual.grid) == "4/32/symmetric"
+    np.testing.assert_array_equal(actual.read(0, 16), matrix.weight())
 
 
 @pytest.mark.parametrize(
@@ -320,9 +321,9 @@ def test_which_scales_are_kept(tmp_path: Path, dtype: Any, smallest: float, exac
     scales = np.geomspace(smallest, 200, 32).reshape(16, 2).astype(dtype)
     matrix = Quantised(**{**vars(matrix), "scales": scales})
     tensors = tensors_of("compressed-tensors", STEM, matrix, symmetric=True)
-    found = matrix_of(tmp_path, tensors, config_of("compressed-tensors", 4, 32, True))
-    assert found.exact == exact
-    np.testing.assert_array_equal(found.read(0, 16), matrix.weight())
+    actual = matrix_of(tmp_path, tensors, config_of("compressed-tensors", 4, 32, True))
+    assert actual.exact == exact
+    np.testing.assert_array_equal(actual.read(0, 16), matrix.weight())
 
 
 def test_the_package_packs_so(tmp_path: Path) -> None:
@@ -355,7 +356,7 @@ Store = Callable[[str, np.ndarray], tuple[Quantised, Tensors]]
 
 
 def stored_by(method: str, bits: int, group: int, symmetric: bool, **options: Any) -> Store:
-    """Every matrix of the layers in one way."""
+    """Stores every matrix of the layers in one way."""
 
     def store(name: str, weight: np.ndarray) -> tuple[Quantised, Tensors]:
         matrix = quantise(weight, bits, group, symmetric, **options)
@@ -366,7 +367,7 @@ def stored_by(method: str, bits: int, group: int, symmetric: bool, **options: An
 
 
 def checkpoints(folder: Path, config: Mapping[str, Any], store: Store) -> tuple[Path, Path]:
-    """A checkpoint with packed matrices, and one with the floats that they stand for."""
+    """Makes a checkpoint with packed matrices, and one with the floats that they stand for."""
     stored: Tensors = {}
 
     def change(tensors: Tensors) -> None:
@@ -390,8 +391,8 @@ def say(folder: Path, config: object) -> None:
 
 
 def exported(source: Path, destination: Path, **options: Any) -> Bundle:
-    asked = {"quality": False, "calibrate": False, "threads": 1, **options}
-    return export_model(source, destination, ExportOptions(**asked))
+    settings = {"quality": False, "calibrate": False, "threads": 1, **options}
+    return export_model(source, destination, ExportOptions(**settings))
 
 
 def original(folder: Path) -> Original:
@@ -403,10 +404,10 @@ def original(folder: Path) -> Original:
 
 
 def assert_has_weights_of(bundle: Bundle, floats: Path) -> None:
-    """All but the embedding and the head, which are floats in either checkpoint."""
-    wanted = tiny.checkpoint_weights(floats)
+    """Compares all but the embedding and the head, which are floats in either checkpoint."""
+    expected = tiny.checkpoint_weights(floats)
     for name in original(floats).sources.keys() - {"embed", "head"}:
-        np.testing.assert_array_equal(bundle.read_weight(name), wanted(name), err_msg=name)
+        np.testing.assert_array_equal(bundle.read_weight(name), expected(name), err_msg=name)
 
 
 def test_inspect_tells_what_such_a_folder_holds(
@@ -442,15 +443,15 @@ def test_an_export_computes_what_transformers_does(tmp_path: Path, method: str) 
     config = config_of(method, 4, 32, False)
     source, floats = checkpoints(tmp_path, config, stored_by(method, 4, 32, False))
     ids = np.array(prompt(40))
-    wanted = tiny.transformers_logits(floats, ids)
-    assert wanted.std() > 2
-    assert divergence(wanted, original(source).logits(ids)) < 1e-8
+    expected = tiny.transformers_logits(floats, ids)
+    assert expected.std() > 2
+    assert divergence(expected, original(source).logits(ids)) < 1e-8
     bundle = exported(source, tmp_path / "bundle")
     with Engine(bundle, threads=1) as engine, engine.session(k_bits=16, v_bits=16) as session:
-        found = np.concatenate([*session.logits(ids.tolist())])
+        actual = np.concatenate([*session.logits(ids.tolist())])
     # Activations, embedding and head are rounded to 8 bits; an export of the floats at 8 bits is as
     # far off (0.005), one at 5 bits ten times as far.
-    assert divergence(wanted, found) < 0.01
+    assert divergence(expected, actual) < 0.01
 
 
 def test_where_columns_are_dealt_weights_are_rounded(tmp_path: Path) -> None:
@@ -459,13 +460,13 @@ def test_where_columns_are_dealt_weights_are_rounded(tmp_path: Path) -> None:
     bundle = exported(source, tmp_path / "bundle")
     row = bundle.manifest.source["types"]["gptq int4"]
     assert (row["kept"], row["exact"], row["formats"]) == (0, 0, {"8/64/symmetric": 14})
-    wanted = tiny.checkpoint_weights(floats)("layers.1.qkv")
-    np.testing.assert_allclose(bundle.read_weight("layers.1.qkv"), wanted, atol=4e-3)
-    assert (bundle.read_weight("layers.1.qkv") != wanted).any()
+    expected = tiny.checkpoint_weights(floats)("layers.1.qkv")
+    np.testing.assert_allclose(bundle.read_weight("layers.1.qkv"), expected, atol=4e-3)
+    assert (bundle.read_weight("layers.1.qkv") != expected).any()
 
 
 def test_parts_of_one_matrix_may_differ(tmp_path: Path) -> None:
-    """Queries with the middle for zero, keys with zero points, values of 8 bits, as a matrix."""
+    """Joins queries on a symmetric grid, keys with zero points, and values of 8 bits."""
 
     def store(name: str, weight: np.ndarray) -> tuple[Quantised, Tensors]:
         bits, symmetric = (8 if "v_proj" in name else 4), "q_proj" in name
@@ -508,11 +509,11 @@ def test_wide_scales_are_rounded_and_codes_are_not(tmp_path: Path) -> None:
     bundle = exported(source, tmp_path / "bundle")
     row = bundle.manifest.source["types"]["compressed-tensors int4"]
     assert (row["kept"], row["exact"]) == (14, 0)
-    wanted, found = (
+    expected, actual = (
         tiny.checkpoint_weights(floats)("layers.0.down"),
         bundle.read_weight("layers.0.down"),
     )
-    assert 0 < np.abs(found - wanted).max() <= 2**-11 * np.abs(wanted).max()
+    assert 0 < np.abs(actual - expected).max() <= 2**-11 * np.abs(expected).max()
 
 
 def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
@@ -520,12 +521,12 @@ def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
     config = config_of("gptq", 4, 32, True)
 
     def with_bias(value: float) -> Store:
-        def one(name: str, weight: np.ndarray) -> tuple[Quantised, Tensors]:
+        def biased(name: str, weight: np.ndarray) -> tuple[Quantised, Tensors]:
             matrix, tensors = store(name, weight)
             bias = np.full(len(weight), value, np.float16)
             return matrix, tensors | {name.replace(".weight", ".bias"): bias}
 
-        return one
+        return biased
 
     source, floats = checkpoints(tmp_path, config, with_bias(0))
     assert_has_weights_of(exported(source, tmp_path / "bundle"), floats)
@@ -598,7 +599,7 @@ def test_other_ways_are_refused_by_name(
 @pytest.mark.parametrize("said", [{}, [], "gptq", 4, True])
 def test_what_is_no_config_is_refused(said: object) -> None:
     with pytest.raises(UnsupportedModelError, match="quant"):
-        unpacked(Checkpoint(path=Path(), tensors={}), said)
+        unpack(Checkpoint(path=Path(), tensors={}), said)
 
 
 def put(part: str, value: np.ndarray) -> Callable[[Tensors], object]:
@@ -698,15 +699,15 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path, dealt: bool) -> No
 
 def test_a_file_that_shrinks_is_refused(tmp_path: Path) -> None:
     matrix = quantise(gaussian(40, 64), 4, 32, False)
-    found = matrix_of(tmp_path, tensors_of("gptq", STEM, matrix), config_of("gptq", 4, 32, False))
+    actual = matrix_of(tmp_path, tensors_of("gptq", STEM, matrix), config_of("gptq", 4, 32, False))
     (tmp_path / WEIGHTS).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"qweight' of .* cannot be read"):
-        found.read(0, 40)
+        actual.read(0, 40)
 
 
 @pytest.mark.slow
 def test_mutated_headers_are_refused_or_read(tmp_path: Path) -> None:
-    """Numbers of the shapes and types at random: a clear error or a matrix, nothing else."""
+    """Changes numbers of the shapes and types at random: a clear error or a matrix results."""
     draw = np.random.default_rng(0)
     refused = 0
     for method in METHODS:
@@ -722,7 +723,7 @@ def test_mutated_headers_are_refused_or_read(tmp_path: Path) -> None:
                 changed[at] = draw.choice([*b"0123456789-[],IF", draw.integers(256)])
             (tmp_path / WEIGHTS).write_bytes(changed)
             try:
-                opened = unpacked(Checkpoint.open(tmp_path), config)
+                opened = unpack(Checkpoint.open(tmp_path), config)
                 for tensor in opened.tensors.values():
                     tensor.check()
                     if tensor.shape:

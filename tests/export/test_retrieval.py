@@ -1,4 +1,4 @@
-"""Which heads look for what was said before: measured at export, and what a budget makes of it."""
+"""Which heads look for what stood long ago: measured at export, and used by sessions."""
 
 import json
 from pathlib import Path
@@ -7,17 +7,15 @@ import numpy as np
 import pytest
 
 import tiny
-from kvq.cache import Cache
-from kvq.classes import ClassedCache
 from kvq.config import AttentionParams
 from kvq.errors import BundleError
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_export.retrieval import LEAST_TOKENS, TIMES, Echoes
-from kvq_runtime.bundle import Bundle
+from kvq_export.fit.retrieval import LEAST_TOKENS, TIMES, Echoes
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import MANIFEST_FILE, checksum
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.engine import Engine
-from kvq_runtime.manifest import MANIFEST_FILE, checksum
 from shelf import Shelf
 
 # Three turns of four tokens behind a first one that is said once.
@@ -25,7 +23,7 @@ FIRST, PERIOD, TOKENS = 1, 4, 13
 
 
 def looking(*, back: int, share: float = 1.0) -> np.ndarray:
-    """Weights [T, T] of a head that gives `share` to so many tokens before, the rest to itself."""
+    """Returns weights [T, T] of a head that gives `share` to so many tokens before, else itself."""
     weights = np.eye(TOKENS, dtype=np.float32)
     rows = np.arange(back, TOKENS)
     weights[rows, rows] = 1 - share
@@ -34,14 +32,14 @@ def looking(*, back: int, share: float = 1.0) -> np.ndarray:
 
 
 def shares(*groups: list[np.ndarray], layer: int = 0, echoes: Echoes | None = None) -> list[float]:
-    """Of KV heads with these query heads' weights each."""
+    """Returns the shares of KV heads whose query heads have these weights each."""
     watching = Echoes(FIRST, PERIOD) if echoes is None else echoes
     weights = np.array(groups)
     heads, group = weights.shape[:2]
     params = AttentionParams(
         layer=layer, num_heads=heads * group, num_kv_heads=heads, head_dim=2, scale=1
     )
-    watching.saw(params, np.zeros((TOKENS, heads * group, 2), np.float32), weights)
+    watching.observe(params, np.zeros((TOKENS, heads * group, 2), np.float32), weights)
     return watching.shares[0, layer].tolist()
 
 
@@ -62,14 +60,16 @@ def test_of_heads_and_layers_that_share_keys_the_largest_counts() -> None:
     assert shares([half], [quiet], echoes=echoes) == [0.5, 0.5]
 
 
+@pytest.mark.slow
 def test_a_trained_model_has_few_such_heads(shelf: Shelf) -> None:
-    """The embedded one was taught to find again what it read; its first layer cannot."""
-    found = Bundle.open(shelf.embedded("default")).retrieval[0]
-    assert found.max() > 0.5
-    assert np.median(found) < 0.2
-    assert found[0].max() < 0.2
+    """Uses the embedded model, which was taught to find what it read; its first layer cannot."""
+    scores = Bundle.open(shelf.embedded("default")).retrieval[0]
+    assert scores.max() > 0.5
+    assert np.median(scores) < 0.2
+    assert scores[0].max() < 0.2
 
 
+@pytest.mark.slow
 def test_sessions_get_those_of_their_classes(shelf: Shelf) -> None:
     path = shelf.exported(shelf.family("gemma4"))
     bundle = Bundle.open(path)
@@ -77,11 +77,10 @@ def test_sessions_get_those_of_their_classes(shelf: Shelf) -> None:
     np.testing.assert_allclose(np.concatenate(bundle.retrieval, axis=None), written, rtol=1e-6)
     with Engine.open(path, threads=1) as engine:
         cache = engine.backend.open_cache(engine.backend.session_config(SessionRequest()))
-        assert isinstance(cache, ClassedCache)
         assert len(cache.parts) == len(bundle.retrieval) == 2
-        for part, own in zip(cache.parts, bundle.retrieval, strict=True):
-            assert own.shape == (part.shape.num_layers, part.shape.num_kv_heads)
-            np.testing.assert_array_equal(part.evidence().retrieval, own)
+        for part, expected in zip(cache.parts, bundle.retrieval, strict=True):
+            assert expected.shape == (part.shape.num_layers, part.shape.num_kv_heads)
+            np.testing.assert_array_equal(part.evidence().retrieval, expected)
         cache.close()
 
 
@@ -97,8 +96,8 @@ def test_a_bundle_without_them_is_read_and_one_with_others_refused(
     assert len(right) == 4
     for wrong in ([*right, 0.5], right[1:], [1.5, *right[1:]], [-0.1, *right[1:]]):
         manifest.unlink()
-        told = data | {"retrieval": wrong}
-        manifest.write_text(json.dumps(told | {"checksum": checksum(told)}))
+        changed = data | {"retrieval": wrong}
+        manifest.write_text(json.dumps(changed | {"checksum": checksum(changed)}))
         with pytest.raises(BundleError, match=r"retrieval .* is none of this model's"):
             Bundle.open(tmp_path)
     del data["retrieval"]
@@ -106,8 +105,8 @@ def test_a_bundle_without_them_is_read_and_one_with_others_refused(
     manifest.write_text(json.dumps(data | {"checksum": checksum(data)}))
     with Engine.open(tmp_path, threads=1) as engine:
         cache = engine.backend.open_cache(engine.backend.session_config(SessionRequest()))
-        assert isinstance(cache, Cache)
-        assert cache.evidence().retrieval is None
+        (part,) = cache.parts
+        assert part.evidence().retrieval is None
         cache.close()
 
 

@@ -1,4 +1,4 @@
-"""What `save_pretrained` of transformers writes, tied and not, in one file or several."""
+"""Checkpoints that transformers saved, tied and not, in one file or several."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvq.errors import CheckpointError
-from kvq_export.checkpoint import Checkpoint
 from kvq_export.export import export_model
-from kvq_export.source import open_source
+from kvq_export.read.checkpoint import Checkpoint
+from kvq_export.read.source import open_source
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for, read_checkpoint, text_config
 from kvq_runtime.engine import Engine
@@ -78,7 +78,7 @@ def test_a_head_is_no_embedding_where_they_are_not_tied(tmp_path: Path) -> None:
 
 
 def gemma3_that_sees(folder: Path) -> Any:
-    """A random checkpoint of a model with eyes, and the model."""
+    """Makes a random checkpoint of a model that sees, and returns the model."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     _, keys = CASES["gemma3"]
     # transformers caps no logits of a model that sees.
@@ -99,12 +99,12 @@ def gemma3_that_sees(folder: Path) -> Any:
 
 
 def opened(folder: Path) -> tuple[Any, dict[str, np.ndarray]]:
-    """Config and canonical weights, as an export finds them."""
+    """Returns config and canonical weights, as an export reads them."""
     source = open_source(folder)
     family, config, _ = source.config()
     checkpoint, sources = source.checkpoint(config), source.weight_sources(family, config)
     checkpoint.check(sources, family.spare(config))
-    return config, {name: checkpoint.read(one) for name, one in sources.items()}
+    return config, {name: checkpoint.read(weight) for name, weight in sources.items()}
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
@@ -126,16 +126,16 @@ def test_the_language_model_of_one_that_sees_is_read_alone(
     assert config.model_type == "gemma3_text"
     assert "tensors for images or sounds are left out: kvq reads text" in caplog.text
     ids = np.arange(5, 45)
-    found = forward(config, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
+    actual = forward(config, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
     import torch
 
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-3)
+    np.testing.assert_allclose(actual, expected, atol=2e-3)
 
 
 def gemma4_that_sees_and_hears(folder: Path, row: str) -> Any:
-    """A random checkpoint of one whose text is this row's, and the model."""
+    """Makes a random checkpoint of a model whose text is this row's, and returns the model."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.Gemma4Config(
         text_config=COMMON | dict(CASES[row][1]) | {"tie_word_embeddings": True, "pad_token_id": 0},
@@ -166,23 +166,23 @@ def test_a_gemma_4_that_sees_and_hears_is_read_as_text(
     import torch
 
     model = gemma4_that_sees_and_hears(tmp_path, row)
-    found, weights = opened(tmp_path)
-    assert found.model_type == "gemma4_text"
+    config, weights = opened(tmp_path)
+    assert config.model_type == "gemma4_text"
     assert "tensors for images or sounds are left out: kvq reads text" in caplog.text
     ids = np.arange(5, 45)
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
-    logits = forward(found, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
+    logits = forward(config, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
     np.testing.assert_allclose(logits, expected, atol=2e-3)
 
 
 def test_keys_that_no_layer_reads_any_more_are_left_out(tmp_path: Path) -> None:
     gemma4_that_sees_and_hears(tmp_path, "gemma4")
     file = tmp_path / "model.safetensors"
-    wanted, tensors = opened(tmp_path)[1], read_safetensors(file)
+    expected, tensors = opened(tmp_path)[1], read_safetensors(file)
     stale = "model.language_model.layers.6.self_attn.k_proj.weight"
     write_safetensors(file, tensors | {stale: np.ones((64, 128), np.float32)})
-    assert opened(tmp_path)[1].keys() == wanted.keys()
+    assert opened(tmp_path)[1].keys() == expected.keys()
     read = stale.replace("6", "2")
     write_safetensors(file, tensors | {read: np.ones((3, 3), np.float32)})
     with pytest.raises(CheckpointError, match="wrong shape"):
@@ -192,7 +192,7 @@ def test_keys_that_no_layer_reads_any_more_are_left_out(tmp_path: Path) -> None:
 def test_a_qwen3_5_that_sees_is_read_as_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What sees is left out, and so is the head that guesses further."""
+    """Leaves out what sees, and the draft head."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.Qwen3_5Config(
         text_config=COMMON | dict(CASES["qwen3-5"][1]) | {"pad_token_id": 0},
@@ -209,18 +209,20 @@ def test_a_qwen3_5_that_sees_is_read_as_text(
     file = tmp_path / "model.safetensors"
     further = {"mtp.fc.weight": np.ones((128, 256), np.float32)}
     write_safetensors(file, read_safetensors(file) | further)
-    found, weights = opened(tmp_path)
-    assert found.model_type == "qwen3_5_text"
+    language_config, weights = opened(tmp_path)
+    assert language_config.model_type == "qwen3_5_text"
     assert "tensors for images or sounds are left out: kvq reads text" in caplog.text
     ids = np.arange(5, 45)
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
-    logits = forward(found, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
+    logits = forward(
+        language_config, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention()
+    )
     np.testing.assert_allclose(logits, expected, atol=2e-3)
 
 
 def mistral3_that_sees(folder: Path, text: str, *, outside: bool, inside: bool) -> Any:
-    """A random checkpoint of one, and the model; is its head tied, says its config twice."""
+    """Makes a random checkpoint whose config says twice whether its head is tied."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     _, keys = CASES[text]
     values = COMMON | dict(keys) | {"model_type": keys.get("model_type", CASES[text][0])}
@@ -254,10 +256,10 @@ def test_what_a_mistral_says_outside_decides_whether_its_head_is_tied(
     import torch
 
     ids = np.arange(5, 85)
-    found = forward(config, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
+    actual = forward(config, weights.__getitem__, ids, np.arange(len(ids)), PlainAttention())
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-3)
+    np.testing.assert_allclose(actual, expected, atol=2e-3)
 
 
 def test_a_head_of_its_own_is_not_left_out_where_it_is_said_to_be_tied(tmp_path: Path) -> None:
@@ -282,18 +284,20 @@ def test_a_part_that_is_none_of_a_language_model_is_refused(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"model\.other_tower\.weight.* is not part"):
         opened(tmp_path)
     path = tmp_path / "config.json"
-    said = json.loads(path.read_text())
-    del said["text_config"]
-    path.write_text(json.dumps(said))
+    config = json.loads(path.read_text())
+    del config["text_config"]
+    path.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="a gemma3 model needs a text_config"):
         opened(tmp_path)
 
 
 def test_what_released_files_leave_out_is_known() -> None:
-    """As those of Gemma 3 4B do."""
-    own = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
-    found = text_config({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": own})
-    assert found == own | {
+    """Knows what those of Gemma 3 4B leave out."""
+    text_keys = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    actual = text_config(
+        {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text_keys}
+    )
+    assert actual == text_keys | {
         "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "max_position_embeddings": 131072, "eos_token_id": [1, 106],
     }  # fmt: skip

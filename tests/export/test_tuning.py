@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from kvq.errors import BackendError, KvqError, UnsupportedModelError, UsageError
-from kvq.reference_linear import BlockFormat, Grid, PanelFormat, dequantize
-from kvq_apps.output import verdict_rows
-from kvq_export import export, tuning
-from kvq_export.calibrated import report_texts, tuning_texts
+from kvq.reference.linear import BlockFormat, Grid, PanelFormat, dequantize
+from kvq_apps.terminal.output import verdict_rows
+from kvq_export import export
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_export.hub_files import unseen
-from kvq_export.layout import plan_layout
-from kvq_export.trainable import Matrix
-from kvq_export.weights import quantize
+from kvq_export.fit import tuning
+from kvq_export.fit.calibrated import report_texts, tuning_texts
+from kvq_export.fit.trainable import Matrix
+from kvq_export.phases import no_progress
+from kvq_export.write.layout import plan_layout
+from kvq_export.write.weights import quantize
 from kvq_models.embedded import embedded_folder
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 from originals import original_of
 from shelf import Shelf
 from tiny import CASES, make_llama_checkpoint
@@ -58,9 +59,9 @@ def test_it_computes_what_the_reference_does_or_says_what_it_does_not_know(
         return
     tuning.check_tunable(original.config)
     texts = np.random.default_rng(0).integers(1, original.config.vocab_size, (2, 40))
-    decoder = tuning.of_checkpoint(original)
-    found = decoder.logits(decoder.hidden(torch.from_numpy(texts))).numpy().reshape(2, 40, -1)
-    for ids, logits in zip(texts, found, strict=True):
+    decoder = tuning.checkpoint_decoder(original)
+    actual = decoder.logits(decoder.hidden(torch.from_numpy(texts))).numpy().reshape(2, 40, -1)
+    for ids, logits in zip(texts, actual, strict=True):
         np.testing.assert_allclose(logits, original.logits(ids), atol=2e-3, rtol=1e-3)
 
 
@@ -71,26 +72,26 @@ def test_gradients_are_those_of_the_weights_that_are_stored(grid: Grid) -> None:
     blocks = quantize(random.standard_normal((rows, columns), np.float32), form)
     matrix = Matrix(PanelFormat.of(form, (rows, columns)), blocks)
     x = torch.from_numpy(random.standard_normal((7, columns), np.float32)).requires_grad_()
-    given = torch.from_numpy(random.standard_normal((7, rows), np.float32))
-    (matrix.product(x) * given).sum().backward()
-    found = [x.grad, matrix.gain.grad, None if matrix.zeros is None else matrix.zeros.grad]
+    grad = torch.from_numpy(random.standard_normal((7, rows), np.float32))
+    (matrix.product(x) * grad).sum().backward()
+    actual = [x.grad, matrix.gain.grad, None if matrix.zeros is None else matrix.zeros.grad]
 
     # The same by torch's own gradients, over weights that are there as a whole.
     matrix.gain.grad = x.grad = None
     if matrix.zeros is not None:
         matrix.zeros.grad = None
-    (x @ matrix.rows(torch.arange(rows)).T * given).sum().backward()
+    (x @ matrix.rows(torch.arange(rows)).T * grad).sum().backward()
     expected = [x.grad, matrix.gain.grad, None if matrix.zeros is None else matrix.zeros.grad]
-    for one, other in zip(found, expected, strict=True):
-        if other is None:
-            assert one is None
+    for gradient, expected_gradient in zip(actual, expected, strict=True):
+        if expected_gradient is None:
+            assert gradient is None
             continue
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-        assert float(other.abs().max()) > 0.01
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-4, rtol=1e-4)
+        assert float(expected_gradient.abs().max()) > 0.01
 
 
 def test_what_is_multiplied_by_is_what_is_stored() -> None:
-    """Also once constants have left the places that a panel can keep."""
+    """Compares them also once constants have left the places that a panel can store."""
     form = BlockFormat(bits=4, block=32, grid=Grid.ZERO_POINT)
     random = np.random.default_rng(2)
     blocks = quantize(random.standard_normal((20, 64), np.float32), form)
@@ -116,17 +117,19 @@ def test_what_is_multiplied_by_is_what_is_stored() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few texts, short ones, read once with larger steps."""
+    """Makes texts few and short, and steps larger."""
     whole = tuning.tuning_texts
-    monkeypatch.setattr(tuning, "tuning_texts", lambda *asked: whole(*asked)[::5, :96])
-    monkeypatch.setattr(tuning, "report_texts", lambda *asked: report_texts(*asked)[::2, :48])
+    monkeypatch.setattr(tuning, "tuning_texts", lambda *arguments: whole(*arguments)[::5, :96])
+    monkeypatch.setattr(
+        tuning, "report_texts", lambda *arguments: report_texts(*arguments)[::2, :48]
+    )
     monkeypatch.setattr(tuning, "PASSES", 1)
     for name in ("GAIN_STEP", "ZERO_STEP", "VECTOR_STEP"):
         monkeypatch.setattr(tuning, name, 3 * getattr(tuning, name))
 
 
 def tuned(folder: Path) -> tuple[Bundle, dict[str, float]]:
-    """The bundle that `tuning` makes of nano's at `folder`."""
+    """Tunes the bundle of nano at `folder`; returns it and the report."""
     source = embedded_folder("nano")
     assert source is not None
     original, bundle = original_of(source), Bundle.open(folder)
@@ -134,10 +137,10 @@ def tuned(folder: Path) -> tuple[Bundle, dict[str, float]]:
     assert tokenizer is not None
     layout = plan_layout(original.config, original.sources, WEIGHTS)
     options = ExportOptions(weights=WEIGHTS, threads=1, tune=True)
-    found = tuning.tuned(folder, bundle.manifest, layout, original, tokenizer, options, unseen)
+    result = tuning.tune(folder, bundle.manifest, layout, original, tokenizer, options, no_progress)
     opened = Bundle.open(folder)
-    assert opened.manifest.files == found[0].files
-    return opened, found[1]
+    assert opened.manifest.files == result[0].files
+    return opened, result[1]
 
 
 @pytest.mark.slow
@@ -145,13 +148,13 @@ def tuned(folder: Path) -> tuple[Bundle, dict[str, float]]:
 def test_a_tuned_bundle_answers_more_like_its_checkpoint(tmp_path: Path) -> None:
     source = embedded_folder("nano")
     assert source is not None
-    asked = ExportOptions(weights=WEIGHTS, calibrate=False, quality=False, threads=1)
-    plain = export_model(source, tmp_path / "plain", asked)
+    options = ExportOptions(weights=WEIGHTS, calibrate=False, quality=False, threads=1)
+    plain = export_model(source, tmp_path / "plain", options)
     for name in ("first", "second"):
         shutil.copytree(plain.path, tmp_path / name)
-    first, found = tuned(tmp_path / "first")
-    assert found["kept"]
-    assert found["after"] + 3 * found["error"] < 0.9 * found["before"]
+    first, report = tuned(tmp_path / "first")
+    assert report["kept"]
+    assert report["after"] + 3 * report["error"] < 0.9 * report["before"]
     # An ordinary bundle: the same files of the same sizes, the same codes, other constants.
     for name, info in plain.manifest.files.items():
         assert first.manifest.files[name].num_bytes == info.num_bytes
@@ -164,7 +167,7 @@ def test_a_tuned_bundle_answers_more_like_its_checkpoint(tmp_path: Path) -> None
         ours, theirs = first.read_codes(name), plain.read_codes(name)
         np.testing.assert_array_equal(ours.codes, theirs.codes)
         assert (ours.scales != theirs.scales).any()
-    norms = [one.read_weight("layers.0.attn_norm") for one in (plain, first)]
+    norms = [made.read_weight("layers.0.attn_norm") for made in (plain, first)]
     assert (norms[0] != norms[1]).any()
     second, _ = tuned(tmp_path / "second")
     assert second.fingerprint == first.fingerprint != plain.fingerprint
@@ -175,25 +178,25 @@ def test_a_tuned_bundle_answers_more_like_its_checkpoint(tmp_path: Path) -> None
 def test_weights_that_gained_too_little_stay_as_they_were_rounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A random model's answers to one text say nothing of those to another."""
+    """Uses a random model, whose answers to one text say nothing of those to another."""
     source = make_llama_checkpoint(tmp_path / "source", dtype="float32")
     plain = export_model(source, tmp_path / "plain", ExportOptions(weights=WEIGHTS, quality=False))
-    told: list[str] = []
+    labels: list[str] = []
     tried = export_model(
         source,
         tmp_path / "tried",
         ExportOptions(weights=WEIGHTS, tune=True),
-        lambda done, total, label: told.append(label),
+        lambda done, total, label: labels.append(label),
     )
     assert tried.fingerprint == plain.fingerprint
-    found = json.loads((tried.path / "kvq.json").read_text())["quality"]["tuning"]
-    assert not found["kept"]
-    assert found["after"] != found["before"]
-    assert found["judged_tokens"] == 3 * 48
-    assert any("min left" in label for label in told)
+    report = json.loads((tried.path / "kvq.json").read_text())["quality"]["tuning"]
+    assert not report["kept"]
+    assert report["after"] != report["before"]
+    assert report["judged_tokens"] == 3 * 48
+    assert any("tuning the weights, step 2 of " in label for label in labels)
     rows = dict(verdict_rows({"quality": tried.manifest.quality, "path": "b", "source": {}}))
     assert "the weights stay as they were rounded" in rows["tuning"]
-    assert f"{found['after']:.4f}" in rows["tuning"]
+    assert f"{report['after']:.4f}" in rows["tuning"]
 
 
 def test_no_text_is_trained_on_and_judged(tmp_path: Path) -> None:
@@ -203,16 +206,15 @@ def test_no_text_is_trained_on_and_judged(tmp_path: Path) -> None:
     trained = tokenizer.decode(tuning_texts(tokenizer, config).ravel().tolist())
     for row in report_texts(tokenizer, config):
         assert tokenizer.decode(row[150:200].tolist()) not in trained
-    given = tuning_texts(tokenizer, config, "one two three " * 500)
-    assert "one two three" in tokenizer.decode(given[0].tolist())
+    custom = tuning_texts(tokenizer, config, "one two three " * 500)
+    assert "one two three" in tokenizer.decode(custom[0].tolist())
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"quality": False}, "leave one of them out"),
-        ({"format": "gguf"}, "is of a graph"),
-        ({"weights": WeightFormat(linear="ort")}, "is of a graph"),
+        ({"format": "gguf"}, "tune is of the ONNX graph"),
     ],
 )
 def test_options_that_contradict_are_refused(options: dict[str, object], says: str) -> None:
@@ -224,9 +226,9 @@ def test_what_it_needs_is_asked_for_before_the_long_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_llama_checkpoint(tmp_path / "source")
-    asked = ExportOptions(tune=True, tokenizer=False)
+    options = ExportOptions(tune=True, tokenizer=False)
     with pytest.raises(KvqError, match="reads texts"):
-        export_model(source, tmp_path / "b", asked)
+        export_model(source, tmp_path / "b", options)
     monkeypatch.setattr(export, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match="kvq-runtime\\[train\\]"):
         export_model(source, tmp_path / "b", ExportOptions(tune=True))

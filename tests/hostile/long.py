@@ -30,7 +30,7 @@ from kvq.errors import KvqError, ModelError, SnapshotError
 from kvq_apps.serve.server import Server
 from kvq_models.chat import ChatTemplate
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime import snapshot
+from kvq_runtime.session import snapshot
 from serving import Rule, connect, read_all, request_bytes, running
 from tiny import CHATML, byte_level_tokenizer
 
@@ -95,7 +95,7 @@ VALUES: list[Any] = [
 
 
 def schema(chance: random.Random, depth: int = 0) -> Any:
-    """Something like a JSON schema."""
+    """Makes something like a JSON schema."""
     kind = chance.random()
     if depth > 5 or kind < 0.2:
         leaves = [None, 1, -1e300, "string", "#/$defs/a", "#", "a", 1 << 70, True, "(a|b)*", "date"]
@@ -108,7 +108,7 @@ def schema(chance: random.Random, depth: int = 0) -> Any:
 
 
 def forms(chance: random.Random) -> dict[str, Any]:
-    """A form of the answer, hostile or nearly right."""
+    """Makes a form of the answer, hostile or nearly right."""
     tool = {"type": "function", "function": {"name": "f", "parameters": schema(chance)}}
     made = {
         "regex": "".join(chance.choices(REGEX_PIECES, k=chance.randrange(30))),
@@ -138,9 +138,9 @@ def session_files(chance: random.Random) -> None:
             content[chance.randrange(len(content))] = chance.randrange(256)
         write(path, bytes(content), chance.randbytes(20))
         with suppress(SnapshotError):
-            taken = snapshot.read(path, IDENTITY)
-            found = snapshot.restored(path, taken, vocab_size=VOCAB_SIZE)
-            snapshot.fill(path, empty_cache(), found)
+            contents = snapshot.read(path, IDENTITY)
+            restored = snapshot.restored(path, contents, vocab_size=VOCAB_SIZE)
+            snapshot.fill(path, empty_cache(), restored)
     snapshot.restored("one", state(), vocab_size=VOCAB_SIZE)
 
 
@@ -167,7 +167,7 @@ def requests(chance: random.Random, server: Server) -> None:
         assert status in (b"", b"200", b"400", b"404", b"408", b"413", b"429", b"499"), status
 
 
-def held() -> tuple[int, int, int]:
+def usage() -> tuple[int, int, int]:
     kib = resource.getpagesize() // 1024 * int(Path("/proc/self/statm").read_text().split()[1])
     return kib, len(os.listdir("/proc/self/fd")), threading.active_count()
 
@@ -208,19 +208,19 @@ def main() -> None:
                 requests(chance, server)
             except (Exception, KvqError) as error:
                 raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
-            took_s, now = time.monotonic() - began, held()
+            took_s, now = time.monotonic() - began, usage()
             if took_s > HANG_S:
                 raise SystemExit(f"seed {seed}: took {took_s:.0f} s")
             before = now if seed == EARLY_ROUNDS else before
             if seed % LOGGED_ROUNDS == 0:
                 print(f"round {seed}: KiB, descriptors, threads {now}", flush=True)
             if seed > EARLY_ROUNDS and any(
-                found > first + room
-                for found, first, room in zip(now, before, (GROWTH_KIB, 20, 20), strict=True)
+                amount > first + room
+                for amount, first, room in zip(now, before, (GROWTH_KIB, 20, 20), strict=True)
             ):
                 raise SystemExit(f"seed {seed}: grew from {before} to {now}")
             seed += 1
-    print(f"{seed} rounds, KiB, descriptors and threads now {held()}, early {before}")
+    print(f"{seed} rounds, KiB, descriptors and threads now {usage()}, early {before}")
 
 
 if __name__ == "__main__":

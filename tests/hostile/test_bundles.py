@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import resource
@@ -18,10 +19,10 @@ import pytest
 from kvq.errors import BundleError, CheckpointError, KvqError
 from kvq_export.export import export_model
 from kvq_models.registry import read_checkpoint
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.file_hashes import file_sha256
+from kvq_runtime.bundle.manifest import FEEDBACK_FILE, MANIFEST_FILE, MODEL_FILE, checksum
 from kvq_runtime.engine import Engine
-from kvq_runtime.file_hashes import file_sha256
-from kvq_runtime.manifest import MANIFEST_FILE, MODEL_FILE, checksum
 from shelf import PLAIN
 from tiny import make_llama_checkpoint
 
@@ -95,7 +96,6 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a matrix of no model": lambda d: d["weights"]["formats"]["4/64/zero_point"].append("layers.0"),
     "formats": lambda d: d["weights"].update(formats=["4/64/zero_point"]),
     "linear zz": lambda d: d["weights"].update(linear="zz"),
-    "linear": lambda d: d["weights"].update(linear="ort"),
 }
 
 
@@ -103,6 +103,12 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_a_manifest_that_is_not_its_graphs_is_refused(name: str, folder: Path) -> None:
     sealed(folder, MANIFESTS[name])
     with pytest.raises(BundleError):
+        Bundle.open(folder)
+
+
+def test_weights_for_onnx_runtimes_own_products_are_refused_with_what_to_do(folder: Path) -> None:
+    sealed(folder, lambda d: d["weights"].update(linear="ort"))
+    with pytest.raises(BundleError, match=r"other products .*'ort'.*; export the model again"):
         Bundle.open(folder)
 
 
@@ -199,6 +205,60 @@ def test_a_cut_graph_is_refused(folder: Path) -> None:
         sealed(folder)
         with pytest.raises(BundleError):
             Bundle.open(folder)
+
+
+def _fitted(folder: Path, content: bytes) -> Bundle:
+    """Returns the bundle with these bytes as the file of how its keys are rounded."""
+    file = folder / FEEDBACK_FILE
+    file.write_bytes(content)
+    row = {"bytes": len(content), "sha256": file_sha256(file)}
+    return Bundle.open(sealed(folder, lambda data: data["files"].update({FEEDBACK_FILE: row})))
+
+
+@pytest.fixture
+def feedback(folder: Path) -> np.ndarray:
+    """Returns feedback that changes no key."""
+    (group,) = Bundle.open(folder).config.cache_classes
+    shape = group.shape
+    return np.zeros((shape.num_layers, shape.num_kv_heads, *(shape.head_dim,) * 2), np.float16)
+
+
+def _saved(feedback: np.ndarray, **other: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, allow_pickle=True, **({"0": feedback} | other))
+    return stream.getvalue()
+
+
+def test_a_file_of_what_was_fitted_is_read(folder: Path, feedback: np.ndarray) -> None:
+    (actual,) = _fitted(folder, _saved(feedback)).key_feedback
+    np.testing.assert_array_equal(actual, feedback)
+    for wrong in (
+        feedback.astype(np.float32),
+        feedback[..., 0],
+        np.full_like(feedback, np.nan),
+        np.ones_like(feedback),
+        np.array([print], object),
+    ):
+        with pytest.raises(BundleError, match="does not hold what was fitted"):
+            _ = _fitted(folder, _saved(wrong)).key_feedback
+
+
+def test_altered_files_of_what_was_fitted_never_raise_anything_else(
+    folder: Path, feedback: np.ndarray
+) -> None:
+    content, chance, refused = _saved(feedback), np.random.default_rng(0), 0
+    # The header of the array, and the archive's table at the end.
+    places = [*range(200), *range(content.rindex(b"PK\1\2"), len(content))]
+    for index in range(200):
+        altered = bytearray(content)
+        for place in chance.choice(places, chance.integers(1, 4)):
+            altered[place] = chance.integers(0, 256)
+        bundle = _fitted(folder, bytes(altered[: None if index % 4 else chance.integers(1, 999)]))
+        try:
+            _ = bundle.key_feedback
+        except BundleError:
+            refused += 1
+    assert refused > 100
 
 
 def test_a_thousand_million_layers_take_no_memory(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from kvq.config import KvPlan
 from kvq.errors import SnapshotError
-from kvq_runtime import snapshot
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.snapshot import MAGIC, SessionState
+from kvq_runtime.session import snapshot
+from kvq_runtime.session.snapshot import MAGIC, SessionState
 from rule_backend import RuleCache
 from serving import Rule, ask, running
 
@@ -25,7 +25,7 @@ IDENTITY = {"model": "rule", "context_tokens": 100}
 
 
 def write(path: Path, header: Any, *parts: bytes, claimed: int | None = None) -> Path:
-    """A file of any header and parts; its digest is right."""
+    """Writes a file of any header and parts, with a right digest."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     prefix = struct.pack("<8sI", MAGIC, len(text) if claimed is None else claimed)
     body = prefix + text + b"".join(parts)
@@ -141,18 +141,18 @@ def test_contents_the_model_cannot_have_are_refused(changed: dict[str, Any]) -> 
 def test_a_cache_of_more_tokens_than_the_session_is_put_back() -> None:
     cache = empty_cache()
     cache.ids = [7, 8]
-    found = snapshot.restored("one.kvq", state(cache=b"[1, 2, 3, 4]"), vocab_size=VOCAB_SIZE)
+    restored = snapshot.restored("one.kvq", state(cache=b"[1, 2, 3, 4]"), vocab_size=VOCAB_SIZE)
     with pytest.raises(SnapshotError, match="3 tokens and a cache of 4"):
-        snapshot.fill("one.kvq", cache, found)
+        snapshot.fill("one.kvq", cache, restored)
     assert cache.ids == [7, 8]
 
 
 def test_what_is_right_goes_on_where_it_was() -> None:
     cache = empty_cache()
-    found = snapshot.restored("one.kvq", state(), vocab_size=VOCAB_SIZE)
-    snapshot.fill("one.kvq", cache, found)
-    assert (found.tokens, cache.ids) == ([1, 2, 3], [1, 2])
-    assert found.generator.random() == np.random.default_rng(5).random()
+    restored = snapshot.restored("one.kvq", state(), vocab_size=VOCAB_SIZE)
+    snapshot.fill("one.kvq", cache, restored)
+    assert (restored.tokens, cache.ids) == ([1, 2, 3], [1, 2])
+    assert restored.generator.random() == np.random.default_rng(5).random()
 
 
 @pytest.mark.parametrize("make", [lambda path: write(path, b"{"), lambda path: path.mkdir()])
@@ -181,12 +181,12 @@ def test_the_server_drops_such_a_file_and_goes_on(
     with running(rule.load, sessions=1) as server:
         first = ask(server, "/v1/completions", body).json
     (path,) = tmp_path.rglob("*.kvq")
-    taken = snapshot.examine(path)
-    whole = {"generator": dict(taken.state.generator), "identity": dict(taken.identity)}
-    cache = changed.get("cache", taken.state.cache)
+    contents = snapshot.examine(path)
+    whole = {"generator": dict(contents.state.generator), "identity": dict(contents.identity)}
+    cache = changed.get("cache", contents.state.cache)
     facts = whole | {key: value for key, value in changed.items() if key != "cache"}
-    lengths = 8 * len(taken.state.tokens), 4 * len(taken.state.logits), len(cache)
-    parts = taken.state.tokens.tobytes(), taken.state.logits.tobytes(), cache
+    lengths = 8 * len(contents.state.tokens), 4 * len(contents.state.logits), len(cache)
+    parts = contents.state.tokens.tobytes(), contents.state.logits.tobytes(), cache
     write(path, header(*lengths, **facts), *parts)
     with running(rule.load, sessions=1) as server:
         again = ask(server, "/v1/completions", body)

@@ -1,6 +1,6 @@
-"""Somebody types, jumps, pastes, takes back and reloads, in a `kvq lsp` with the embedded model.
+"""A user types, jumps, pastes, undoes and reloads in a `kvq lsp` with the embedded model.
 
-What the server holds must not grow with what was done: `long.py --edits` does it for long (LSP-24).
+What the server holds must not grow with what was done; `long.py --edits` does it for long (LSP-24).
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvq_apps.completion.document import Document, Position
+from kvq_apps.completion.document import Position, TextDocument
 from kvq_lab.typing_sessions import PROGRAM
 from language_client import ProcessClient, at
 from shelf import Shelf
@@ -23,7 +23,7 @@ MOST_CHARACTERS, FIRST_CHARACTERS = 3_500, 2_000
 
 
 class Typist:
-    """An editor that edits at random, and asks after every few edits."""
+    """Edits at random, as an editor does, and asks after every few edits."""
 
     def __init__(self, home: Path, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -36,14 +36,14 @@ class Typist:
         self._open()
 
     def _open(self) -> None:
-        """Another file of the same length, in place of the one that was open."""
+        """Opens another file of the same length, in place of the one that was open."""
         whole = PROGRAM.read_text("utf-8")
         start = self.chance.randrange(max(1, len(whole) - FIRST_CHARACTERS))
-        self._document = Document(whole[start : start + FIRST_CHARACTERS])
+        self._document = TextDocument(whole[start : start + FIRST_CHARACTERS])
         self.client.open(self._document.text, version=self._version)
 
     def edit(self) -> None:
-        """One change, as often typing as it is in life."""
+        """Makes one change; most are typing."""
         self._version += 1
         kind = self.chance.random()
         if kind < 0.001:
@@ -55,9 +55,9 @@ class Typist:
             self._part(kind)
 
     def _whole(self, text: str) -> None:
-        """An undo of many things, or a formatter, which send all of the text."""
+        """Sends all of the text, as an undo of many things or a formatter does."""
         self._before = self._document.text
-        self._document = Document(text)
+        self._document = TextDocument(text)
         self.client.changes(self._version, [{"text": text}])
 
     def _part(self, kind: float) -> None:
@@ -88,7 +88,7 @@ class Typist:
         self._place = line + broken, column
 
     def ask(self) -> None:
-        """A request, given up at once by one in five; then what it cost."""
+        """Sends a request, of which one in five is given up at once; then reads what it cost."""
         line = min(self._place[0], self._document.num_lines - 1)
         column = min(self._place[1], len(self._document.line(line)))
         place = at(line, self._document.units(line, column))
@@ -104,7 +104,7 @@ class Typist:
 
 
 def series(home: Path, edits: int, every: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """After every so many edits: what the server holds, and what requests cost since."""
+    """Yields, after every so many edits, what the server holds and what requests cost since."""
     typist = Typist(home, seed)
     typist.client.ready(0, 0)
     before = 0, 0
@@ -115,12 +115,12 @@ def series(home: Path, edits: int, every: int, seed: int = 0) -> Iterator[dict[s
         if number % every == 0:
             new, encoded = typist.requests - before[0], typist.encoded - before[1]
             before = typist.requests, typist.encoded
-            yield {"edits": number, "tokens_a_request": encoded / new} | held(typist.client)
+            yield {"edits": number, "tokens_a_request": encoded / new} | usage(typist.client)
     assert typist.client.close() == 1
 
 
-def held(client: ProcessClient) -> dict[str, int]:
-    """What the server's process holds: resident KiB, descriptors, threads."""
+def usage(client: ProcessClient) -> dict[str, int]:
+    """Returns what the server's process holds: resident KiB, descriptors, threads."""
     folder = Path(f"/proc/{client.process.pid}")
     pages = int((folder / "statm").read_text().split()[1])
     return {
@@ -132,7 +132,7 @@ def held(client: ProcessClient) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_what_a_server_holds_does_not_grow_with_edits(shelf: Shelf, tmp_path: Path) -> None:
-    """LSP-24, for a moment: nothing grows after the first third but what libraries keep."""
+    """Checks LSP-24 for a moment: after the first third only libraries keep more."""
     shelf.used_before(tmp_path / "cache", ["nano"])
     rows = list(series(tmp_path, edits=240, every=80))
     assert [row["edits"] for row in rows] == [80, 160, 240]

@@ -52,19 +52,32 @@ def test_only_settings_reads_the_environment() -> None:
     assert readers == ["kvq/kvq/settings.py"]
 
 
+def test_only_output_writes_to_the_terminal() -> None:
+    """What is printed elsewhere would reach a terminal with its control characters."""
+    writes = re.compile(r"(?<![\w.\"'])print\(|\bstd(out|err)\.(write|buffer)|traceback\.print_")
+    writers = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "apps/kvq_apps").rglob("*.py")
+        if writes.search(path.read_text())
+    ]
+    assert writers == ["apps/kvq_apps/terminal/output.py"]
+
+
 def test_no_library_code_but_tuning_imports_torch_or_transformers() -> None:
     pattern = re.compile(r"^\s*(import|from) (torch|transformers)\b", re.MULTILINE)
     # Recipes are run from a checkout and never installed.
     recipes = {ROOT / "models/training", ROOT / "apps/lab"}
     installed = [path for path in python_files() if recipes.isdisjoint(path.parents)]
-    found = {path for path in installed if pattern.search(path.read_text())}
-    assert found == {ROOT / f"export/kvq_export/{name}.py" for name in ("trainable", "tuning")}
+    importers = {path for path in installed if pattern.search(path.read_text())}
+    assert importers == {
+        ROOT / f"export/kvq_export/fit/{name}.py" for name in ("trainable", "tuning")
+    }
 
 
 def test_kernels_include_no_framework_header() -> None:
     of_processors = r"immintrin\.h|arm_neon\.h"
-    own = r"kernels\.h|\w+\.inl|simd_\w+\.h|\.\./(format|platform|tiles)\.h"
-    allowed = re.compile(rf'#include (<(c?\w+|{of_processors})>|"({own})")')
+    headers = r"kernels\.h|\w+\.inl|simd_\w+\.h|\.\./(format|platform|tiles)\.h"
+    allowed = re.compile(rf'#include (<(c?\w+|{of_processors})>|"({headers})")')
     for path in (ROOT / "kvq/csrc/kernels").iterdir():
         includes = [line for line in path.read_text().splitlines() if line.startswith("#include")]
         assert [line for line in includes if not allowed.match(line)] == [], path
@@ -83,10 +96,10 @@ def test_the_caches_modules_import_each_other_in_no_circle() -> None:
     pattern = re.compile(r"^ *from kvq(?:\.(\w+))? import (.+)$", re.MULTILINE)
     needs = {
         name: {
-            one
+            submodule
             for module, names in pattern.findall(path.read_text())
-            for one in ([module] if module else re.findall(r"\w+", names))
-            if one in modules
+            for submodule in ([module] if module else re.findall(r"\w+", names))
+            if submodule in modules
         }
         for name, path in modules.items()
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench_bundles import need
 from environment import environment_in
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ time.sleep({IDLE_S})
 raise SystemExit(code)
 """
 # An embedded model, which is exported first.
-ASKED = ("-m", "nano", "-n", "4", "--backend", "onnx", "def f")
+RUN_FLAGS = ("-m", "nano", "-n", "4", "--backend", "onnx", "def f")
 Watched = Callable[..., str]
 
 
@@ -49,13 +50,13 @@ def home(tmp_path: Path) -> Path:
 def watched(watcher: Path, home: Path, tmp_path: Path) -> Watched:
     """Runs a program in a new home and says what it asked for beyond this machine."""
     log = tmp_path / "asked"
-    own = {"HOME": str(home), "LD_PRELOAD": str(watcher), "KVQ_NETWORK_LOG": str(log)}
+    watching = {"HOME": str(home), "LD_PRELOAD": str(watcher), "KVQ_NETWORK_LOG": str(log)}
 
     def run(program: str, *words: str) -> str:
         log.touch()
         started = [sys.executable, "-c", program, *words]
         finished = subprocess.run(
-            started, env=_environment(home) | own, capture_output=True, text=True, check=False
+            started, env=_environment(home) | watching, capture_output=True, text=True, check=False
         )
         assert finished.returncode == 0, finished.stderr
         return log.read_text()
@@ -96,8 +97,9 @@ def test_a_run_and_a_benchs_peer_send_nothing_and_leave_nothing_of_others(
     watched: Watched, home: Path, bundle: str
 ) -> None:
     """Both at once, for most of it is waiting."""
-    run = ("run", *ASKED)
-    bench = ("bench", bundle, "--context", "20", "--repeat", "1", "--peer", "onnxruntime")
+    need("transformers")
+    run = ("run", *RUN_FLAGS)
+    bench = ("bench", bundle, "--context", "20", "--repeat", "1", "--peer", "transformers")
     with ThreadPoolExecutor() as pool:
         assert set(pool.map(lambda words: watched(COMMAND, *words), (run, bench))) == {""}
     assert foreign_files(home) == []
@@ -112,7 +114,7 @@ def test_no_system_call_of_a_run_leaves_this_machine(home: Path, tmp_path: Path)
     trace = tmp_path / "trace"
     command = [
         strace, "-f", "--seccomp-bpf", "-e", "trace=connect,sendto,sendmsg,sendmmsg",
-        "-o", str(trace), sys.executable, "-c", COMMAND, "run", *ASKED,
+        "-o", str(trace), sys.executable, "-c", COMMAND, "run", *RUN_FLAGS,
     ]  # fmt: skip
     environment = _environment(home) | {"HOME": str(home)}
     finished = subprocess.run(command, env=environment, capture_output=True, check=False)
@@ -126,7 +128,7 @@ def test_no_system_call_of_a_run_leaves_this_machine(home: Path, tmp_path: Path)
 
 
 def test_onnx_runtime_is_imported_in_one_place() -> None:
-    own = "runtime/kvq_runtime/onnx_runtime.py"
+    runtime_module = "runtime/kvq_runtime/machine/onnx_runtime.py"
     direct = re.compile(
         r"^\s*(import|from) onnxruntime\b|(import_module|importorskip|__import__)\(.*onnxruntime",
         re.MULTILINE,
@@ -140,7 +142,7 @@ def test_onnx_runtime_is_imported_in_one_place() -> None:
         path.relative_to(ROOT).as_posix()
         for path in files
         if re.search(r"import_module\(_?(PACKAGE|STATE)\)", path.read_text())
-    ] == [own]
+    ] == [runtime_module]
 
 
 def test_the_readme_promises_it() -> None:

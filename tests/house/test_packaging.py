@@ -13,8 +13,8 @@ import pytest
 
 from environment import environment_in
 from kvq.errors import ModelError
-from kvq_apps import model_path
 from kvq_apps.cli import EXTRAS
+from kvq_apps.names import model_path
 from kvq_models import embedded
 from kvq_models.catalogue import catalogue
 
@@ -88,8 +88,8 @@ def test_the_models_wheel_holds_their_files_and_no_others(
 def test_the_extra_takes_the_models_of_this_checkout() -> None:
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     theirs = tomllib.loads((ROOT / "models/pyproject.toml").read_text())["project"]
-    (asked,) = ours["optional-dependencies"]["models"]
-    match = re.fullmatch(r"kvq-models>=0\.(\d+),<0\.(\d+)", asked)
+    (requirement,) = ours["optional-dependencies"]["models"]
+    match = re.fullmatch(r"kvq-models>=0\.(\d+),<0\.(\d+)", requirement)
     assert match is not None
     assert theirs["name"] == "kvq-models"
     assert int(match[1]) == int(theirs["version"].split(".")[1]) == int(match[2]) - 1
@@ -103,7 +103,7 @@ def test_the_extra_takes_the_models_of_this_checkout() -> None:
         ("pull {checkpoint}", "takes"),
         ("export {checkpoint} -o made --no-quality --no-calibrate", "made"),
         ("complete -m {bundle} text.py:1 --json", '"drafts"'),
-        ("inspect {bundle}", "kvq-bundle version"),
+        ("inspect {bundle} -v", "kvq-bundle version"),
         (
             "export {checkpoint} -o made --format gguf",
             'error: writing a GGUF file needs the gguf package: pip install "kvq-runtime[export]"',
@@ -120,9 +120,9 @@ def test_without_extras_bundles_run_and_the_rest_names_its_extra(
     )
     (tmp_path / "text.py").write_text("import os\n")
     extras = " ".join(package for names in EXTRAS.values() for package in names)
-    told = words.format(bundle=bundle, checkpoint=checkpoint).split()
+    arguments = words.format(bundle=bundle, checkpoint=checkpoint).split()
     done = subprocess.run(
-        [sys.executable, "-c", program, extras, *told],
+        [sys.executable, "-c", program, extras, *arguments],
         env=environment_in(tmp_path), cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert says in done.stdout + done.stderr

@@ -52,7 +52,7 @@ def test_an_engine_opens_a_checkpoint_a_bundle_and_refuses_other_names(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shown = []
     for path in (shelf.checkpoint(), str(shelf.bundle())):
-        with kvq.Engine.open(path, threads=1, backend="reference") as engine:
+        with kvq.Engine.open(path, threads=1, backend="onnx") as engine:
             shown.append(repr(engine))
             assert isinstance(engine, kvq.Engine)
             assert len(list(engine.complete("the", 3, stop_ids=(), stream=True))) == 3

@@ -1,4 +1,4 @@
-"""What the READMEs show is run as it stands there: Python blocks and `kvq` commands.
+"""What READMEs and guides show is run as it stands there: Python blocks and `kvq` commands.
 
 Each runs in a folder of its own where the names they use (`qwen3`, `book.txt`) are tiny models and
 short texts. What asks a server finds a real `kvq serve`, at another port. What cannot run is listed
@@ -21,12 +21,13 @@ import pytest
 from environment import ROOTS, folders_in
 from kvq.policies import POLICIES
 from kvq_apps.cli import main
-from kvq_apps.serve import shapes
-from kvq_apps.serve.app import make_app
+from kvq_apps.serve import wire as shapes
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.http_app import make_app
 from serving import Rule, ask, process, running
 from shelf import Shelf
+from shown_commands import shown_commands
 
 ROOT = Path(__file__).parents[2]
 READMES = [
@@ -41,14 +42,41 @@ READMES = [
         "apps",
         "apps/bench",
         "apps/lab",
+        "kvq/csrc/cuda",
     )
 ] + [ROOT / "tests/README.md"]
+SITE = ROOT / "apps/docs/docs"
+# Pages of the site that need nothing but the models named below.
+GUIDES = [
+    SITE / f"{name}.md"
+    for name in (
+        "howto/batch",
+        "howto/chat",
+        "howto/drafter",
+        "howto/evaluate",
+        "howto/gpu",
+        "howto/long-context",
+        "howto/many-machines",
+        "howto/measure-speed",
+        "howto/models",
+        "howto/python",
+        "howto/serve",
+        "howto/settings",
+        "howto/several-drafts",
+        "explanation/replicas",
+        "explanation/serving",
+    )
+]
+PAGES = [*READMES, *GUIDES]
 ADDRESS = "127.0.0.1:8012"
 BUNDLES = ("qwen", "qwen3", "smollm2-135m", "Qwen3-0.6B-kvq")
 CHECKPOINTS = ("Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B", "SmolLM2-135M")
 # What `x_kvq` tells of an answer.
-_OWN = getsource(shapes).partition('"x_kvq": {')[2].partition("**")[0]
-MEASURES = (*re.findall(r'"(\w+)":', _OWN), *(name.rpartition(".")[2] for name in shapes.REPORTED))
+_FIELDS = getsource(shapes).partition('"x_kvq": {')[2].partition("**")[0]
+MEASURES = (
+    *re.findall(r'"(\w+)":', _FIELDS),
+    *(name.rpartition(".")[2] for name in shapes.REPORTED),
+)
 LICENSE = (ROOT / "LICENSE").read_bytes()
 # What is left of a pipe, as bytes; a question asked in the terminal comes through a pipe here.
 PIPED = {
@@ -60,7 +88,6 @@ PIPED = {
 }
 # A file that a reader is told to make.
 MADE = re.compile(r'^    echo "([^"]*)" > (\S+)$', re.MULTILINE)
-BATCH = "-m qwen3 --batch prompts.jsonl --out answers.jsonl"
 CANNOT_RUN = {
     "kvq pull smollm2-135m": "needs a network",
     "kvq bench --device cuda": "needs a GPU",
@@ -68,7 +95,7 @@ CANNOT_RUN = {
     "kvq bench --shape qwen2.5-0.5b": "takes half an hour and needs llama.cpp",
     "kvq bench --shape qwen3.5-0.8b": "takes minutes and needs llama.cpp",
     **dict.fromkeys(
-        ("kvq serve qwen3 --ray", f"kvq run {BATCH} --ray"),
+        ("kvq serve qwen3 --ray", "kvq batch qwen3 prompts.jsonl --out answers.jsonl --ray"),
         "needs Ray; tests/apps/fleet runs them",
     ),
     "kvq eval --sweep": "takes minutes on a tiny model too; test_sweep.py runs a smaller one",
@@ -93,7 +120,7 @@ def place(path: Path, text: str, start: int) -> str:
 
 def blocks() -> Iterator[Example]:
     """Each block, after the one before it where the text says that it goes on from there."""
-    for path in READMES:
+    for path in PAGES:
         text, before = path.read_text(), ""
         for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             goes_on = text[: match.start()].rstrip().endswith("from the block above:")
@@ -102,33 +129,30 @@ def blocks() -> Iterator[Example]:
 
 
 def commands() -> Iterator[Example]:
-    """Indented lines, as one where they go on; what follows two spaces explains them."""
-    for path in READMES:
+    for path in PAGES:
         text = path.read_text()
-        for match in re.finditer(r"^    (\S(?:[^\n]*\\\n)*[^\n]*)$", text, re.MULTILINE):
-            line = re.split(r"\s{2,}", re.sub(r"\s*\\\n\s*", " ", match[1]))[0]
-            line = re.sub(r"^.*&& \S*/(?=kvq )", "", line)
-            if re.match(r"([^#|]+\| )?kvq ", line):
-                yield Example(place(path, text, match.start()), line)
+        for start, line in shown_commands(text):
+            yield Example(place(path, text, start), line)
 
 
 def as_parameters(examples: Iterator[Example]) -> list[object]:
     """Those that run, each once: a model may be named with `-m` or without."""
-    found = {one.text.replace(" -m ", " "): one for one in examples if one.reason is None}
-    return [pytest.param(one, id=one.place) for one in found.values()]
+    runnable = {
+        example.text.replace(" -m ", " "): example for example in examples if example.reason is None
+    }
+    return [pytest.param(example, id=example.place) for example in runnable.values()]
 
 
 def test_what_cannot_run_is_still_there() -> None:
     shown = [*blocks(), *commands()]
     assert len(shown) > 25
     for start in CANNOT_RUN:
-        assert any(one.text.startswith(start) for one in shown), start
+        assert any(example.text.startswith(start) for example in shown), start
 
 
 def test_the_table_of_policies_has_every_one() -> None:
-    text = (ROOT / "kvq/README.md").read_text()
-    section = text.partition("\n## Policies\n")[2].partition("\n## ")[0]
-    assert sorted(re.findall(r"^\| `([\w-]+)` \|", section, re.MULTILINE)) == sorted(POLICIES)
+    text = (SITE / "explanation/policies.md").read_text()
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE)) == sorted(POLICIES)
 
 
 # One request of each kind with all that has fields of its own.
@@ -178,23 +202,25 @@ def test_the_http_reference_has_every_route_field_and_error(
             ask(server, path, body)
     source = "".join(file.read_text() for file in (ROOT / "apps/kvq_apps/serve").glob("*.py"))
     known |= {*re.findall(r'code="(\w+)"', source)}
-    section = (ROOT / "apps/README.md").read_text().partition("\n## HTTP reference\n")[2]
+    pages = [*(SITE / "reference").glob("http*.md"), SITE / "howto/tools.md"]
+    text = "".join(page.read_text() for page in [*pages, SITE / "howto/thinking.md"])
     routes = {route.path.partition("{")[0] for route in make_app(None, ServeConfig()).routes}
     # The innermost field of each request was asked for.
     assert {"include_usage", "schema", "arguments", "filename", "parameters"} <= known
-    assert [path for path in sorted(routes) if path not in section] == []
-    assert [name for name in sorted(known) if not re.search(rf"\b{name}\b", section)] == []
+    assert [path for path in sorted(routes) if path not in text] == []
+    assert [name for name in sorted(known) if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_links_lead_somewhere() -> None:
     for path in READMES:
-        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+        text = path.read_text()
+        for link in re.findall(r"(?:\]\(|^\[\w+\]: )([^)#\s]+)", text, re.MULTILINE):
             assert ":" in link or (path.parent / link).exists(), (path, link)
 
 
 @pytest.fixture
 def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder the reader stands in, with all that the READMEs name; no model named is tiny."""
+    """The folder the reader stands in, with all that the pages name; no model named is tiny."""
     for names, made in (
         (BUNDLES, shelf.bundle(max_position_embeddings=4096)),
         (CHECKPOINTS, shelf.checkpoint(max_position_embeddings=4096)),
@@ -207,8 +233,8 @@ def home(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hi", "max_tokens": 2}\n')
     (tmp_path / "held_out").mkdir()
     shutil.copy(__file__, tmp_path / "held_out/program.py")
-    for readme in READMES:
-        for text, name in MADE.findall(readme.read_text()):
+    for page in PAGES:
+        for text, name in MADE.findall(page.read_text()):
             (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.chdir(tmp_path)
     shelf.used_before(tmp_path / "cache")
@@ -237,7 +263,7 @@ def test_a_python_block_runs(
 def test_a_command_runs(example: Example, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     piped, _, command = example.text.rpartition(" | ")
     words = [os.path.expanduser(word) for word in shlex.split(command)[1:]]
-    words = [found for word in words for found in glob(home, word)]
+    words = [path for word in words for path in glob(home, word)]
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(PIPED[piped])))
     if words[0] == "serve" and not {"--status", "--stop"} & {*words}:
         settings = [word for word in words[1:] if word != "-m" and word not in BUNDLES]
@@ -254,8 +280,6 @@ def test_a_command_runs(example: Example, home: Path, monkeypatch: pytest.Monkey
         if "-c" in words:
             assert main(["chat"]) == 0
             monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(PIPED[piped])))
-        if words[0] == "trust":
-            Path(".kvq.toml").write_text('model = "nano"\n')
         # An editor that goes without a word is no success of a language server.
         assert main(words) == (words[0] == "lsp")
 

@@ -17,8 +17,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from environment import environment_in
-from kvq_apps import known_models
 from kvq_apps.commands import chat
+from kvq_apps.names import known_models
 from kvq_apps.processes import is_alive
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
@@ -52,6 +52,7 @@ def refused(*_, **__):
     raise OSError("a required privilege is not held by the client")
 
 os.symlink = refused
+subprocess.Popen.kill = subprocess.Popen.terminate  # as on Windows
 sys.platform = "win32"
 """
 IMPORT_ALL = """
@@ -109,9 +110,9 @@ def test_a_command_works_or_says_why_not(
     words: str, code: int, says: str, bundle: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "a.py").write_text("import os\n")
-    told = words.format(bundle=bundle, checkpoint=checkpoint, home=tmp_path).split()
+    arguments = words.format(bundle=bundle, checkpoint=checkpoint, home=tmp_path).split()
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + RUN, *told],
+        [sys.executable, "-c", PROGRAM + RUN, *arguments],
         env=environment_in(tmp_path), input="hello\n", capture_output=True, text=True, check=False,
         timeout=120,
     )  # fmt: skip
@@ -129,9 +130,9 @@ def test_a_server_answers_at_an_address(bundle: str, tmp_path: Path) -> None:
         assert server.stdout is not None
         url = next(match[1] for line in server.stdout if (match := re.search(r'"(http.*)"', line)))
         body = json.dumps({"prompt": "hello", "max_tokens": 4, "temperature": 0}).encode()
-        asked = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        request = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
         try:
-            with urlopen(asked, timeout=60) as reply:
+            with urlopen(request, timeout=60) as reply:
                 assert json.load(reply)["usage"]["prompt_tokens"] > 0
         finally:
             server.send_signal(signal.SIGINT)
@@ -148,9 +149,11 @@ def test_where_no_links_can_be_made_a_model_is_found_by_its_name(
         made = export_model(checkpoint, tmp_path / name, options).path
         known_models.remember(made, made=True)
         known_models.remember(made, made=True)
-    assert dict(known_models.made()) == {name: tmp_path / name for name in ("one", "two")}
+    assert dict(known_models.exported_models()) == {
+        name: tmp_path / name for name in ("one", "two")
+    }
     (tmp_path / "one").rename(tmp_path / "gone")
-    assert dict(known_models.made()) == {"two": tmp_path / "two"}
+    assert dict(known_models.exported_models()) == {"two": tmp_path / "two"}
     other = export_model(checkpoint, tmp_path / "three", options).path
     known_models.remember(other, made=True)
     assert len(list((tmp_path / "kvq/made").iterdir())) == 2
@@ -170,8 +173,8 @@ def test_a_chat_below_the_command_line_takes_the_screen_where_it_cannot(
         def run(self, *, mouse: bool) -> None:
             started.append(mouse)
 
-    monkeypatch.setattr("kvq_apps.chat.app.ChatApp", App)
-    monkeypatch.setattr("kvq_apps.chat.app.NoteHandler", lambda _: logging.NullHandler())
+    monkeypatch.setattr("kvq_apps.chat.chat_app.ChatApp", App)
+    monkeypatch.setattr("kvq_apps.chat.chat_app.NoteHandler", lambda _: logging.NullHandler())
     monkeypatch.setitem(sys.modules, "termios", None)
     assert chat._on_screen(None, None, Namespace(inline=True)) == 0  # type: ignore[arg-type]
     assert started == [None, True]

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caches import budget_for_tokens, minimum_budget, open_cache
-from kvq import native
-from kvq.cache import Cache, KeyForm
+from kvq import native_library
+from kvq.class_cache import ClassCache, KeyForm
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import BudgetError, CacheError, UsageError
-from kvq.reference import ancestry
+from kvq.reference.stored import ancestry
 from pairs import BOTH, Float, attention, frequencies, packed_rows
 from tolerances import BETWEEN_SPLITS, RANDOM, Tolerance
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 SHAPE = CacheShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=32)
 PROPERTY = settings(deadline=None, database=None, derandomize=True, max_examples=40)
@@ -53,7 +53,7 @@ def layers(window: int = 0, softcap: float = 0.0) -> list:
 
 
 def run(
-    cache: Cache,
+    cache: ClassCache,
     rows: list[Float],
     at: np.ndarray,
     parents: Sequence[int] | None = None,
@@ -75,7 +75,7 @@ def filled(tokens: int, widths: tuple[int, int] = (8, 8), *, use_native: bool = 
     return cache
 
 
-def fill(cache: Cache, tokens: int) -> None:
+def fill(cache: ClassCache, tokens: int) -> None:
     rng = np.random.default_rng(1)
     while cache.tokens < tokens:
         count = min(100, tokens - cache.tokens)
@@ -113,8 +113,8 @@ def test_a_tree_equals_its_paths_run_one_by_one(
     exact = len(parents) <= room
     for leaf in leaves:
         path = path_to(parents, leaf)
-        wanted = run(alone, [part[path] for part in rows], at[path], of=of)
-        for got, want in zip(outputs, wanted, strict=True):
+        expected = run(alone, [part[path] for part in rows], at[path], of=of)
+        for got, want in zip(outputs, expected, strict=True):
             close(got[path], want, BETWEEN_SPLITS)
             assert not exact or (got[path] == want).all()
         if leaf != leaves[-1]:
@@ -203,15 +203,15 @@ def test_a_forgotten_branch_leaves_every_byte(
     assert cache.branch_rows == 0
     assert cache.state() == before
     more = packed(rng, 70)
-    for one in (cache, untouched):
-        outputs = run(one, more, np.arange(70) + tokens)
-        one.commit(70)
-        if one is cache:
+    for twin in (cache, untouched):
+        outputs = run(twin, more, np.arange(70) + tokens)
+        twin.commit(70)
+        if twin is cache:
             first = outputs
     assert all((x == y).all() for x, y in zip(first, outputs, strict=True))
     assert cache.state() == untouched.state()
-    for one in (cache, untouched):
-        one.close()
+    for twin in (cache, untouched):
+        twin.close()
 
 
 def test_drafting_by_the_hi_plane_and_verifying_in_the_same_rows() -> None:
@@ -250,8 +250,8 @@ def test_the_hi_view_reads_eight_bits_as_four(widths: tuple[int, int]) -> None:
     exact = run(cache, rows, at)
     same = all((x == y).all() for x, y in zip(exact, seen[0], strict=True))
     assert same == (8 not in widths)
-    for one in (cache, lowered):
-        one.close()
+    for twin in (cache, lowered):
+        twin.close()
 
 
 @BOTH
@@ -337,8 +337,8 @@ def test_room_is_made_for_every_pass_of_a_branch(use_native: bool) -> None:
             assert cache.used_bytes <= cache.budget_bytes
         cache.commit(cache.branch_rows)
         assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
-    held = cache.holdings()
-    assert held.evicted_share > 0
+    usage = cache.usage()
+    assert usage.evicted_share > 0
     assert len(cache.tail(0, 0)[2]) < 4 + 64
     cache.close()
 
@@ -373,7 +373,7 @@ def test_probes_of_a_tree_are_those_of_the_path_that_was_kept() -> None:
             run(cache, rows, cache.tokens + depths(parents), parents)
             cache.rewind(14)
             cache.commit(path_to(parents, 13))
-    for got, want in zip(*(cache.engine.evidence(cache.tokens) for cache in pair), strict=True):
+    for got, want in zip(*(cache.storage.evidence(cache.tokens) for cache in pair), strict=True):
         assert (want != 0).any()
         np.testing.assert_allclose(got, want, rtol=0.1, atol=0.02 * np.abs(want).max())
     for cache in pair:
@@ -395,43 +395,43 @@ def test_a_rewound_chain_leaves_the_evidence_of_decoding() -> None:
             part = [r[token : token + 1] for r in true]
             run(plain, part, np.array([plain.tokens]))
             plain.commit(1)
-    for got, want in zip(*(c.engine.evidence(busy.tokens) for c in (busy, plain)), strict=True):
+    for got, want in zip(*(c.storage.evidence(busy.tokens) for c in (busy, plain)), strict=True):
         assert (got == want).all()
     for cache in (busy, plain):
         cache.close()
 
 
-def silent_pass(cache: Cache, tokens: int, silent: Sequence[int], first: int) -> list[Float]:
+def silent_pass(cache: ClassCache, tokens: int, silent: Sequence[int], first: int) -> list[Float]:
     """Normed rows at `first` on, committed; what four more rows then get in every layer."""
     rng = np.random.default_rng(5)
     norm = rng.random(32, np.float32) + 1
-    found: list[Float] = []
+    outputs: list[Float] = []
     for rows, count in ((packed(rng, tokens), tokens), (packed(rng, 4), 4)):
         cache.begin(count, silent=silent if count == tokens else ())
         at = first + np.arange(count)
         parts = zip(layers(), rows, strict=True)
-        found = [cache.attend(params, part, at, INV_FREQ, norm, norm) for params, part in parts]
+        outputs = [cache.attend(params, part, at, INV_FREQ, norm, norm) for params, part in parts]
         if count == tokens:
-            assert [bool(out.any()) for out in found] == [0 not in silent, 1 not in silent]
+            assert [bool(out.any()) for out in outputs] == [0 not in silent, 1 not in silent]
         cache.commit(count)
         first += count
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("tokens", [3, 90])
 def test_rows_that_ask_nothing_are_stored_as_those_that_ask(tokens: int) -> None:
     """A branch, and a chunk that closes pages layer by layer."""
     caches = [filled(150), filled(150), filled(150, use_native=False)]
-    found = [
+    outputs = [
         silent_pass(cache, tokens, silent, 150)
         for cache, silent in zip(caches, [(), (1,), (1,)], strict=True)
     ]
     for layer in (0, 1):
-        np.testing.assert_array_equal(found[1][layer], found[0][layer])
-        close(found[1][layer], found[2][layer], RANDOM[8, 8])
+        np.testing.assert_array_equal(outputs[1][layer], outputs[0][layer])
+        close(outputs[1][layer], outputs[2][layer], RANDOM[8, 8])
     for cache in caches[1:]:
-        for part, wanted in zip(cache.tail(1, 0), caches[0].tail(1, 0), strict=True):
-            np.testing.assert_array_equal(part, wanted)
+        for part, expected in zip(cache.tail(1, 0), caches[0].tail(1, 0), strict=True):
+            np.testing.assert_array_equal(part, expected)
     with pytest.raises(CacheError, match="layers \\(2,\\) are not among 2"):
         caches[0].begin(1, silent=(2,))
 
@@ -465,8 +465,10 @@ def test_keys_and_values_made_elsewhere_are_stored_as_a_pass_stores_its_own(
         cache = filled(70, widths, use_native=use_native)
         if append:
             kept = [row.reshape(90, -1, 32)[:, SHAPE.num_heads :] for row in rows]
-            keys, values = (np.stack([one[:, side : side + 2] for one in kept]) for side in (0, 2))
-            forms = [KeyForm(params=one, inv_freq=INV_FREQ, k_norm=norm) for one in layers()]
+            keys, values = (
+                np.stack([part[:, side : side + 2] for part in kept]) for side in (0, 2)
+            )
+            forms = [KeyForm(params=params, inv_freq=INV_FREQ, k_norm=norm) for params in layers()]
             with pytest.raises(CacheError, match="are not the"):
                 cache.append(keys[:, :-1], values, at, forms)
             bad = np.where(np.arange(90)[:, None, None] == 40, np.nan, keys)
@@ -482,8 +484,8 @@ def test_keys_and_values_made_elsewhere_are_stored_as_a_pass_stores_its_own(
         states.append(cache.state())
         outputs.append(run(cache, packed(np.random.default_rng(9), 3), 160 + np.arange(3)))
     assert states[0] == states[1]
-    for found, wanted in zip(*outputs, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, expected in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @BOTH
@@ -492,7 +494,10 @@ def test_a_chunk_made_elsewhere_that_cannot_be_stored_changes_nothing(use_native
     cache = filled(70, use_native=use_native)
     before = cache.state()
     keys, values = np.random.default_rng(3).standard_normal((2, 2, 150, 2, 32)).astype(np.float32)
-    good, at = [KeyForm(params=one, inv_freq=INV_FREQ) for one in layers()], 70 + np.arange(150)
+    good, at = (
+        [KeyForm(params=params, inv_freq=INV_FREQ) for params in layers()],
+        70 + np.arange(150),
+    )
     for bad in (np.nan, np.inf, 1e5):
         with pytest.raises(CacheError, match="not finite"):
             cache.append(np.where(np.indices(keys.shape)[0] == 1, bad, keys), values, at, good)

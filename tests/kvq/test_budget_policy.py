@@ -18,12 +18,12 @@ from kvq.policies.budget import (
     EDGE,
     RUNGS,
     UNKNOWN_SHARE,
-    Budget,
+    BudgetPolicy,
     eviction_prices,
     hull_steps,
     tempered,
 )
-from kvq.policies.spend import held_pages, page_bytes_at
+from kvq.policies.spend import page_bytes_at, present_pages
 from policy_evidence import DIM, after, all_at, bytes_of, evidence, random_evidence
 
 SIZES = page_bytes_at(RUNGS, evidence(all_at(8, 8)))
@@ -31,8 +31,8 @@ SIZES = page_bytes_at(RUNGS, evidence(all_at(8, 8)))
 UNIT = EDGE / DIM
 
 
-def relieve(facts, bytes_short, columns_short=0, policy="budget"):
-    return policy_named(policy).relieve(facts, bytes_short, columns_short).actions.tolist()
+def free_space(facts, bytes_short, columns_short=0, policy="budget"):
+    return policy_named(policy).free_space(facts, bytes_short, columns_short).actions.tolist()
 
 
 def test_rungs_and_their_bytes() -> None:
@@ -55,7 +55,7 @@ def damages(rng: np.random.Generator, pages: int) -> np.ndarray:
 def test_greedy_hull_is_the_best_there_is_for_the_bytes_it_frees(seed: int, share: float) -> None:
     """Brute force over all 4913 choices of three pages' rungs (T8)."""
     rng = np.random.default_rng(seed)
-    pages = held_pages(evidence(all_at(8, 8, layers=1, heads=1, columns=3)))
+    pages = present_pages(evidence(all_at(8, 8, layers=1, heads=1, columns=3)))
     costs = damages(rng, 3)
     steps = hull_steps(pages, costs, SIZES)
     short = share * 3 * SIZES[0]
@@ -76,13 +76,13 @@ def test_greedy_hull_is_the_best_there_is_for_the_bytes_it_frees(seed: int, shar
 
 def test_steps_of_a_page_fall_and_end_in_eviction_and_prices_rise() -> None:
     rng = np.random.default_rng(0)
-    pages = held_pages(evidence(all_at(8, 4, columns=5)))
+    pages = present_pages(evidence(all_at(8, 4, columns=5)))
     costs = damages(rng, len(pages))
     steps = hull_steps(pages, costs, SIZES)
     prices = []
     for page in pages:
-        own = steps[(steps[:, :3] == page[:3]).all(axis=1)]
-        widths = [page[3:].tolist(), *own[:, 3:].tolist()]
+        steps_of_page = steps[(steps[:, :3] == page[:3]).all(axis=1)]
+        widths = [page[3:].tolist(), *steps_of_page[:, 3:].tolist()]
         assert widths[-1] == [0, 0]
         for before, later in pairwise(widths):
             assert before != later
@@ -101,10 +101,10 @@ def test_steps_of_a_page_fall_and_end_in_eviction_and_prices_rise() -> None:
 def test_the_side_that_costs_less_loses_its_bits() -> None:
     errors = {"key_error": 1e-4, "value_error": 1e-6, "evict_error": 1.0}
     cheap_values = evidence(all_at(8, 8), output_square=UNIT, **errors)
-    assert {tuple(a[3:]) for a in relieve(cheap_values, 1)} == {(8, 6)}
+    assert {tuple(a[3:]) for a in free_space(cheap_values, 1)} == {(8, 6)}
     errors = {"key_error": 1e-6, "value_error": 1e-4, "evict_error": 1.0}
     cheap_keys = evidence(all_at(8, 8), output_square=UNIT, **errors)
-    assert {tuple(a[3:]) for a in relieve(cheap_keys, 1)} == {(6, 8)}
+    assert {tuple(a[3:]) for a in free_space(cheap_keys, 1)} == {(6, 8)}
 
 
 def test_an_ignored_page_loses_its_bits_first() -> None:
@@ -112,7 +112,7 @@ def test_an_ignored_page_loses_its_bits_first() -> None:
     facts = evidence(
         all_at(8, 8), output_square=UNIT, key_error=error, value_error=error, evict_error=1.0
     )
-    assert {action[2] for action in relieve(facts, 4 * (SIZES[0] - SIZES[8]))} == {1}
+    assert {action[2] for action in free_space(facts, 4 * (SIZES[0] - SIZES[8]))} == {1}
 
 
 def test_a_page_nobody_asked_for_yet_keeps_two_bits_by_the_prior() -> None:
@@ -120,8 +120,8 @@ def test_a_page_nobody_asked_for_yet_keeps_two_bits_by_the_prior() -> None:
     quiet = {"key_range": 1.0, "value_range": 1.0, "query_square": 1.0, "key_error": 1e-9}
     facts = evidence(all_at(8, 8), output_square=UNIT, **quiet)
     short = 2 * (SIZES[0] - SIZES[8])
-    assert {tuple(a[3:]) for a in relieve(facts, short, policy="budget:prior=0")} == {(0, 0)}
-    kept = after(facts.widths, relieve(facts, short, policy="budget:prior=0.5"))
+    assert {tuple(a[3:]) for a in free_space(facts, short, policy="budget:prior=0")} == {(0, 0)}
+    kept = after(facts.widths, free_space(facts, short, policy="budget:prior=0.5"))
     assert kept.all()
     with pytest.raises(UsageError, match="is no chance; give 0 to 1"):
         policy_named("budget:prior=2")
@@ -135,7 +135,7 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
         value_range=4.8,
         query_square=3.0,
     )
-    costs = Budget(prior=0.4).costs(facts)[0, 0, 0]
+    costs = BudgetPolicy(prior=0.4).costs(facts)[0, 0, 0]
     chance = UNKNOWN_SHARE**2 * 0.4 / 4
     noise = DIM * 3.0 * 0.01**2 / 12
     size = DIM * (2.4**2 + 4.8**2 / 20)
@@ -144,22 +144,24 @@ def test_the_prior_is_the_damage_of_looking_for_one_token() -> None:
     assert np.isclose(costs[-2], 4.0**6 * (keys + values), rtol=1e-5)
     assert np.isclose(costs[-1], chance * size, rtol=1e-5)
     # Where an export told heads apart, each by its own share.
-    told = replace(facts, retrieval=np.full((1, 1), 0.7, np.float32))
+    with_retrieval = replace(facts, retrieval=np.full((1, 1), 0.7, np.float32))
     times = (0.7 / UNKNOWN_SHARE) ** 2
-    assert np.allclose(Budget(prior=0.4).costs(told)[0, 0, 0], costs * times, rtol=1e-5)
+    assert np.allclose(
+        BudgetPolicy(prior=0.4).costs(with_retrieval)[0, 0, 0], costs * times, rtol=1e-5
+    )
 
 
 def test_pages_of_heads_that_look_back_outlast_those_of_others() -> None:
     """Else alike, and none of them was asked for."""
     quiet = {"key_range": 1.0, "value_range": 1.0, "query_square": 1.0, "key_error": 1e-9}
     widths = all_at(8, 8)
-    told = np.array([[0.01, 0.9], [0.9, 0.01]], np.float32)
-    facts = evidence(widths, output_square=UNIT, retrieval=told, **quiet)
-    left = after(widths, relieve(facts, bytes_of(widths) * 3 // 4))
-    held = left[..., 0] > 0
-    assert held[told > 0.5].all()
-    assert not held[told < 0.5].all()
-    assert bytes_of(left[told > 0.5]) > 4 * bytes_of(left[told < 0.5])
+    retrieval = np.array([[0.01, 0.9], [0.9, 0.01]], np.float32)
+    facts = evidence(widths, output_square=UNIT, retrieval=retrieval, **quiet)
+    left = after(widths, free_space(facts, bytes_of(widths) * 3 // 4))
+    present = left[..., 0] > 0
+    assert present[retrieval > 0.5].all()
+    assert not present[retrieval < 0.5].all()
+    assert bytes_of(left[retrieval > 0.5]) > 4 * bytes_of(left[retrieval < 0.5])
 
 
 def test_the_ith_eviction_of_a_head_costs_2i_minus_1_times_its_own() -> None:
@@ -167,7 +169,7 @@ def test_the_ith_eviction_of_a_head_costs_2i_minus_1_times_its_own() -> None:
     widths = all_at(8, 8, layers=1, heads=2, columns=4)
     widths[0, 1, 3] = 0
     facts = evidence(widths, output_square=UNIT, evict_error=0.5 * (widths[..., 0] > 0))
-    prices = Budget(prior=0).costs(facts)[0, ..., -1]
+    prices = BudgetPolicy(prior=0).costs(facts)[0, ..., -1]
     assert np.allclose(prices[0], [0.5, 1.5, 2.5, 3.5])
     assert prices[0].cumsum().tolist() == [0.5 * n**2 for n in (1, 2, 3, 4)]
     # One is gone already: the next is the second.
@@ -178,9 +180,9 @@ def test_the_ith_eviction_of_a_head_costs_2i_minus_1_times_its_own() -> None:
 
 def test_estimates_go_half_way_to_their_heads_mean() -> None:
     """Errors 1, 4 and 7 of held pages, mean 4: sqrt(4), sqrt(16), sqrt(28)."""
-    held = np.array([[True, True, True, False]])
-    found = tempered(np.array([[1.0, 4, 7, 0]]), held)
-    np.testing.assert_allclose(found, [[2, 4, math.sqrt(28), 0]])
+    present = np.array([[True, True, True, False]])
+    estimates = tempered(np.array([[1.0, 4, 7, 0]]), present)
+    np.testing.assert_allclose(estimates, [[2, 4, math.sqrt(28), 0]])
 
 
 def test_layers_count_by_their_output_and_the_edges_more() -> None:
@@ -188,14 +190,14 @@ def test_layers_count_by_their_output_and_the_edges_more() -> None:
     facts = evidence(
         all_at(8, 8, layers=4, heads=1, columns=1), key_error=1.0, output_square=output
     )
-    costs = Budget(prior=0).costs(facts)[:, 0, 0, 0]
+    costs = BudgetPolicy(prior=0).costs(facts)[:, 0, 0, 0]
     assert np.allclose(costs, [EDGE, 1 / 2, 1 / 4, EDGE], rtol=1e-5)
 
 
 def test_columns_go_where_their_loss_is_least() -> None:
     gone = np.array([1.0, 0.1, 1.0])[None, None]
     facts = evidence(all_at(2, 2), output_square=UNIT, evict_error=gone)
-    actions = relieve(facts, 0, 1)
+    actions = free_space(facts, 0, 1)
     assert {action[2] for action in actions} == {1}
     assert not after(facts.widths, actions)[:, :, 1].any()
 
@@ -211,7 +213,7 @@ def test_enough_is_freed_and_no_more_than_a_step() -> None:
     )
     full = bytes_of(facts.widths)
     for short in range(1, full, full // 50):
-        left = bytes_of(after(facts.widths, relieve(facts, short)))
+        left = bytes_of(after(facts.widths, free_space(facts, short)))
         assert short <= full - left < short + SIZES[0]
 
 
@@ -223,34 +225,34 @@ def test_pages_enter_at_what_the_newest_ones_of_their_stream_are_worth() -> None
     key_error[0, 1, 2:] = 1e-9
     errors = {"key_error": key_error, "value_error": key_error, "evict_error": 1e9}
     facts = evidence(widths, output_square=UNIT, **errors)
-    facts = replace(facts, entering=1, entry_widths=np.full((1, 2, 2), 8, np.uint8))
+    facts = replace(facts, closing_pages=1, new_page_widths=np.full((1, 2, 2), 8, np.uint8))
     short = 5 * (SIZES[0] - SIZES[-2])
-    relief = policy_named("budget").relieve(facts, short, 0)
+    relief = policy_named("budget").free_space(facts, short, 0)
     assert {tuple(a[:3]) for a in relief.actions.tolist()} == {(0, 1, c) for c in (2, 3, 4, 5)}
-    assert relief.entering is not None
-    assert relief.entering.tolist() == [[[8, 8], [2, 2]]]
+    assert relief.new_page_widths is not None
+    assert relief.new_page_widths.tolist() == [[[8, 8], [2, 2]]]
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     share=st.floats(0.02, 0.98),
-    entering=st.integers(0, 4),
+    closing_pages=st.integers(0, 4),
     policy=st.sampled_from(sorted(POLICIES)),
 )
 def test_what_is_freed_counts_every_page_that_enters(
-    seed: int, share: float, entering: int, policy: str
+    seed: int, share: float, closing_pages: int, policy: str
 ) -> None:
     rng = np.random.default_rng(seed)
     widths = rng.choice(np.array(PAGE_WIDTHS, np.uint8), (2, 2, 5, 2))
-    entry = rng.choice(np.array(PAGE_WIDTHS, np.uint8), (2, 2, 2))
+    widths_of_new = rng.choice(np.array(PAGE_WIDTHS, np.uint8), (2, 2, 2))
     facts = random_evidence(rng, widths)
-    facts = replace(facts, entering=entering, entry_widths=entry)
+    facts = replace(facts, closing_pages=closing_pages, new_page_widths=widths_of_new)
     short = int(share * bytes_of(widths))
-    relief = policy_named(policy).relieve(facts, short, 0)
+    relief = policy_named(policy).free_space(facts, short, 0)
     freed = bytes_of(widths) - bytes_of(after(widths, relief.actions.tolist()))
-    if relief.entering is not None:
-        assert (relief.entering <= entry).all()
-        assert relief.entering.all(), "what enters cannot be evicted before it is there"
-        freed += entering * (bytes_of(entry) - bytes_of(relief.entering))
+    if relief.new_page_widths is not None:
+        assert (relief.new_page_widths <= widths_of_new).all()
+        assert relief.new_page_widths.all(), "what enters cannot be evicted before it is there"
+        freed += closing_pages * (bytes_of(widths_of_new) - bytes_of(relief.new_page_widths))
     assert freed >= short

@@ -10,15 +10,14 @@ from numpy.typing import NDArray
 
 from caches import budget_for_tokens, minimum_budget, open_cache
 from environment import ROOTS
-from kvq import native
-from kvq.cache import Cache, Holdings
+from kvq import native_library
+from kvq.class_cache import CacheUsage, ClassCache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import (
     BackendError,
     BudgetError,
     CacheError,
     SnapshotError,
-    UsageError,
 )
 from kvq.formats import page_bytes
 from kvq.policies import Evidence, Relief
@@ -42,7 +41,7 @@ from pairs import (
     step,
 )
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 
 @pytest.mark.sampled
@@ -100,25 +99,25 @@ class Scattered:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
-        held = evidence.widths.astype(int)
-        lost_columns = np.flatnonzero(held.any(axis=(0, 1, 3)))
+    def free_space(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
+        widths = evidence.widths.astype(int)
+        lost_columns = np.flatnonzero(widths.any(axis=(0, 1, 3)))
         actions = []
         for column in self.rng.permutation(lost_columns)[:columns_short]:
-            for layer, head in np.argwhere(held[:, :, column].any(axis=-1)):
-                bytes_short -= page_bytes(evidence.head_dim, *held[layer, head, column])
-                held[layer, head, column] = 0
+            for layer, head in np.argwhere(widths[:, :, column].any(axis=-1)):
+                bytes_short -= page_bytes(evidence.head_dim, *widths[layer, head, column])
+                widths[layer, head, column] = 0
                 actions.append((layer, head, column, 0, 0))
         while bytes_short > 0:
-            live = np.argwhere(held.any(axis=-1))
+            live = np.argwhere(widths.any(axis=-1))
             layer, head, column = live[self.rng.integers(len(live))]
-            before = tuple(held[layer, head, column])
+            before = tuple(widths[layer, head, column])
             lower = [w for w in WIDTHS if w[0] <= before[0] and w[1] <= before[1] and w != before]
             lower.append((0, 0))
             after = lower[self.rng.integers(len(lower))]
             bytes_short -= page_bytes(evidence.head_dim, *before)
             bytes_short += page_bytes(evidence.head_dim, *after) if after[0] else 0
-            held[layer, head, column] = after
+            widths[layer, head, column] = after
             actions.append((layer, head, column, *after))
         return Relief(actions=np.array(actions, np.int32).reshape(-1, 5))
 
@@ -127,8 +126,8 @@ def exact_budget(shape: CacheShape, plan: KvPlan, context: int, pages: int, spar
     """A budget whose pool holds just `pages` full pages of every stream, and `spare` bytes."""
     arena_of = open_cache(shape, tight_plan(plan), 64 << 20, context).arena
     budget = arena_of.bytes_for_columns(pages)
-    wanted = pages * arena_of.column_bytes(plan.k_bits, plan.v_bits) + spare
-    while (short := wanted - arena_of.room_for_pages(budget)) != 0:
+    pool_bytes = pages * arena_of.column_bytes(plan.k_bits, plan.v_bits) + spare
+    while (short := pool_bytes - arena_of.room_for_pages(budget)) != 0:
         budget += short
     return budget
 
@@ -157,12 +156,14 @@ def test_pages_survive_any_mixture_of_evictions_and_new_pages(
         fullest = max(fullest, pair.native.used_bytes)
         if turn % 7 == 6:
             # Everything that is left becomes small, so that the next pages need other slots.
-            held = pair.native.columns()[1]
-            lower = [(*at, 2, 2) for at in np.argwhere(held.any(axis=-1)).tolist()]
+            page_widths = pair.native.columns()[1]
+            lower = [(*at, 2, 2) for at in np.argwhere(page_widths.any(axis=-1)).tolist()]
             pair.demote(lower)
         if turn % 11 == 10:
-            held = pair.native.columns()[1]
-            gone = [(*at, 0, 0) for at in np.argwhere(held.any(axis=-1)).tolist() if at[2] % 2]
+            page_widths = pair.native.columns()[1]
+            gone = [
+                (*at, 0, 0) for at in np.argwhere(page_widths.any(axis=-1)).tolist() if at[2] % 2
+            ]
             pair.demote(gone)
         assert_same_pages(pair)
         assert pair.native.peak_bytes <= budget
@@ -174,9 +175,9 @@ def test_pages_survive_any_mixture_of_evictions_and_new_pages(
 
 def assert_same_pages(pair: Pair) -> None:
     facts, widths = pair.native.columns()
-    wanted = pair.numpy.columns()
-    assert (facts == wanted[0]).all()
-    assert (widths == wanted[1]).all()
+    expected = pair.numpy.columns()
+    assert (facts == expected[0]).all()
+    assert (widths == expected[1]).all()
     for layer, head, column in np.ndindex(*widths.shape[:3]):
         stored = pair.native.page(layer, head, column)
         assert stored == pair.numpy.page(layer, head, column)
@@ -209,7 +210,7 @@ def test_closed_pages_never_change_over_thousands_of_steps(use_native: bool) -> 
 # ---- calls out of order --------------------------------------------------------------------------
 
 
-def forward_and_commit(cache: Cache, rows: list[Float], positions: NDArray[np.int64]) -> None:
+def forward_and_commit(cache: ClassCache, rows: list[Float], positions: NDArray[np.int64]) -> None:
     forward(cache, LAYERS, rows, positions)
     cache.commit(len(positions))
 
@@ -349,7 +350,7 @@ def test_a_page_has_a_view_for_every_run_of_positions(use_native: bool) -> None:
         assert cache.views()[:, 4].tolist() == [(1 << 47) - 1, -(1 << 47)]
         before = cache.tokens
 
-        def fill(cache: Cache = cache, more: list[Float] = more, count: int = count) -> None:
+        def fill(cache: ClassCache = cache, more: list[Float] = more, count: int = count) -> None:
             while cache.tokens < 900:
                 forward_and_commit(cache, more, 2 * np.arange(count) + 2 * cache.tokens)
 
@@ -375,39 +376,39 @@ def test_a_gap_between_sinks_and_pages_is_allowed(use_native: bool) -> None:
 
 
 @BOTH
-def test_holdings_are_counted_over_layers_heads_and_tokens(use_native: bool) -> None:
+def test_usage_is_counted_over_layers_heads_and_tokens(use_native: bool) -> None:
     plan = KvPlan(k_bits=8, v_bits=4, sink_tokens=4)
     cache = open_cache(SMALL, plan, 1 << 20, 1000, native=use_native)
     streams = SMALL.num_layers * SMALL.num_kv_heads
-    assert cache.holdings() == Holdings(mean_k_bits=0, mean_v_bits=0, evicted_share=0)
+    assert cache.usage() == CacheUsage(mean_k_bits=0, mean_v_bits=0, evicted_share=0)
     step(cache, 200)
     step(cache, 66)
     # Three pages of 64 tokens; 4 sinks and 70 newer tokens are not quantised.
-    held = cache.holdings()
-    assert held.mean_k_bits == pytest.approx((3 * 64 * 8 + 74 * 16) / 266)
-    assert held.mean_v_bits == pytest.approx((3 * 64 * 4 + 74 * 16) / 266)
-    assert held.evicted_share == 0
+    usage = cache.usage()
+    assert usage.mean_k_bits == pytest.approx((3 * 64 * 8 + 74 * 16) / 266)
+    assert usage.mean_v_bits == pytest.approx((3 * 64 * 4 + 74 * 16) / 266)
+    assert usage.evicted_share == 0
 
     cache.demote(np.array([[0, 0, 0, 2, 2], [0, 0, 1, 0, 0]], np.int32))
-    held, tokens = cache.holdings(), 266 * streams
+    usage, tokens = cache.usage(), 266 * streams
     k_bits = (3 * 64 * 8 + 74 * 16) * streams - 64 * (6 + 8)
     v_bits = (3 * 64 * 4 + 74 * 16) * streams - 64 * (2 + 4)
-    assert held.mean_k_bits == pytest.approx(k_bits / (tokens - 64))
-    assert held.mean_v_bits == pytest.approx(v_bits / (tokens - 64))
-    assert held.evicted_share == pytest.approx(64 / tokens)
+    assert usage.mean_k_bits == pytest.approx(k_bits / (tokens - 64))
+    assert usage.mean_v_bits == pytest.approx(v_bits / (tokens - 64))
+    assert usage.evicted_share == pytest.approx(64 / tokens)
 
     # A page gone everywhere leaves the table and still counts; so do masked tokens.
     gone = [[layer, head, 1, 0, 0] for layer in range(2) for head in range(SMALL.num_kv_heads)]
     cache.demote(np.array(gone[1:], np.int32))
     assert len(cache.columns()[0]) == 2
-    assert cache.holdings().evicted_share == pytest.approx(64 / 266)
+    assert cache.usage().evicted_share == pytest.approx(64 / 266)
     cache.mask(1, ALL >> 16)
-    assert cache.holdings().evicted_share == pytest.approx(80 / 266)
+    assert cache.usage().evicted_share == pytest.approx(80 / 266)
     cache.trim(4 + 40)
-    held = cache.holdings()
-    assert held.evicted_share == 0
+    usage = cache.usage()
+    assert usage.evicted_share == 0
     k_bits = (40 * 8 + 4 * 16) * streams - 40 * 6
-    assert held.mean_k_bits == pytest.approx(k_bits / (44 * streams))
+    assert usage.mean_k_bits == pytest.approx(k_bits / (44 * streams))
     cache.close()
 
 
@@ -428,7 +429,7 @@ def test_a_mask_shows_nothing_that_was_rolled_back() -> None:
 def test_an_unquantised_cache_holds_everything_at_16_bits() -> None:
     cache = open_cache(SMALL, KvPlan(k_bits=16, v_bits=16), 1 << 20, 300)
     step(cache, 200)
-    assert cache.holdings() == Holdings(mean_k_bits=16, mean_v_bits=16, evicted_share=0)
+    assert cache.usage() == CacheUsage(mean_k_bits=16, mean_v_bits=16, evicted_share=0)
     cache.close()
 
 
@@ -516,47 +517,23 @@ def test_a_closed_cache_refuses_every_call() -> None:
     other.close()
 
 
-def test_the_numpy_cache_has_no_handle() -> None:
-    cache = filled_cache(False)
-    with pytest.raises(UsageError, match="engine='numpy' and has no handle"):
-        _ = cache.handle
-    cache.close()
-
-
-def test_without_native_code_numpy_takes_over_and_says_so() -> None:
-    script = (
-        "import logging; logging.basicConfig(format='%(message)s')\n"
-        "from kvq import native\n"
-        "from caches import open_cache\n"
-        "from kvq.config import CacheShape, KvPlan\n"
-        "from kvq.errors import BackendError\n"
-        "shape = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16)\n"
-        "for _ in range(2):\n"
-        "    cache = open_cache(shape, KvPlan(), 1 << 20, 100)\n"
-        "try:\n"
-        "    cache.handle\n"
-        "except BackendError as error:\n"
-        "    print(error)\n"
-        "cache.begin(3)\n"
-    )
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        env=os.environ | ROOTS | {"KVQ_NATIVE": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    reason = "KVQ_NATIVE=0 asks for the numpy path; unset KVQ_NATIVE"
-    assert finished.stdout == f"the native cache is not available: {reason}\n"
-    assert (
-        finished.stderr
-        == f"native cache not in use ({reason}); numpy takes over, many times slower\n"
-    )
+def test_without_the_native_library_no_cache_opens_and_the_reason_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native_library, "library_path", lambda: None)
+    native_library.load.cache_clear()
+    try:
+        with pytest.raises(BackendError, match=r"cannot run a model here: .*; .*pip install"):
+            open_cache(SMALL, KvPlan(), 1 << 20, 100)
+    finally:
+        monkeypatch.undo()
+        native_library.load.cache_clear()
+    open_cache(SMALL, KvPlan(), 1 << 20, 100).close()
 
 
 def test_an_unknown_instruction_set_in_the_environment_is_refused() -> None:
     finished = subprocess.run(
-        [sys.executable, "-c", "from kvq import native; native.isa()"],
+        [sys.executable, "-c", "from kvq import native_library; native_library.isa()"],
         env=os.environ | ROOTS | {"KVQ_ISA": "neon"},
         capture_output=True,
         text=True,

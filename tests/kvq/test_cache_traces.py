@@ -24,15 +24,15 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from caches import budget_for_tokens, minimum_budget
-from kvq import native
-from kvq.cache import Cache
+from kvq import native_library
+from kvq.class_cache import ClassCache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import (
     CacheError,
 )
 from kvq.formats import constant_bytes, grid_bytes, page_bytes
 from kvq.policies import policy_named
-from kvq.reference import KEYS, VALUES, Grid, ancestry, planes
+from kvq.reference.stored import KEYS, VALUES, PageGrid, ancestry, planes
 from pairs import (
     ALL,
     WIDTHS,
@@ -47,19 +47,19 @@ from pairs import (
 from planes import codes_of
 from tolerances import TRACE_ERROR
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 
-def recorded(cache: Cache) -> list[list[list[int]]]:
+def recorded(cache: ClassCache) -> list[list[list[int]]]:
     """Fills with the actions of every call that lowers or evicts pages, whoever decided them."""
     calls: list[list[list[int]]] = []
-    demote = cache.engine.demote
+    demote = cache.storage.demote
 
-    def told(actions: NDArray[np.int32]) -> None:
+    def record(actions: NDArray[np.int32]) -> None:
         calls.append(actions.tolist())
         demote(actions)
 
-    cache.engine.demote = told  # type: ignore[method-assign]
+    cache.storage.demote = record  # type: ignore[method-assign]
     return calls
 
 
@@ -127,7 +127,7 @@ class ListModel:
         self.pages = [page for page in self.pages if any(map(any, page.widths.values()))]
 
     def facts(self) -> list[list[int]]:
-        """Rows as `Cache.columns` gives them; a column's first token is its position here."""
+        """Rows as `ClassCache.columns` gives them; a column's first token is its position here."""
         signed = [page.mask - (page.mask >> 63 << 64) for page in self.pages]
         return [
             [page.first_token, page.delta, page.first_token, mask]
@@ -143,7 +143,7 @@ class ListModel:
 def holds_numbers(page: bytes, head_dim: int, numbers: list[int]) -> bool:
     """Whether these are the tokens of a layer-0 page: each value row is constant, its mid one of
     255 steps between the page's smallest and largest."""
-    grid = Grid.load(page[grid_bytes(head_dim) : constant_bytes(head_dim)])
+    grid = PageGrid.load(page[grid_bytes(head_dim) : constant_bytes(head_dim)])
     step = (max(numbers) - min(numbers)) / 255
     return bool(np.abs(grid.mid - np.array(numbers)).max() <= max(step, 0.01))
 
@@ -315,9 +315,9 @@ class Traces(RuleBasedStateMachine):
         numbers: list[int] = []
         changes: list[list[int]] = []
         before = [cache.state() for cache in self.pair]
-        for wanted in passes:
+        for parents_of_pass in passes:
             room = self.pair.native.arena.draft_tokens - len(parents)
-            new = [min(p, len(parents) + i - 1) for i, p in enumerate(wanted[:room])]
+            new = [min(p, len(parents) + i - 1) for i, p in enumerate(parents_of_pass[:room])]
             if not new or not self.has_numbers_left(len(parents) + len(new)):
                 break
             parents += new
@@ -366,9 +366,9 @@ class Traces(RuleBasedStateMachine):
         """Lowers or evicts some pages of some heads."""
         actions = []
         for column, page in enumerate(self.model.pages):
-            for (layer, head), held in page.widths.items():
-                lower = [w for w in WIDTHS if w[0] <= held[0] and w[1] <= held[1]]
-                if held[0] and self.rng.random() < share:
+            for (layer, head), page_widths in page.widths.items():
+                lower = [w for w in WIDTHS if w[0] <= page_widths[0] and w[1] <= page_widths[1]]
+                if page_widths[0] and self.rng.random() < share:
                     lower.append((0, 0))
                     choice = lower[int(self.rng.integers(len(lower)))]
                     actions.append((layer, head, column, *choice))
@@ -379,8 +379,8 @@ class Traces(RuleBasedStateMachine):
     @rule(share=st.sampled_from([0.5, 0.1]))
     def demote_entering(self, share: float) -> None:
         """Lowers what pages of some heads will close at."""
-        for stream, held in self.model.entering.items():
-            lower = [w for w in WIDTHS if w[0] <= held[0] and w[1] <= held[1]]
+        for stream, page_widths in self.model.entering.items():
+            lower = [w for w in WIDTHS if w[0] <= page_widths[0] and w[1] <= page_widths[1]]
             if self.rng.random() < share:
                 self.model.entering[stream] = lower[int(self.rng.integers(len(lower)))]
         widths = np.array(list(self.model.entering.values()), np.uint8)
@@ -438,8 +438,8 @@ class Traces(RuleBasedStateMachine):
             entering = cache.entering().reshape(-1, 2).tolist()
             assert entering == list(map(list, model.entering.values()))
             for layer, head in model.streams():
-                held = [list(page.widths[layer, head]) for page in model.pages]
-                assert widths[layer, head].tolist() == held
+                page_widths = [list(page.widths[layer, head]) for page in model.pages]
+                assert widths[layer, head].tolist() == page_widths
             for head in range(self.shape.num_kv_heads):
                 _, v, _ = cache.tail(0, head)
                 assert v[:, 0].astype(int).tolist() == model.sinks + model.recent
@@ -449,21 +449,23 @@ class Traces(RuleBasedStateMachine):
             for column, page in enumerate(model.pages):
                 stored = self.pair.native.page(layer, head, column)
                 assert stored == self.pair.numpy.page(layer, head, column)
-                held = page.widths[layer, head]
-                if not held[0]:
+                page_widths = page.widths[layer, head]
+                if not page_widths[0]:
                     assert stored == b""
                     continue
                 if layer == 0:
                     assert holds_numbers(stored, dim, page.numbers)
                 key = (layer, head, page.numbers[0])
-                widths_then, bytes_then = self.closed.setdefault(key, (held, stored))
-                wanted = lowered(bytes_then, widths_then, held, dim)
+                widths_then, bytes_then = self.closed.setdefault(key, (page_widths, stored))
+                expected = lowered(bytes_then, widths_then, page_widths, dim)
                 if self.budget % 2:  # keys with feedback are rounded anew
-                    keys = slice(constant_bytes(dim), constant_bytes(dim) + 8 * dim * held[0])
-                    stored, wanted = (
-                        one[: keys.start] + one[keys.stop :] for one in (stored, wanted)
+                    keys = slice(
+                        constant_bytes(dim), constant_bytes(dim) + 8 * dim * page_widths[0]
                     )
-                assert stored == wanted
+                    stored, expected = (
+                        side[: keys.start] + side[keys.stop :] for side in (stored, expected)
+                    )
+                assert stored == expected
 
     @invariant()
     def the_budget_holds_and_every_byte_is_counted(self) -> None:

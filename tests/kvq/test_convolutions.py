@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from caches import geometry, open_cache
-from kvq import native
-from kvq.cache import Cache
-from kvq.config import Budget, ConvShape, KvPlan
+from kvq import native, native_library
+from kvq.class_cache import ClassCache
+from kvq.config import CONV_CHECKPOINTS, Budget, ConvShape, KvPlan
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
-from kvq.geometry import CONV_BACK_ROWS, CONV_CHECKPOINTS, CONV_STEP_TOKENS, MOST_WANTED
-from kvq.reference_conv import least_missed, products, seen_rows, short_conv
-from kvq.sizing import Arena, CacheSpec
+from kvq.reference.conv import products, seen_rows, short_conv
+from kvq.sizing import ClassArena, ClassSpec
 from mixers import (
     CHUNK,
     DRAFT,
@@ -28,10 +27,14 @@ from mixers import (
     forget_drafts_in_part,
     keep_a_chunk_as_a_draft,
     refuse_edits_and_silence,
+    refuse_rows_in_a_gap,
 )
+from numpy_cache import storage_named
+from numpy_cache.mixed_rows import least_missed
+from regions import CONV_BACK_ROWS, CONV_STEP_TOKENS, MOST_WANTED
 from snapshot_bytes import HEADER, damaged
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 # More channels than native code takes at once, and no multiple of them.
 CONV = ConvShape(num_layers=3, width=300, taps=3)
@@ -39,8 +42,8 @@ PLAN = KvPlan(k_bits=4, v_bits=4)
 CONTEXT = 4000
 
 
-def spec(conv: ConvShape = CONV, plan: KvPlan = PLAN, context_tokens: int = CONTEXT) -> CacheSpec:
-    return CacheSpec(
+def spec(conv: ConvShape = CONV, plan: KvPlan = PLAN, context_tokens: int = CONTEXT) -> ClassSpec:
+    return ClassSpec(
         shape=SHAPE,
         plan=plan,
         context_tokens=context_tokens,
@@ -61,7 +64,7 @@ class Row(NamedTuple):
 class Both(Twins[Row]):
     """The oracle is each row's own path alone."""
 
-    def __init__(self, arena: Arena, seed: int = 0) -> None:
+    def __init__(self, arena: ClassArena, seed: int = 0) -> None:
         super().__init__(arena, seed)
         assert arena.conv is not None
         self.conv = arena.conv
@@ -78,31 +81,31 @@ class Both(Twins[Row]):
         chain = range(first - 1, first + count - 1)
         rows = self.rows(count)
         self.branch += map(Row, chain if parents is None else parents, rows)
-        wanted = np.stack([self.alone(row) for row in range(first, first + count)], axis=1)
+        expected = np.stack([self.alone(row) for row in range(first, first + count)], axis=1)
         for cache in self.caches:
             cache.begin(count, parents)
             attend(cache, count)
             for layer in range(self.conv.num_layers):
-                found = cache.convolve(layer, rows[:, layer], self.weight[layer])
-                np.testing.assert_array_equal(found, wanted[layer])
+                actual = cache.convolve(layer, rows[:, layer], self.weight[layer])
+                np.testing.assert_array_equal(actual, expected[layer])
             assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
 
     def alone(self, row: int) -> np.ndarray:
         """What a row of the branch gives when its path is the whole text: [layers, width]."""
-        path = [self.branch[own] for own in self.path_to(row)]
-        seen = np.stack([one.entered for one in (*self.text, *path)])[-self.conv.taps :]
-        found = []
+        path = [self.branch[place] for place in self.path_to(row)]
+        seen = np.stack([node.entered for node in (*self.text, *path)])[-self.conv.taps :]
+        outputs = []
         for layer in range(self.conv.num_layers):
             last = seen_rows(products(seen[:, layer]), self.conv.taps)[-1:]
-            own = path[-1].entered[None, layer]
-            found.append(short_conv(own, self.weight[layer], last)[0])
-        return np.stack(found)
+            entered = path[-1].entered[None, layer]
+            outputs.append(short_conv(entered, self.weight[layer], last)[0])
+        return np.stack(outputs)
 
 
 @pytest.fixture
 def both() -> Iterator[Both]:
-    with closing(Both(spec().resolved())) as found:
-        yield found
+    with closing(Both(spec().resolved())) as twins:
+        yield twins
 
 
 @pytest.mark.parametrize("taps", [2, 3, 7])
@@ -210,9 +213,9 @@ def test_places_thin_out_with_their_distance() -> None:
         places.append(place)
     assert 640 in places
     assert places[-2:] == [64 * 398, 64 * 399]
-    for asked in range(64, places[-1], 7):
-        missing = asked - max((place for place in places if place <= asked), default=0)
-        assert missing <= 0.8 * (places[-1] - asked + CONV_STEP_TOKENS)
+    for place_back in range(64, places[-1], 7):
+        missing = place_back - max((place for place in places if place <= place_back), default=0)
+        assert missing <= 0.8 * (places[-1] - place_back + CONV_STEP_TOKENS)
 
 
 @pytest.mark.sampled
@@ -256,14 +259,14 @@ def test_a_pass_ends_when_every_convolution_has_seen_it(both: Both) -> None:
 def test_what_is_no_convolution_of_the_cache_is_refused(both: Both) -> None:
     rows = both.rows(1)[:, 0]
     plain = open_cache(SHAPE, PLAN, 1 << 20, 1000)
-    for cache, layer, given, weight in (
+    for cache, layer, bcx, weight in (
         (plain, 0, rows, both.weight[0]),
         *((cache, 3, rows, both.weight[0]) for cache in both.caches),
         *((cache, 0, rows[:, 1:], both.weight[0]) for cache in both.caches),
         *((cache, 0, rows, both.weight[0][:, 1:]) for cache in both.caches),
     ):
         with pytest.raises(CacheError, match=r"convolution|weights"):
-            cache.convolve(layer, given, weight)
+            cache.convolve(layer, bcx, weight)
     plain.close()
     for shape in ((0, 8, 3), (1, 0, 3), (1, 8, 1), (1, 8, 17)):
         with pytest.raises(UsageError, match="not possible"):
@@ -274,26 +277,30 @@ def test_nothing_in_the_middle_is_replaced_and_no_layer_left_out(both: Both) -> 
     refuse_edits_and_silence(both, "convolutions")
 
 
+def test_no_rows_are_put_where_pages_were_evicted(both: Both) -> None:
+    refuse_rows_in_a_gap(both, "convolutions")
+
+
 def test_no_device_has_them() -> None:
     with pytest.raises(BackendError, match="convolutions have no kernel on the device"):
-        Cache(spec().resolved(), engine="cuda")
+        ClassCache(spec().resolved(), storage=storage_named("cuda"))
 
 
 # Snapshots
 
 
-HELD, CHECKPOINTS, WANTED, OLDEST, PLACES = (HEADER + 4 * i for i in (0, 1, 2, 9, 10))
+KEPT_ROWS, CHECKPOINTS, MARKS, OLDEST, PLACES = (HEADER + 4 * i for i in (0, 1, 2, 9, 10))
 
 
 @pytest.mark.parametrize(
     ("at", "number"),
     [
-        (HELD, -1),
-        (HELD, 1),
-        (HELD, CONV.before + CONV_BACK_ROWS + 1),
-        (HELD, 1 << 30),
-        (WANTED, -1),
-        (WANTED, CONTEXT + 1),
+        (KEPT_ROWS, -1),
+        (KEPT_ROWS, 1),
+        (KEPT_ROWS, CONV.before + CONV_BACK_ROWS + 1),
+        (KEPT_ROWS, 1 << 30),
+        (MARKS, -1),
+        (MARKS, CONTEXT + 1),
         (CHECKPOINTS, -1),
         (CHECKPOINTS, 2),
         (CHECKPOINTS, CONV_CHECKPOINTS + 1),
@@ -316,24 +323,24 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(
 ) -> None:
     both.grow(3 * CHUNK + 5)
     cache = both.caches[0]
-    own = cache.state()
-    fields = np.frombuffer(own, np.int32, 14, HEADER).tolist()
+    state = cache.state()
+    fields = np.frombuffer(state, np.int32, 14, HEADER).tolist()
     assert fields == [10, 3, *[0] * MOST_WANTED, CHUNK - 1, 2 * CHUNK - 1, 3 * CHUNK - 1, 0]
     with pytest.raises(SnapshotError):
-        cache.load_state(damaged(own, at % len(own), number))
-    assert cache.state() == own
+        cache.load_state(damaged(state, at % len(state), number))
+    assert cache.state() == state
 
 
 def test_a_snapshot_needs_the_rows_before_its_end(both: Both) -> None:
     both.grow(3 * CHUNK)
     cache = both.caches[0]
-    own = cache.state()
+    state = cache.state()
     shape = (CONV.num_layers, 10 + 3 * CONV.before, CONV.width)
-    first = len(own) - 4 * int(np.prod(shape))
-    rows = np.frombuffer(own, np.float32, offset=first).reshape(shape)
-    for held in (2, 1):
-        cut = damaged(own[:first], HELD, held) + rows[:, 10 - held :].tobytes()
-        if held == CONV.before:
+    first = len(state) - 4 * int(np.prod(shape))
+    rows = np.frombuffer(state, np.float32, offset=first).reshape(shape)
+    for kept_rows in (2, 1):
+        cut = damaged(state[:first], KEPT_ROWS, kept_rows) + rows[:, 10 - kept_rows :].tobytes()
+        if kept_rows == CONV.before:
             cache.load_state(cut)
             continue
         with pytest.raises(SnapshotError):
@@ -344,10 +351,10 @@ def test_changed_bytes_harm_no_memory(both: Both) -> None:
     """Any byte may be wrong: it is refused, or loads as other numbers that can be worked with."""
     both.grow(4 * CHUNK + 7)
     cache, draw = both.caches[0], np.random.default_rng(0)
-    own, outcomes = cache.state(), set[str]()
-    first = len(own) - 3 * (10 + 2 * 4) * CONV.width * 4
-    for place in [*range(HEADER, PLACES + 20), *draw.integers(first, len(own), 60).tolist()]:
-        wrong = bytearray(own)
+    state, outcomes = cache.state(), set[str]()
+    first = len(state) - 3 * (10 + 2 * 4) * CONV.width * 4
+    for place in [*range(HEADER, PLACES + 20), *draw.integers(first, len(state), 60).tolist()]:
+        wrong = bytearray(state)
         wrong[place] ^= int(draw.integers(1, 256))
         try:
             cache.load_state(bytes(wrong))
@@ -363,20 +370,20 @@ def test_changed_bytes_harm_no_memory(both: Both) -> None:
                 cache.convolve(layer, both.rows(CHUNK)[:, layer], both.weight[layer])
             cache.commit(CHUNK)
     assert outcomes == {"refused", "loaded"}
-    cache.load_state(own)
+    cache.load_state(state)
 
 
 def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
     both.grow(3 * CHUNK)
     cache = both.caches[1]
-    own = cache.state()
-    conv = cache.engine._conv
+    state = cache.state()
+    conv = cache.storage._conv
     for name, value in (
         ("_newest", conv._newest[:, :1]),
         ("_newest", conv._newest[:, :, :5]),
         ("_newest", conv._newest * np.float32(np.nan)),
-        ("_wanted", (-1, 0)),
-        ("_wanted", (0, -1)),
+        ("_marked", (-1, 0)),
+        ("_marked", (0, -1)),
         ("_checkpoints", {0: conv._checkpoints[CHUNK - 1]}),
         ("_checkpoints", {CONTEXT: conv._checkpoints[CHUNK - 1]}),
         ("_checkpoints", {CHUNK: conv._checkpoints[CHUNK - 1][:, :1]}),
@@ -387,7 +394,7 @@ def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
         setattr(conv, name, before)
         with pytest.raises(SnapshotError):
             cache.load_state(bad)
-        assert cache.state() == own
+        assert cache.state() == state
 
 
 def test_equal_contents_have_equal_bytes() -> None:
@@ -418,12 +425,12 @@ def test_equal_contents_have_equal_bytes() -> None:
 @pytest.mark.parametrize("conv", [CONV, ConvShape(num_layers=10, width=2048, taps=3)])
 @pytest.mark.parametrize("draft_tokens", [1, 8, 96])
 def test_the_library_counts_the_same_bytes(conv: ConvShape, draft_tokens: int) -> None:
-    asked = geometry(SHAPE, PLAN, context_tokens=900, conv=conv, draft_tokens=draft_tokens)
+    arena = geometry(SHAPE, PLAN, context_tokens=900, conv=conv, draft_tokens=draft_tokens)
     for columns in (2, 9):
-        num_bytes = asked.bytes_for_columns(columns)
-        fit, regions = asked.divide(num_bytes)
-        found = native.layout(asked, num_bytes, fit)
-        assert found["regions"] == regions
-        assert found["minimum_bytes"] == asked.minimum_bytes
+        num_bytes = arena.bytes_for_columns(columns)
+        fit, regions = arena.divide(num_bytes)
+        layout = native.layout(arena, num_bytes, fit)
+        assert layout["regions"] == regions
+        assert layout["minimum_bytes"] == arena.minimum_bytes
     rows = 2 * (2 + CONV_BACK_ROWS) + draft_tokens + 2 * (CONV_CHECKPOINTS + 1)
     assert regions.conv_rows == conv.num_layers * rows * conv.width * 4

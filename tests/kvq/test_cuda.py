@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 from emulated import DEVICES, SOURCE, ready
-from kvq import devices, reference, reference_linear
+from kvq import devices
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
-from kvq.reference_linear import Blocks, Grid, PanelFormat, View
+from kvq.reference import linear as reference_linear
+from kvq.reference import stored as reference
+from kvq.reference.linear import Blocks, Grid, PanelFormat, View
 from matrices import matrix
 from pairs import some_feedback
 from shelf import Shelf
@@ -114,11 +116,13 @@ Rows = structure(
 
 def run(library: Library, name: str, *arguments: ctypes.Structure | Array | int) -> None:
     """Calls with arrays and those of structures where the device finds them; they come back."""
-    given = [getattr(argument, "arrays", {"": argument}) for argument in arguments]
-    arrays = [value for named in given for value in named.values() if isinstance(value, np.ndarray)]
+    named_arrays = [getattr(argument, "arrays", {"": argument}) for argument in arguments]
+    arrays = [
+        value for named in named_arrays for value in named.values() if isinstance(value, np.ndarray)
+    ]
     places = {id(array): library.take(array) for array in arrays}
     passed = []
-    for argument, named in zip(arguments, given, strict=True):
+    for argument, named in zip(arguments, named_arrays, strict=True):
         if isinstance(argument, ctypes.Structure):
             there = type(argument).from_buffer_copy(argument)
             for field, value in named.items():
@@ -182,10 +186,9 @@ class Case(NamedTuple):
     moved_rows: int = 0  # how far the first rows of the tail have moved
     sinks: tuple[float, ...] = ()
     share: float = 1.0  # of the pages that are read
-    spread: float = 1.0
 
 
-class Held(NamedTuple):
+class PageArrays(NamedTuple):
     """A sequence's keys and values of every KV head as attention must see them, and its parts."""
 
     keys: list[Array]
@@ -196,7 +199,7 @@ class Held(NamedTuple):
     parts: dict[str, Any]
 
 
-def held(case: Case, rng: np.random.Generator) -> Held:
+def page_arrays(case: Case, rng: np.random.Generator) -> PageArrays:
     """Pages of random numbers at the case's widths, each where it has moved, and a tail."""
     dim, columns = case.head_dim, len(case.widths)
     granule = 16 * dim
@@ -259,35 +262,35 @@ def held(case: Case, rng: np.random.Generator) -> Held:
         "most_columns": columns, "turn_of_view": turn, "hi_view": case.hi_view,
         "forms": np.full(case.kv_heads, case.form, np.uint8), "inv_freq": inv_freq,
     }  # fmt: skip
-    return Held(keys, values, positions, seen, lines, parts)
+    return PageArrays(keys, values, positions, seen, lines, parts)
 
 
 def frequencies(dim: int) -> Array:
     return (10_000.0 ** (-np.arange(dim // 2) / (dim // 2))).astype(np.float32)
 
 
-def chosen(case: Case, pages: Held, q: Array, head: int, seen: Array) -> Array:
+def chosen(case: Case, pages: PageArrays, q: Array, head: int, seen: Array) -> Array:
     """Which pages each token reads of a KV head, [tokens, views]: of those of `seen`, as many."""
     group, forms = case.heads // case.kv_heads, case.form
-    own = q[:, head * group : (head + 1) * group].astype(np.float32)
+    group_queries = q[:, head * group : (head + 1) * group].astype(np.float32)
     bounds = np.zeros((case.tokens, group, len(case.widths)), np.float32)
     for view, (column, delta) in enumerate(pages.parts["views"][["column", "delta"]].tolist()):
         back = np.full(case.tokens, -delta)
-        met = reference.rotate(own, back, pages.parts["inv_freq"])
+        met = reference.rotate(group_queries, back, pages.parts["inv_freq"])
         met = reference.hadamard(met) if forms & ROTATED else met
         scale, mid = pages.lines[head, column]
-        scores = reference.page_bounds(
-            met.reshape(-1, case.head_dim), scale[None], mid[None], case.spread
-        )
+        scores = reference.page_bounds(met.reshape(-1, case.head_dim), scale[None], mid[None])
         bounds[:, :, view] = scores.reshape(case.tokens, group)
-    given = zip(bounds, seen, strict=True)
-    return np.array([reference.chosen_pages(one, where, case.share) for one, where in given])
+    per_row = zip(bounds, seen, strict=True)
+    return np.array(
+        [reference.chosen_pages(row_bounds, where, case.share) for row_bounds, where in per_row]
+    )
 
 
 def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
     """(what the kernels give, what they must, the largest value) of one pass over it all."""
     rng = np.random.default_rng(case.head_dim + len(case.widths))
-    pages, dim, group = held(case, rng), case.head_dim, case.heads // case.kv_heads
+    pages, dim, group = page_arrays(case, rng), case.head_dim, case.heads // case.kv_heads
     rows = case.tail + case.tokens
     tail = rng.standard_normal((2, case.kv_heads, rows + 3, dim)).astype(np.float16)
     qkv = rng.standard_normal((case.tokens, (case.heads + 2 * case.kv_heads) * dim))
@@ -341,7 +344,7 @@ def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
         marks = np.full((case.kv_heads, case.tokens, views), 7, np.uint8)
         kept |= {"chosen": marks, "counts": np.array([10, 20, 30])}
         kept |= {"bounds": np.zeros(case.heads * case.tokens * views, np.float32)}
-        kept |= {"share": case.share, "spread": case.spread}
+        kept |= {"share": case.share, "spread": 1.0}
     sequence = filled(
         Sequence, tokens=case.tokens, tail_rows=rows, tail_stride=rows + 3, tiles=len(visits),
         turns=len(turns["deltas"]), row_turns=len(row_deltas), **kept,
@@ -359,21 +362,23 @@ def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
     )
     want, counts = np.zeros_like(out), np.zeros((2, case.kv_heads), np.int64)
     for head in range(case.heads):
-        own = head // group
-        tail_keys = np.concatenate([stands[: case.tail, own], k[:, own].astype(np.float16)])
-        tail_values = np.concatenate([tail[1, own, : case.tail], v[:, own].astype(np.float16)])
-        keys = np.concatenate([pages.keys[own], tail_keys]).astype(np.float64)
-        values = np.concatenate([pages.values[own], tail_values]).astype(np.float64)
+        kv_head = head // group
+        tail_keys = np.concatenate([stands[: case.tail, kv_head], k[:, kv_head].astype(np.float16)])
+        tail_values = np.concatenate(
+            [tail[1, kv_head, : case.tail], v[:, kv_head].astype(np.float16)]
+        )
+        keys = np.concatenate([pages.keys[kv_head], tail_keys]).astype(np.float64)
+        values = np.concatenate([pages.values[kv_head], tail_values]).astype(np.float64)
         seen = np.repeat(pages.seen[None], case.tokens, axis=0)
         if case.window:
             seen &= pages.positions[None] > positions[:, None] - case.window
         if case.share < 1:
             # Views come in the other order than columns.
             by_page = seen.reshape(case.tokens, -1, 64)[:, ::-1]
-            reads = chosen(case, pages, q, own, by_page.any(axis=2))
-            np.testing.assert_array_equal(kept["chosen"][own], reads)
+            reads = chosen(case, pages, q, kv_head, by_page.any(axis=2))
+            np.testing.assert_array_equal(kept["chosen"][kv_head], reads)
             seen = (by_page & reads[..., None])[:, ::-1].reshape(case.tokens, -1)
-            counts[:, own] = by_page.any(axis=2).sum(), reads.sum()
+            counts[:, kv_head] = by_page.any(axis=2).sum(), reads.sum()
         seen = np.concatenate([seen, visible], axis=1)
         logits = q[:, head].astype(np.float64) @ keys.T * dim**-0.5
         if case.softcap:
@@ -425,7 +430,7 @@ CASES = {
         heads=6, share=0.3, window=900,
     ),
     "the best pages for many rows": Case(
-        80, [(4, 4)] * 9, tokens=5, heads=12, share=0.5, spread=0.0, splits=2
+        80, [(4, 4)] * 9, tokens=5, heads=12, share=0.5, splits=2
     ),
     "as many as are seen": Case(96, [(4, 4)] * 3, share=0.99),
     "at least one": Case(64, [(4, 4)] * 3, tokens=2, share=1e-5),
@@ -566,11 +571,11 @@ def test_products_are_those_of_the_weights(
         ({"x": x, "activation": 1}, gate / (1 + np.exp(-gate)) * up),
         ({"x": x, "activation": 2}, gate * (1 + tanh) / 2 * up),
     ]
-    for given, entered in cases:
+    for options, entered in cases:
         run(
             library,
             "kvq_cuda_linear_run",
-            filled(Linear, **common, **given, bias=bias, residual=residual),
+            filled(Linear, **common, **options, bias=bias, residual=residual),
         )
         product = entered @ weights.T.astype(np.float64)
         scale = np.abs(entered).max(axis=1, keepdims=True) * np.abs(weights).sum(axis=1)
@@ -623,11 +628,11 @@ def test_products_of_many_tokens_are_those_of_the_reference(
     gate, up = np.split(x / 8, 2, axis=1)
     x = np.concatenate([gate, up], axis=1)
     finite = np.ascontiguousarray(gate)
-    for given, entered in (
+    for options, entered in (
         ({"x": finite, "norm": norm}, reference.normalize(finite, norm, 1e-6)),
         ({"x": x, "activation": 1}, (gate / (1 + np.exp(-gate)) * up).astype(np.float32)),
     ):
-        run(library, "kvq_cuda_linear_run", filled(Linear, **call, **given))
+        run(library, "kvq_cuda_linear_run", filled(Linear, **call, **options))
         want = reference_linear.linear(form, panels, entered, view)
         # An input next to a half may be rounded the other way: a level or two of all of them.
         assert (np.abs(out - want) < 2e-3 * np.abs(want).max()).all()
@@ -665,7 +670,7 @@ def test_a_head_in_two_passes_is_exact_in_its_best(
         )  # fmt: skip
         run(library, "kvq_cuda_linear_run", call)
         results.append(out)
-    scores, whole, found = results
+    scores, whole, in_two_passes = results
     # As linear_in_two_passes, of these products.
     chosen = reference_linear.best_panels(form, scores, reference_linear.FIRST_PANELS)
     rows = np.repeat(chosen, 16, axis=1)[:, : form.rows]
@@ -676,7 +681,7 @@ def test_a_head_in_two_passes_is_exact_in_its_best(
     np.testing.assert_array_equal(marks, more)
     assert 0 < more.sum() < more.size / 2
     rows = np.repeat(chosen | more, 16, axis=1)[:, : form.rows]
-    np.testing.assert_array_equal(found, np.where(rows, whole, scores))
+    np.testing.assert_array_equal(in_two_passes, np.where(rows, whole, scores))
 
 
 @pytest.mark.parametrize("count", [1, 7, 256])

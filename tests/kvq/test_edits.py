@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from caches import budget_for_tokens, open_cache
-from kvq import native
-from kvq.cache import Cache
+from kvq import native_library
+from kvq.class_cache import ClassCache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError
 from kvq.formats import constant_bytes, grid_bytes
 from kvq.policies import POLICIES
-from kvq.reference import KEYS, VALUES, Grid, decode, rotate
+from kvq.reference.stored import KEYS, VALUES, PageGrid, decode, rotate
 from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads, relative_rms
 from planes import codes_of
 from tolerances import TRACE_ERROR
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 SHAPE = CacheShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
 SINKS = 4
@@ -30,9 +30,9 @@ SINKS = 4
 class Text:
     """A list of numbers with None in gaps, and the caches that should hold it."""
 
-    def __init__(self, caches: Sequence[Cache], seed: int, *, rotary_pairs: int = 8) -> None:
+    def __init__(self, caches: Sequence[ClassCache], seed: int, *, rotary_pairs: int = 8) -> None:
         self.caches = caches
-        self.held: list[int | None] = []
+        self.numbers: list[int | None] = []
         self.made = 0
         self.rng = np.random.default_rng(seed)
         self.inv_freq = frequencies(rotary_pairs)
@@ -49,62 +49,66 @@ class Text:
             self.write(at, 100)
             at, count = at + 100, count - 100
         rows, outs = self.rows(count), []
-        gap = at < len(self.held)
+        gap = at < len(self.numbers)
         for cache in self.caches:
             cache.begin(count, at=at if gap else None)
             where = at + np.arange(count)
             outs.append(cache.attend(attention(SHAPE), rows, where, self.inv_freq))
             cache.commit(count)
-        self.held[at : at + count] = [(self.made + i) % 2000 for i in range(count)]
+        self.numbers[at : at + count] = [(self.made + i) % 2000 for i in range(count)]
         self.made += count
         return outs
 
     def edit(self, start: int, stop: int, count: int) -> None:
         for cache in self.caches:
             cache.edit(start, stop, count)
-        self.held[start:stop] = [None] * count
+        self.numbers[start:stop] = [None] * count
 
     def trim(self, tokens: int) -> None:
         for cache in self.caches:
             cache.trim(tokens)
-        del self.held[tokens:]
+        del self.numbers[tokens:]
 
     def look(self) -> list[np.ndarray]:
         """What a row at the end sees; it is forgotten."""
         rows, outs = self.rows(1), []
         for cache in self.caches:
             out = forward(
-                cache, [attention(SHAPE)], [rows], np.array([len(self.held)]), self.inv_freq
+                cache,
+                [attention(SHAPE)],
+                [rows],
+                np.array([len(self.numbers)]),
+                self.inv_freq,
             )
             outs.append(out[0])
             cache.rewind()
         return outs
 
-    def check(self, cache: Cache) -> None:
+    def check(self, cache: ClassCache) -> None:
         """Every token but those in gaps stands once, at the position it has in the list."""
-        found: dict[int, tuple[int, int]] = {}
+        stored: dict[int, tuple[int, int]] = {}
         for column, pos0, delta, first, mask in cache.views().tolist():
             numbers = values_of(cache, column)[:, 0]
             for slot in range(64):
                 if mask >> slot & 1:
-                    assert first + slot not in found
-                    found[first + slot] = (round(float(numbers[slot])), pos0 + slot + delta)
+                    assert first + slot not in stored
+                    stored[first + slot] = (round(float(numbers[slot])), pos0 + slot + delta)
         values = cache.tail(0, 0)[1][:, 0]
         for (token, position, _), value in zip(cache.places().tolist(), values, strict=True):
-            assert token not in found
-            found[token] = (round(float(value)), position)
-        wanted = {i: (number, i) for i, number in enumerate(self.held) if number is not None}
-        assert found == wanted
-        assert cache.tokens == len(self.held)
+            assert token not in stored
+            stored[token] = (round(float(value)), position)
+        expected = {i: (number, i) for i, number in enumerate(self.numbers) if number is not None}
+        assert stored == expected
+        assert cache.tokens == len(self.numbers)
 
 
-def sides_of(cache: Cache, column: int) -> list[np.ndarray]:
+def sides_of(cache: ClassCache, column: int) -> list[np.ndarray]:
     """Keys and values [64, D] of a page as attention reads them, from its stored bytes."""
     stored = np.frombuffer(cache.page(0, 0, column), np.uint8)
     bits = cache.columns()[1][0, 0, column].tolist()
     dim, sides = SHAPE.head_dim, []
     ends = grid_bytes(dim), constant_bytes(dim)
-    grids = [Grid.load(part.tobytes()) for part in np.split(stored[: ends[1]], ends[:1])]
+    grids = [PageGrid.load(part.tobytes()) for part in np.split(stored[: ends[1]], ends[:1])]
     planes = stored[ends[1] :]
     for side in (KEYS, VALUES):
         count = 64 * dim * bits[side] // 8
@@ -114,7 +118,7 @@ def sides_of(cache: Cache, column: int) -> list[np.ndarray]:
     return sides
 
 
-def values_of(cache: Cache, column: int) -> np.ndarray:
+def values_of(cache: ClassCache, column: int) -> np.ndarray:
     return sides_of(cache, column)[VALUES]
 
 
@@ -125,9 +129,9 @@ def opened(plan: KvPlan, context: int = 600, **options: object) -> Pair:
 
 def random_edit(text: Text, rng: np.random.Generator) -> tuple[int, int, int]:
     """Where a person edits: mostly a few tokens, now and then many, or where it was last."""
-    start = int(rng.integers(SINKS, len(text.held) + 1))
-    stop = min(len(text.held), start + int(rng.choice([0, 0, 1, 2, 5, 40])))
-    room = 500 - len(text.held)
+    start = int(rng.integers(SINKS, len(text.numbers) + 1))
+    stop = min(len(text.numbers), start + int(rng.choice([0, 0, 1, 2, 5, 40])))
+    room = 500 - len(text.numbers)
     return start, stop, int(rng.integers(0, max(1, min(room, rng.choice([2, 3, 8, 40])))))
 
 
@@ -149,17 +153,17 @@ def test_any_edits_are_those_of_a_list(bits: int, edits: int) -> None:
         except CacheError:
             again += 1
             text.trim(start)
-        first = text.held.index(None) if None in text.held else len(text.held)
-        while None in text.held[first:]:
+        first = text.numbers.index(None) if None in text.numbers else len(text.numbers)
+        while None in text.numbers[first:]:
             last = first
-            while last < len(text.held) and text.held[last] is None and last - first < 7:
+            while last < len(text.numbers) and text.numbers[last] is None and last - first < 7:
                 last += 1
             text.write(first, last - first)
-            first = text.held.index(None) if None in text.held else len(text.held)
-        if len(text.held) < 200:
-            text.write(len(text.held), 60)
+            first = text.numbers.index(None) if None in text.numbers else len(text.numbers)
+        if len(text.numbers) < 200:
+            text.write(len(text.numbers), 60)
         if rng.random() < 0.02:
-            text.trim(max(SINKS, len(text.held) - int(rng.integers(90))))
+            text.trim(max(SINKS, len(text.numbers) - int(rng.integers(90))))
         if rng.random() < 0.02:
             state = cache.state()
             cache.trim(SINKS)
@@ -196,10 +200,10 @@ def test_both_caches_see_an_edited_text_alike(bits: tuple[int, int], pairs: int)
     assert len(pair.native.views()) > len(pair.native.columns()[0]) or bits[0] == 16
     rows = text.rows(1)
     out = [
-        forward(c, [attention(SHAPE)], [rows], np.array([len(text.held)]), text.inv_freq)[0]
+        forward(c, [attention(SHAPE)], [rows], np.array([len(text.numbers)]), text.inv_freq)[0]
         for c in pair
     ]
-    assert relative_rms(out[0], plain(pair.numpy, rows, len(text.held), text.inv_freq)) < 2e-3
+    assert relative_rms(out[0], plain(pair.numpy, rows, len(text.numbers), text.inv_freq)) < 2e-3
     pair.close()
 
 
@@ -227,28 +231,28 @@ def test_the_end_of_a_text_stays_in_floating_point(piece: int) -> None:
     pair.close()
 
 
-def floats(cache: Cache) -> list[int]:
+def floats(cache: ClassCache) -> list[int]:
     """The tokens behind the sinks that are in no page, in order."""
     return sorted(cache.places()[:, 0].tolist())[SINKS:]
 
 
-def plain(cache: Cache, rows: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
+def plain(cache: ClassCache, rows: np.ndarray, position: int, inv_freq: np.ndarray) -> np.ndarray:
     """Attention of one row over keys turned to where they stand (policy A), in text order."""
     heads = rows.reshape(1, -1, SHAPE.head_dim)
-    found: list[tuple[int, np.ndarray, np.ndarray]] = []
+    entries: list[tuple[int, np.ndarray, np.ndarray]] = []
     for column, pos0, delta, _, mask in cache.views().tolist():
         keys, values = sides_of(cache, column)
         for slot in range(64):
             if mask >> slot & 1:
                 turned = turn(keys[slot], delta, inv_freq)
-                found.append((pos0 + slot + delta, turned, values[slot]))
+                entries.append((pos0 + slot + delta, turned, values[slot]))
     k, v, _ = cache.tail(0, 0)
     for row, (_, at, delta) in enumerate(cache.places().tolist()):
-        found.append((at, turn(k[row].astype(np.float32), delta, inv_freq), v[row]))
-    own = turn(heads[0, 2], position, inv_freq).astype(np.float16).astype(np.float32)
-    found.append((position, own, heads[0, 3].astype(np.float16)))
-    found.sort(key=lambda one: one[0])
-    keys, values = (np.stack([one[i] for one in found]).astype(np.float64) for i in (1, 2))
+        entries.append((at, turn(k[row].astype(np.float32), delta, inv_freq), v[row]))
+    own_key = turn(heads[0, 2], position, inv_freq).astype(np.float16).astype(np.float32)
+    entries.append((position, own_key, heads[0, 3].astype(np.float16)))
+    entries.sort(key=lambda entry: entry[0])
+    keys, values = (np.stack([entry[i] for entry in entries]).astype(np.float64) for i in (1, 2))
     out = []
     for head in range(2):
         logits = keys @ turn(heads[0, head], position, inv_freq) * SHAPE.head_dim**-0.5
@@ -325,17 +329,17 @@ def test_the_order_of_edits_makes_no_difference() -> None:
             shift = 0 if leftwards else moved
             text.edit(start + shift, stop + shift, count)
             moved += count - (stop - start)
-        while None in text.held:
-            first = text.held.index(None)
-            last = next(i for i in range(first, 999) if text.held[i : i + 1] != [None])
+        while None in text.numbers:
+            first = text.numbers.index(None)
+            last = next(i for i in range(first, 999) if text.numbers[i : i + 1] != [None])
             text.write(first, last - first)
         for cache in pair:
             text.check(cache)
         outs.append((text.look(), pair.native.views().tolist(), pair.numpy.views().tolist()))
         pair.close()
     assert outs[0][1:] == outs[1][1:]
-    for one, other in zip(outs[0][0], outs[1][0], strict=True):
-        assert (one == other).all()
+    for mine, theirs in zip(outs[0][0], outs[1][0], strict=True):
+        assert (mine == theirs).all()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -355,19 +359,19 @@ def test_every_policy_keeps_its_budget_while_a_text_is_edited(policy: str) -> No
             count = 0
         if count:
             text.write(start, count)
-        text.write(len(text.held), 3)
+        text.write(len(text.numbers), 3)
         assert cache.used_bytes <= budget
     for _, pos0, delta, first, mask in cache.views().tolist():
         assert mask == 0 or first == pos0 + delta
-    assert cache.tokens == len(text.held)
+    assert cache.tokens == len(text.numbers)
     cache.close()
 
 
-def took(cache: Cache, one: tuple[int, int, int]) -> bool:
+def took(cache: ClassCache, edit: tuple[int, int, int]) -> bool:
     """Whether there were views for an edit; if not it must have changed nothing."""
     state = cache.state()
     try:
-        cache.edit(*one)
+        cache.edit(*edit)
     except CacheError:
         assert cache.state() == state
         return False
@@ -392,12 +396,12 @@ def test_what_cannot_be_edited_is_refused_and_leaves_all_as_it_was() -> None:
             with pytest.raises(CacheError):
                 cache.begin(count, at=at)
         many = [(start, start + 2, 1) for start in range(70, 280, 2)]
-        done = sum(1 for one in many if took(cache, one))
+        done = sum(1 for edit in many if took(cache, edit))
         assert 4 < done < len(many)
-        held = cache.state()
+        before = cache.state()
         cache.begin(2, at=51)
         cache.rewind()
-        assert cache.state() == held
+        assert cache.state() == before
     pair.close()
 
 
@@ -438,6 +442,6 @@ def test_a_budget_for_the_context_gives_up_what_edits_left_least_of() -> None:
     for start in range(20, 380, 30):
         text.edit(start, start + 9, 9)
         text.write(start, 9)
-    assert 0 < cache.holdings().evicted_share < 0.2
+    assert 0 < cache.usage().evicted_share < 0.2
     assert cache.used_bytes <= cache.budget_bytes
     cache.close()

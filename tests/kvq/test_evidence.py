@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caches import budget_for_tokens, geometry, open_cache
-from kvq import native
-from kvq.cache import Cache
+from kvq import native, native_library
+from kvq.class_cache import ClassCache
 from kvq.config import PAGE_TOKENS, CacheShape, KvPlan, PageForm
 from kvq.errors import CacheError
-from kvq.policies import Attention, Constants
-from kvq.reference import Grid, mass_code, mass_of, sample_slot, sampled_token
+from kvq.policies import Constants, ObservedAttention
+from kvq.reference.stored import PageGrid, mass_code, mass_of, sample_slot, sampled_token
 from pairs import UNROTATED, Pair, attention, forward, frequencies, pack_heads, random_heads
 from tolerances import EVIDENCE, HISTORY
 
@@ -44,7 +44,7 @@ def assert_alike(pair: Pair, tolerance: float) -> None:
     got, want = (cache.evidence() for cache in pair)
     assert got.attention is not None
     assert want.attention is not None
-    for field in fields(Attention):
+    for field in fields(ObservedAttention):
         a, b = getattr(got.attention, field.name), getattr(want.attention, field.name)
         slack = HISTORY if field.name in ("peak_weight", "mean_mass") else tolerance
         # An early row gives one page nearly all it gives: what is left of it is a small difference.
@@ -79,10 +79,10 @@ def test_native_sees_of_an_edited_text_what_numpy_sees(k_bits: int, v_bits: int)
         for cache in pair:
             cache.edit(start, stop, count)
             if count:
-                new = [one[:count] for one in rows(start, count)]
+                new = [part[:count] for part in rows(start, count)]
                 cache.begin(count, at=start)
-                for params, own in zip(layers, new, strict=True):
-                    cache.attend(params, own, start + np.arange(count), frequencies(32))
+                for params, part in zip(layers, new, strict=True):
+                    cache.attend(params, part, start + np.arange(count), frequencies(32))
                 cache.commit(count)
     pair.fill(layers, rows(1, 90), frequencies(32))
     assert len(pair.native.views()) >= len(pair.native.columns()[0]) + 3
@@ -101,8 +101,8 @@ def test_a_capped_logit_counts_as_capped() -> None:
 
 def test_every_kernel_set_sees_the_same() -> None:
     seen = []
-    for isa in native.isas():
-        native.select_isa(isa)
+    for isa in native_library.isas():
+        native_library.select_isa(isa)
         pair = opened(4, 2)
         layers = [attention(SHAPE, layer) for layer in range(2)]
         pair.fill(layers, rows(2, 500), frequencies(32))
@@ -110,14 +110,14 @@ def test_every_kernel_set_sees_the_same() -> None:
         assert evidence is not None
         seen.append(evidence)
         pair.close()
-    native.select_isa(native.isas()[0])
+    native_library.select_isa(native_library.isas()[0])
     for other in seen[1:]:
-        for field in fields(Attention):
+        for field in fields(ObservedAttention):
             a, b = getattr(seen[0], field.name), getattr(other, field.name)
             assert np.abs(a - b).max() <= HISTORY * max(np.abs(a).max(), 1e-12), field.name
 
 
-def uniform_pages(cache: Cache, values: np.ndarray, tokens: int) -> None:
+def uniform_pages(cache: ClassCache, values: np.ndarray, tokens: int) -> None:
     """Zero queries and keys: every token weighs the same; values [tokens, D] in all heads."""
     q = np.zeros((tokens, SHAPE.num_heads, 64), np.float32)
     k = np.zeros((tokens, SHAPE.num_kv_heads, 64), np.float32)
@@ -270,7 +270,7 @@ def test_constants_are_the_pages_own() -> None:
             assert np.abs(got - want).max() <= 1e-6 * np.abs(want).max()
         for head in range(2):
             stored = pair.native.page(layer, head, 3)
-            keys, values = Grid.load(stored[:136]), Grid.load(stored[136:272])
+            keys, values = PageGrid.load(stored[:136]), PageGrid.load(stored[136:272])
             assert np.array_equal(a.key_min[head, 3], keys.mid - 120 * keys.scale)
             channels = (layer, head) in ((0, 1), (1, 1))
             scale = np.sqrt(np.square(values.scale).mean()) if channels else values.scale
@@ -328,8 +328,8 @@ def test_rejected_drafts_leave_the_evidence_of_plain_decoding(
     for cache in (drafting, plain):
         forward(cache, layers, [truth[:prompt]], np.arange(prompt))
         cache.commit(prompt)
-    for count, wanted in drafts:
-        kept = min(wanted, count)
+    for count, accepted in drafts:
+        kept = min(accepted, count)
         at = drafting.tokens
         rows = np.concatenate([truth[at : at + kept], wrong[at + kept : at + count]])
         forward(drafting, layers, [rows], np.arange(at, at + count))
@@ -340,7 +340,7 @@ def test_rejected_drafts_leave_the_evidence_of_plain_decoding(
     a, b = drafting.evidence().attention, plain.evidence().attention
     assert a is not None
     assert b is not None
-    for field in fields(Attention):
+    for field in fields(ObservedAttention):
         assert np.array_equal(getattr(a, field.name), getattr(b, field.name)), field.name
     drafting.close()
     plain.close()
@@ -366,8 +366,8 @@ def test_close_to_a_pages_end_evidence_stands_still(use_native: bool) -> None:
         assert evidence.attention is not None
         seen.append(evidence.attention)
         cache.close()
-    for field in fields(Attention):
-        first, middle, last = (getattr(one, field.name) for one in seen)
+    for field in fields(ObservedAttention):
+        first, middle, last = (getattr(observation, field.name) for observation in seen)
         # Numpy's sums also run over the zero weights of keys that no probe sees.
         slack = 0 if use_native else 1e-5 * np.abs(first).max()
         for later in (middle, last):
@@ -377,10 +377,10 @@ def test_close_to_a_pages_end_evidence_stands_still(use_native: bool) -> None:
 # Layers that read the last one's keys
 
 
-def look(cache: Cache, asked: Sequence[np.ndarray], rows: Sequence[int]) -> None:
+def look(cache: ClassCache, queries_of_readers: Sequence[np.ndarray], rows: Sequence[int]) -> None:
     """Every reader's queries [T, H * D] of these rows of the pass."""
     picked = np.array(rows, np.int64)
-    for number, queries in enumerate(asked):
+    for number, queries in enumerate(queries_of_readers):
         params = attention(SHAPE, 1, window_tokens=150, scale=0.06 * (1 + number))
         cache.look(params, queries[picked], picked, frequencies(32))
 
@@ -399,12 +399,12 @@ def test_native_hears_of_readers_what_numpy_hears() -> None:
     passes += [(7, [-1, 0, 0, 1, 1, 2, 4])] * 16
     heard: set[int] = set()
     for number, (count, parents) in enumerate(passes):
-        new, asked = rows(number, count), questions(number, count)
+        new, queries = rows(number, count), questions(number, count)
         asking = [count - 1] if count > 8 else np.flatnonzero(rng.random(count) < 0.8).tolist()
         depths = np.arange(count) if parents is None else np.array([0, 1, 1, 2, 2, 2, 3])
         for cache in pair:
             forward(cache, layers, new, cache.tokens + depths, frequencies(32), parents=parents)
-            look(cache, asked, asking)
+            look(cache, queries, asking)
             path = [0, 2, 5] if number % 2 else [0, 1, 4, 6]
             cache.commit(path if parents else count)
         if number > 82:
@@ -416,9 +416,9 @@ def test_native_hears_of_readers_what_numpy_hears() -> None:
     pair.close()
 
 
-def readers_alone(cache: Cache) -> list[int]:
+def readers_alone(cache: ClassCache) -> list[int]:
     """Tokens of the first reader's probes, of the definition."""
-    newest, sampled = cache.engine._probes.kinds(2, cache.tokens)  # type: ignore[attr-defined]
+    newest, sampled = cache.storage._probes.kinds(2, cache.tokens)  # type: ignore[attr-defined]
     return [probe.token for probe in (*newest, *sampled)]
 
 
@@ -428,14 +428,14 @@ def test_what_readers_see_adds_to_what_the_owner_sees(use_native: bool) -> None:
     plan = KvPlan(k_bits=8, v_bits=8)
     budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
     layers = [attention(SHAPE, layer) for layer in range(2)]
-    found = []
+    observations = []
     for readers in (0, 2):
         cache = open_cache(
             SHAPE, plan, budget, 1024, observed=True, native=use_native, readers=readers
         )
         # Half as sharp: no page has all of the weight, and no history is at its end.
         for start in range(0, 320, 64):
-            part = [one[start : start + 64] / 2 for one in rows(5, 320)]
+            part = [part_rows[start : start + 64] / 2 for part_rows in rows(5, 320)]
             forward(cache, layers, part, np.arange(64) + start, frequencies(32))
             for _ in range(readers):
                 queries = part[1][:, : 6 * 64]
@@ -443,10 +443,10 @@ def test_what_readers_see_adds_to_what_the_owner_sees(use_native: bool) -> None:
             cache.commit(64)
         evidence = cache.evidence().attention
         assert evidence is not None
-        found.append(evidence)
+        observations.append(evidence)
         cache.close()
-    alone, summed = found
-    for field in fields(Attention):
+    alone, summed = observations
+    for field in fields(ObservedAttention):
         a, b = getattr(alone, field.name), getattr(summed, field.name)
         once = field.name == "peak_weight" or field.name.startswith(("query", "output"))
         assert a[1].any()
@@ -459,8 +459,8 @@ def test_what_readers_see_adds_to_what_the_owner_sees(use_native: bool) -> None:
 def test_a_head_that_looks_back_keeps_the_pages_that_all_others_gave_up() -> None:
     """An eighth of the bytes holds half of all pages at 2 bits; the table has a row for each."""
     shape = CacheShape(num_layers=2, num_heads=8, num_kv_heads=8, head_dim=64)
-    told = np.zeros((2, 8), np.float32)
-    told[1, 3] = 1
+    retrieval = np.zeros((2, 8), np.float32)
+    retrieval[1, 3] = 1
     tokens = 64 * 48
     cache = open_cache(
         shape,
@@ -468,7 +468,7 @@ def test_a_head_that_looks_back_keeps_the_pages_that_all_others_gave_up() -> Non
         tokens * shape.float_bytes_per_token // 8,
         tokens,
         policy="budget",
-        retrieval=told,
+        retrieval=retrieval,
         chunk_tokens=64,
     )
     packed = pack_heads(*random_heads(np.random.default_rng(0), shape, tokens))
@@ -501,8 +501,8 @@ def test_a_page_that_readers_alone_look_at_is_kept(use_native: bool) -> None:
     k[4 + 64 : 4 + 128] += marks[0]
     k[4 + 192 : 4 + 256] += marks[1]
     packed = pack_heads(q, k, v)
-    asked = np.tile(marks[1], (1200, 2))
-    held = {}
+    queries = np.tile(marks[1], (1200, 2))
+    kept = {}
     for readers in (0, 1):
         budget = budget_for_tokens(shape, plan, 525, context_tokens=1200, readers=readers)
         cache = open_cache(
@@ -510,14 +510,14 @@ def test_a_page_that_readers_alone_look_at_is_kept(use_native: bool) -> None:
         )
         for start in range(0, 1200, 8):
             forward(cache, [attention(shape)], [packed[start : start + 8]], start + np.arange(8))
-            cache.look(attention(shape), asked[start : start + 8], np.arange(8), UNROTATED)
+            cache.look(attention(shape), queries[start : start + 8], np.arange(8), UNROTATED)
             cache.commit(8)
         facts, widths = cache.columns()
-        held[readers] = set(facts[(widths[0, :, :, 0] > 0).all(axis=0), 2].tolist())
+        kept[readers] = set(facts[(widths[0, :, :, 0] > 0).all(axis=0), 2].tolist())
         cache.close()
-    assert 4 + 64 in held[0]
-    assert 4 + 192 not in held[0]
-    assert held[1] >= {4 + 64, 4 + 192}
+    assert 4 + 64 in kept[0]
+    assert 4 + 192 not in kept[0]
+    assert kept[1] >= {4 + 64, 4 + 192}
 
 
 @pytest.mark.parametrize("use_native", [True, False])
@@ -533,7 +533,7 @@ def test_a_readers_probe_is_of_the_token_that_stayed(use_native: bool) -> None:
     truth, wrong = rows(0, 400), rows(1, 400)
     right, false = questions(0, 400), questions(1, 400)
 
-    def run(cache: Cache, count: int, kept: int, asking: Sequence[int]) -> None:
+    def run(cache: ClassCache, count: int, kept: int, asking: Sequence[int]) -> None:
         at = cache.tokens
         pieces = [
             [np.concatenate([a[at : at + kept], b[at + kept : at + count]]) for a, b in both]
@@ -566,7 +566,7 @@ def test_a_readers_probe_is_of_the_token_that_stayed(use_native: bool) -> None:
     a, b = (cache.evidence().attention for cache in (drafting, plain))
     assert a is not None
     assert b is not None
-    for field in fields(Attention):
+    for field in fields(ObservedAttention):
         assert np.array_equal(getattr(a, field.name), getattr(b, field.name)), field.name
     drafting.close()
     plain.close()
@@ -578,25 +578,25 @@ def test_a_snapshot_keeps_probes_and_history(use_native: bool) -> None:
     plan = KvPlan(k_bits=4, v_bits=2)
     budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
     layers = [attention(SHAPE, 0, window_tokens=150), attention(SHAPE, 1)]
-    one, other = (
+    source, other = (
         open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, readers=2)
         for _ in range(2)
     )
     packed = rows(4, 400)
     for start in (0, 200):
         part = [layer[start : start + 200] for layer in packed]
-        forward(one, layers, part, np.arange(200) + start, frequencies(32))
-        look(one, questions(4, 200, 1), range(190, 200))
-        one.commit(200)
-        one.evidence()
-    other.load_state(one.state())
-    a, b = one.evidence().attention, other.evidence().attention
+        forward(source, layers, part, np.arange(200) + start, frequencies(32))
+        look(source, questions(4, 200, 1), range(190, 200))
+        source.commit(200)
+        source.evidence()
+    other.load_state(source.state())
+    a, b = source.evidence().attention, other.evidence().attention
     assert a is not None
     assert b is not None
     assert a.mean_mass.any()
-    for field in fields(Attention):
+    for field in fields(ObservedAttention):
         assert np.array_equal(getattr(a, field.name), getattr(b, field.name)), field.name
-    one.close()
+    source.close()
     other.close()
 
 
@@ -612,7 +612,7 @@ def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
     assert not full.arena.probes
     assert tight.arena.probes
     with pytest.raises(CacheError, match="out of order"):
-        full.engine.evidence(0)
+        full.storage.evidence(0)
     full.close()
     tight.close()
 

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 
 from caches import spec
-from kvq import native
-from kvq.abi import as_config
-from kvq.cache import Cache
+from kvq import native_library
+from kvq.class_cache import ClassCache
 from kvq.config import Budget, CacheShape, KvPlan
 from kvq.errors import BackendError, BudgetError, UsageError
+from kvq.geometry import as_config
 from kvq.selectors import rule_named
-from kvq.sizing import Arena
+from kvq.sizing import ClassArena
+from numpy_cache import storage_named
 from pairs import attend_alike
 
 pytestmark = [
-    pytest.mark.skipif(not native.available(), reason=native.why_not()),
+    pytest.mark.skipif(not native_library.available(), reason=native_library.why_not()),
     pytest.mark.skipif(sys.platform != "linux", reason="refused elsewhere"),
 ]
 
@@ -43,11 +44,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def resolved(**options: Any) -> Arena:
+def resolved(**options: Any) -> ClassArena:
     return spec(SHAPE, PLAN, CONTEXT, chunk_tokens=256, forms=(1, 2) * 2, **options).resolved()
 
 
-def over_file(num_bytes: int, offload: int = ALL, **options: Any) -> Arena:
+def over_file(num_bytes: int, offload: int = ALL, **options: Any) -> ClassArena:
     budget = Budget(num_bytes=num_bytes)
     return resolved(budget=budget, offload_bytes=offload, offload_file=True, **options)
 
@@ -63,10 +64,10 @@ class Two:
 
     def __init__(self, num_bytes: int, **options: Any) -> None:
         self.rng = np.random.default_rng(0)
-        self.caches = [Cache(resolved(**options)), Cache(over_file(num_bytes, **options))]
+        self.caches = [ClassCache(resolved(**options)), ClassCache(over_file(num_bytes, **options))]
 
     @property
-    def filed(self) -> Cache:
+    def filed(self) -> ClassCache:
         return self.caches[1]
 
     def run(self, count: int, at: int | None = None) -> None:
@@ -107,30 +108,30 @@ def test_the_oldest_pages_lie_in_the_file_until_it_is_full() -> None:
     for tokens in (256, 1024, 1600):
         two.fill(tokens)
         columns = len(two.filed.columns()[0])
-        held = min(columns * planes, arena.file_bytes)
-        assert two.filed.holdings().offloaded_bytes == held
+        file_bytes = min(columns * planes, arena.file_bytes)
+        assert two.filed.usage().offloaded_bytes == file_bytes
     assert columns * planes > arena.file_bytes
-    assert two.caches[0].holdings().offloaded_bytes == 0
+    assert two.caches[0].usage().offloaded_bytes == 0
     assert two.filed.used_bytes == two.caches[0].used_bytes
 
 
 def views(folder: Path) -> list[tuple[int, int]]:
-    found = []
+    ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if f"{folder}/" in line:
             first, last = line.split()[0].split("-")
-            found.append((int(first, 16), int(last, 16)))
-    return found
+            ranges.append((int(first, 16), int(last, 16)))
+    return ranges
 
 
 def in_memory(folder: Path) -> int:
     """System pages of the file that are."""
     count = 0
     for first, last in views(folder):
-        told = (ctypes.c_ubyte * ((last - first) // resource.getpagesize()))()
+        residency = (ctypes.c_ubyte * ((last - first) // resource.getpagesize()))()
         room = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
-        assert ctypes.CDLL(None).mincore(*room, told) == 0
-        count += sum(byte & 1 for byte in told)
+        assert ctypes.CDLL(None).mincore(*room, residency) == 0
+        count += sum(byte & 1 for byte in residency)
     return count
 
 
@@ -151,7 +152,7 @@ def test_a_step_brings_what_its_selection_names_and_no_more(folder: Path) -> Non
     brought = {}
     for read in ("all", "quest:share=0.1"):
         for cache in two.caches:
-            cache.engine.read_by(rule_named(read))
+            cache.storage.read_by(rule_named(read))
         evict(folder)
         two.run(1)
         brought[read] = in_memory(folder)
@@ -161,7 +162,7 @@ def test_a_step_brings_what_its_selection_names_and_no_more(folder: Path) -> Non
 
 
 def test_a_closed_cache_leaves_no_file(folder: Path) -> None:
-    cache = Cache(over_file(least_bytes()))
+    cache = ClassCache(over_file(least_bytes()))
     assert len(views(folder)) == 1
     assert not list(folder.glob("**/*.*"))
     cache.close()
@@ -179,11 +180,11 @@ def test_budgets_are_held_to_the_byte_and_refused_by_name() -> None:
     with pytest.raises(BudgetError, match=r"cannot hold what a context of 3000 tokens .* can"):
         over_file(least, arena.file_bytes - 1)
     assert over_file(ALL).file_bytes == 0
-    with pytest.raises(UsageError, match="engine='numpy' has none"):
-        Cache(arena, engine="numpy")
+    with pytest.raises(UsageError, match="the device 'cuda' has none"):
+        ClassCache(arena, storage=storage_named("cuda"))
     behind = resolved(budget=Budget(num_bytes=arena.num_bytes - 1), offload_bytes=ALL)
     with pytest.raises(UsageError, match="offload_file=True"):
-        Cache(behind)
+        ClassCache(behind)
 
 
 @contextmanager
@@ -204,30 +205,30 @@ def test_a_disk_without_room_is_an_error_that_says_what_to_do(
         no_file_longer_than(4096),
         pytest.raises(BudgetError, match=r"kv_offload needs .* in .*: File too large; make room"),
     ):
-        Cache(arena)
+        ClassCache(arena)
     assert not list(folder.glob("**/*.*"))
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with pytest.raises(BudgetError, match="Not a directory; make room"):
-        Cache(arena)
+        ClassCache(arena)
 
 
 def test_systems_that_keep_what_was_read_refuse_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = over_file(least_bytes())
     monkeypatch.setattr("kvq.native.sys", Mock(platform="darwin"))
     with pytest.raises(BackendError, match=r"does not take out of memory .* use Linux"):
-        Cache(arena)
-    Cache(resolved()).close()
+        ClassCache(arena)
+    ClassCache(resolved()).close()
 
 
 def test_a_file_that_is_too_short_is_refused(tmp_path: Path) -> None:
     arena, handle = over_file(least_bytes()), ctypes.c_int64()
 
     def opened(file: int, file_bytes: int) -> str:
-        asked = ctypes.byref(as_config(arena)), arena.num_bytes, arena.max_columns, None
-        status = native.library().kvq_cache_open(
-            *asked, 0, 0, file, file_bytes, ctypes.byref(handle)
+        arguments = ctypes.byref(as_config(arena)), arena.num_bytes, arena.max_columns, None
+        status = native_library.library().kvq_cache_open(
+            *arguments, 0, 0, file, file_bytes, ctypes.byref(handle)
         )
-        return native.library().kvq_status_text(status).decode()
+        return native_library.library().kvq_status_text(status).decode()
 
     with (tmp_path / "short").open("wb+") as stream:
         stream.truncate(arena.file_bytes - 4096)

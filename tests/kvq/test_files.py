@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvq.files import replace_file
+from kvq.errors import DataError
+from kvq.files import read_regular, replace_file
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -61,5 +62,47 @@ def test_what_a_killed_process_left_of_the_file_goes_after_a_day(tmp_path: Path)
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
     with replace_file(tmp_path / "file") as stream:
         stream.write(b"new")
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"file", *left} - {".file-0123abcd"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"file", *left} - {".file-0123abcd"}
+
+
+def test_a_file_is_read_whole_up_to_what_it_may_have(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345678")
+    assert read_regular(path, 8, through_links=False, private=True) == b"12345678"
+    with pytest.raises(DataError, match="larger than 7 bytes"):
+        read_regular(path, 7)
+    path.write_bytes(b"")
+    assert read_regular(path, 1 << 62) == b""
+    assert read_regular(Path("/proc/self/comm"), 64) != b""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "sparse"])
+def test_what_is_no_file_of_that_size_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(100 << 30)
+    with pytest.raises((DataError, OSError), match=r"no regular file|larger than 1\.0 MiB"):
+        read_regular(path, 1 << 20)
+
+
+def test_a_link_and_another_users_file_are_refused_where_they_must_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_bytes(b"content")
+    link.symlink_to(path)
+    assert read_regular(link, 100) == b"content"
+    with pytest.raises(OSError, match="symbolic links"):
+        read_regular(link, 100, through_links=False)
+    monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
+    assert read_regular(path, 100) == b"content"
+    with pytest.raises(DataError, match="another user"):
+        read_regular(path, 100, private=True)

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from caches import budget_for_tokens, open_cache
-from kvq import native
-from kvq.cache import Cache
+from kvq import native, native_library
+from kvq.class_cache import ClassCache
 from kvq.config import HEAD_DIMS, CacheShape, KvPlan, PageForm
 from kvq.errors import BackendError, CacheError
 from kvq.formats import grid_bytes
-from kvq.reference import attention_weights, encode, planes, two_bit_plane
+from kvq.reference.stored import attention_weights, encode, planes, two_bit_plane
 from pairs import (
     UNROTATED,
     Float,
@@ -51,11 +51,11 @@ from tolerances import (
 )
 
 pytestmark = [
-    pytest.mark.skipif(not native.available(), reason=native.why_not()),
+    pytest.mark.skipif(not native_library.available(), reason=native_library.why_not()),
     pytest.mark.usefixtures("kernels_restored"),
 ]
 
-KERNELS = native.isas() if native.available() else []
+KERNELS = native_library.isas() if native_library.available() else []
 ROWS = 8
 SINKS = 4
 
@@ -74,11 +74,11 @@ def assert_close(got: Float, want: Float, tolerance: Tolerance) -> None:
 @pytest.mark.parametrize("dim", [16, 48, *HEAD_DIMS])
 @pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
 def test_pages_are_packed_to_the_reference_bytes(kernels: str, dim: int, side: int) -> None:
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     for (name, x), axis in itertools.product(adversarial(64, dim).items(), (0, 1)):
         stored, grid = native.pack(x, side, axis=axis)
-        codes, wanted = encode(x, axis)
-        assert grid.tobytes() == wanted.stored(), (name, axis)
+        codes, expected = encode(x, axis)
+        assert grid.tobytes() == expected.stored(), (name, axis)
         assert (stored == planes(codes, 8, side)).all(), (name, axis)
 
 
@@ -86,12 +86,12 @@ def test_pages_are_packed_to_the_reference_bytes(kernels: str, dim: int, side: i
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dim", [16, 48, *HEAD_DIMS])
 def test_carried_keys_are_packed_to_the_reference_bytes(kernels: str, dim: int) -> None:
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     feedback = some_feedback(np.random.default_rng(dim), dim)
     for bits, (name, x) in zip(itertools.cycle((4, 2, 8, 6)), adversarial(64, dim).items()):
         stored, grid = native.pack(x, 0, bits, feedback=feedback)
-        codes, wanted = encode(x, 0, bits=bits, feedback=feedback)
-        assert grid.tobytes() == wanted.stored(), (name, bits)
+        codes, expected = encode(x, 0, bits=bits, feedback=feedback)
+        assert grid.tobytes() == expected.stored(), (name, bits)
         assert (stored == planes(codes, bits, 0)).all(), (name, bits)
 
 
@@ -99,7 +99,7 @@ def test_carried_keys_are_packed_to_the_reference_bytes(kernels: str, dim: int) 
 @pytest.mark.parametrize("dim", [16, 80, 256])
 def test_carried_keys_are_narrowed_to_the_reference_bytes(kernels: str, dim: int) -> None:
     """By every step down, several in one call too; values lose bytes alone."""
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=dim)
     plan, rng = KvPlan(k_bits=8, v_bits=8), np.random.default_rng(dim)
     feedback = some_feedback(rng, 1, 2, dim)
@@ -120,7 +120,7 @@ def test_carried_keys_are_narrowed_to_the_reference_bytes(kernels: str, dim: int
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1e8, 1e30])
 @pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
 def test_beyond_float16_is_refused(kernels: str, value: float, side: int) -> None:
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     for where in ((0, 0), (63, 79), (31, 40)):
         x = adversarial(64, 80)["noise"]
         x[where] = value
@@ -132,7 +132,7 @@ def test_beyond_float16_is_refused(kernels: str, value: float, side: int) -> Non
 @pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
 @pytest.mark.parametrize("dim", [16, *HEAD_DIMS])
 def test_the_two_bit_plane_is_the_top_of_the_high_plane(kernels: str, dim: int, side: int) -> None:
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     x = adversarial(64, dim)["noise"]
     codes, _ = encode(x, side)
     assert (native.pack(x, side, 4)[0] == planes(codes, 4, side)).all()
@@ -142,15 +142,15 @@ def test_the_two_bit_plane_is_the_top_of_the_high_plane(kernels: str, dim: int, 
 
 def test_kernels_are_chosen_by_name() -> None:
     assert KERNELS[-1] == "generic"
-    assert native.isa() in KERNELS
+    assert native_library.isa() in KERNELS
     for name in KERNELS:
-        native.select_isa(name)
-        assert native.isa() == name
+        native_library.select_isa(name)
+        assert native_library.isa() == name
     with pytest.raises(
         BackendError, match=r"kernels 'abacus' cannot run here; choose from .*generic"
     ):
-        native.select_isa("abacus")
-    assert native.isa() == "generic"
+        native_library.select_isa("abacus")
+    assert native_library.isa() == "generic"
 
 
 # ---- attention on data with a tolerance --------------------------------------------------------
@@ -185,7 +185,7 @@ def attend_by_each_kernel(
     positions = np.arange(len(rows)) + pair.native.tokens
     outputs = {}
     for name in KERNELS:
-        native.select_isa(name)
+        native_library.select_isa(name)
         outputs[name] = forward(pair.native, layers, [rows], positions, inv_freq)[0]
         pair.native.rewind()
     return outputs
@@ -277,7 +277,7 @@ def test_rotated_keys_are_met_by_rotated_queries() -> None:
 @pytest.mark.parametrize("widths", [(8, 8), (4, 2), FLOAT_PAIR])
 def test_eight_rows_equal_eight_steps(kernels: str, widths: tuple[int, int]) -> None:
     """Verifying drafts gives bit for bit what decoding them one by one gives."""
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
     inv_freq = frequencies(32)
     pair, rng = filled(shape, widths, random_heads, 300, inv_freq=inv_freq)
@@ -301,7 +301,7 @@ def test_prefill_in_chunks_is_the_references(widths: tuple[int, int], chunk: int
     shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
     inv_freq = frequencies(32)
     for name in KERNELS:
-        native.select_isa(name)
+        native_library.select_isa(name)
         pair, rng = filled(shape, widths, random_heads, 290, inv_freq=inv_freq, more=chunk)
         rows = pack_heads(*random_heads(rng, shape, chunk))
         got, want = (
@@ -422,7 +422,7 @@ def test_pages_of_mixed_widths_are_merged_exactly(
 @pytest.mark.parametrize("widths", [(8, 8), (4, 2), (2, 2)])
 def test_loud_and_faint_keys_keep_the_softmax_stable(kernels: str, widths: tuple[int, int]) -> None:
     """Logits of thousands: the best token wins in whatever page it is, all others vanish."""
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64)
     for winner in (0, 5, 70, 131, 260, 398):
 
@@ -468,9 +468,9 @@ def test_splits_only_change_the_order_of_sums(
             outputs.append(forward(cache, layers, [rows], np.arange(2000, 2000 + ROWS))[0])
             cache.rewind()
         cache.close()
-    for whole, *others in (outputs[0::2], outputs[1::2]):
-        for other in others:
-            assert_close(other, whole, BETWEEN_SPLITS)
+    for whole, *splits in (outputs[0::2], outputs[1::2]):
+        for output in splits:
+            assert_close(output, whole, BETWEEN_SPLITS)
 
 
 # ---- what happens to rows before they are cached -----------------------------------------------
@@ -481,7 +481,7 @@ def test_splits_only_change_the_order_of_sums(
 @pytest.mark.parametrize("norms", ["none", "q", "k", "both"])
 def test_rotation_and_norms_are_the_references(kernels: str, pairs: int, norms: str) -> None:
     """Partial rotary, a rotary factor, and RMSNorm of q and k; floating-point cache."""
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=3, head_dim=80)
     plan = KvPlan(k_bits=16, v_bits=16)
     pair = Pair.open(shape, plan, budget_for_tokens(shape, plan, 100), 100)
@@ -521,21 +521,21 @@ def test_a_heads_sink_shares_in_its_softmax(window: int) -> None:
     params = attention(shape, window_tokens=window)
     sinks = np.array([-40, 0, 6, 2, 30, 5], np.float32)
 
-    def attended(cache: Cache, rows: Float) -> Float:
+    def attended(cache: ClassCache, rows: Float) -> Float:
         positions = np.arange(len(rows)) + cache.tokens
         cache.begin(len(rows))
-        found = cache.attend(params, rows, positions, frequencies(32), sink_logits=sinks)
+        output = cache.attend(params, rows, positions, frequencies(32), sink_logits=sinks)
         cache.commit(len(rows))
-        return found
+        return output
 
     for count in (1, 1300, 3, 1):
         rows = pack_heads(*random_heads(rng, shape, count))
-        wanted = attended(reference, rows)
+        expected = attended(reference, rows)
         for name, cache in caches.items():
-            native.select_isa(name)
-            found = attended(cache, rows)
-            assert_close(found, wanted, RANDOM[8, 8])
-            heads = found.reshape(count, 6, 64)
+            native_library.select_isa(name)
+            actual = attended(cache, rows)
+            assert_close(actual, expected, RANDOM[8, 8])
+            heads = actual.reshape(count, 6, 64)
             assert np.abs(heads[:, 4]).max() < 1e-6, "all of it goes to the sink"
             assert np.abs(heads[:, 0]).max() > 0.05
     for cache in (reference, *caches.values()):
@@ -554,7 +554,7 @@ def test_a_sink_takes_its_share_of_what_keys_weigh() -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_empty_and_one_token_caches(kernels: str) -> None:
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     for head_dim, plan in itertools.product(HEAD_DIMS, (KvPlan(), KvPlan(k_bits=16, v_bits=16))):
         shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=head_dim)
         pair = Pair.open(shape, plan, 4 << 20, 64)
@@ -564,9 +564,9 @@ def test_empty_and_one_token_caches(kernels: str) -> None:
             forward(cache, [attention(shape)], [pack_heads(q, k, v)], np.array([0]))[0]
             for cache in pair
         ]
-        own = np.repeat(v.astype(np.float16).astype(np.float32), 2, axis=1).reshape(1, -1)
-        assert (outputs[0] == own).all()
-        assert (outputs[1] == own).all()
+        values = np.repeat(v.astype(np.float16).astype(np.float32), 2, axis=1).reshape(1, -1)
+        assert (outputs[0] == values).all()
+        assert (outputs[1] == values).all()
         for cache in pair:
             cache.commit(1)
         rows = pack_heads(*random_heads(rng, shape, ROWS))
@@ -581,7 +581,7 @@ def test_a_query_that_is_no_number_has_no_answer_and_spoils_no_other(
     kernels: str, tokens: int, threads: int
 ) -> None:
     """Zeros would go on as if nothing had happened; sampling says what is wrong with NaN."""
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=4, head_dim=16)
     pair, rng = filled(shape, (8, 4), random_heads, tokens, threads=threads)
     q, k, v = random_heads(rng, shape, 1)
@@ -600,7 +600,7 @@ def test_a_query_that_is_no_number_has_no_answer_and_spoils_no_other(
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_one_token_pages(kernels: str) -> None:
     """Rolling back into a page leaves a mask of one token; rows written after it are seen."""
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
     pair, rng = filled(shape, (8, 8), sharp_heads, 300)
     pair.trim(SINKS + 64 + 1)
@@ -626,14 +626,14 @@ def test_kernels_are_those_of_the_processor() -> None:
     }
     announced = [*(name for name in needs if needs[name] <= said), "generic"]
     # AMX may be announced and not work (test_tiles); then there is a reason.
-    refused = native.isa_refused().partition(":")[0]
-    assert native.isas() == [name for name in announced if name != refused]
+    refused = native_library.isa_refused().partition(":")[0]
+    assert native_library.isas() == [name for name in announced if name != refused]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("ABI", native.ABI + 1, "belongs to another version of kvq; "),
+        ("ABI", native_library.ABI + 1, "belongs to another version of kvq; "),
         ("library_path", lambda: None, "is not in this installation; "),
     ],
 )
@@ -641,13 +641,13 @@ def test_no_library_is_a_reason_and_the_command_that_mends_it(
     name: str, value: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Functions of another version may take other arguments: numpy is slower than a crash."""
-    monkeypatch.setattr(native, name, value)
-    native.load.cache_clear()
+    monkeypatch.setattr(native_library, name, value)
+    native_library.load.cache_clear()
     try:
-        reason, _, command = native.why_not().rpartition(said)
-        assert native.LIBRARY in reason
+        reason, _, command = native_library.why_not().rpartition(said)
+        assert native_library.LIBRARY in reason
         assert "pip install" in command
     finally:
         monkeypatch.undo()
-        native.load.cache_clear()
-    assert native.why_not() == ""
+        native_library.load.cache_clear()
+    assert native_library.why_not() == ""

@@ -5,13 +5,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvq import native
-from kvq import reference_linear as reference
+from kvq import native_library
 from kvq.errors import BackendError
 from kvq.native_linear import embed, linear, weight_bytes_read
-from kvq.reference import normalize
-from kvq.reference_linear import (
-    BLOCKS,
+from kvq.reference import linear as reference
+from kvq.reference.linear import (
     PANEL_ROWS,
     WIDTHS,
     BlockFormat,
@@ -20,46 +18,49 @@ from kvq.reference_linear import (
     Grid,
     PanelFormat,
 )
-from matrices import KINDS, activations, matrix
+from kvq.reference.stored import normalize
+from matrices import FORMATS, KINDS, activations, matrix
 from tolerances import PREPARED, PRODUCT
 
 pytestmark = pytest.mark.usefixtures("kernels_restored")
-needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
-KERNELS = native.isas() if native.available() else []
+needs_native = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
+KERNELS = native_library.isas() if native_library.available() else []
 # (rows, columns): less than a panel, odd everything, whole panels, more than one row block.
-FORMS = [(32, Grid.MINIMUM), (64, Grid.ZERO_POINT), (64, Grid.SYMMETRIC), (128, Grid.ZERO_POINT)]
-E2M1 = (4, 32, Grid.E2M1)
+PAIRS = {(32, Grid.MINIMUM), (64, Grid.ZERO_POINT), (64, Grid.SYMMETRIC), (128, Grid.ZERO_POINT)}
+FORMS = [
+    kind
+    for kind in FORMATS
+    if (kind.block, kind.grid) in {*PAIRS, (32, Grid.E2M1)} or kind.grid.has_supers
+]
 SHAPES = [(5, 7), (16, 64), (50, 200), (33, 449), (96, 896), (40, 5000)]
 
 
-def close(found: Float, expected: Float) -> None:
-    assert found.shape == expected.shape
+def close(actual: Float, expected: Float) -> None:
+    assert actual.shape == expected.shape
     size = np.abs(expected).max(axis=1, keepdims=True)
-    assert (np.abs(found - expected) <= PRODUCT.top * size).all()
+    assert (np.abs(actual - expected) <= PRODUCT.top * size).all()
 
 
 # The bytes
 
 
-@pytest.mark.parametrize(("bits", "grid"), KINDS)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_packed_comes_back(
-    bits: int, block: int, grid: Grid, shape: tuple[int, int]
-) -> None:
-    form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block, grid=grid)
+def test_what_is_packed_comes_back(kind: BlockFormat, shape: tuple[int, int]) -> None:
+    form = PanelFormat.of(kind, shape)
     blocks, panels = matrix(form)
     assert panels.shape == (form.panels, form.panel_bytes)
     assert form.panel_bytes % 64 == 0
-    found = reference.unpack(form, panels)
-    np.testing.assert_array_equal(found.codes[: form.rows], blocks.codes)
-    np.testing.assert_array_equal(found.scales[: form.rows], blocks.scales)
-    assert not found.scales[form.rows :].any()
-    if grid in (Grid.SYMMETRIC, Grid.E2M1):
-        assert found.offsets is None
-    else:
-        np.testing.assert_array_equal(found.offsets[: form.rows], blocks.offsets)
-        assert found.offsets.dtype == blocks.offsets.dtype
+    actual = reference.unpack(form, panels)
+    np.testing.assert_array_equal(actual.codes[: form.rows], blocks.codes)
+    np.testing.assert_array_equal(actual.scales[: form.rows], blocks.scales)
+    assert not actual.scales[form.rows :].any()
+    for name in ("offsets", "sub_scales", "sub_offsets"):
+        values, expected = getattr(actual, name), getattr(blocks, name)
+        assert (values is None) == (expected is None)
+        if expected is not None:
+            np.testing.assert_array_equal(values[: form.rows], expected)
+            assert values.dtype == expected.dtype
 
 
 @pytest.mark.parametrize(
@@ -70,16 +71,27 @@ def test_what_is_packed_comes_back(
         ("4/32/minimum", 5),
         ("6/64/zero_point", 6.375),
         ("4/32/e2m1", 4.25),
+        ("4/32/super_minimum", 4.5),
+        ("5/32/super_minimum", 5.5),
+        ("6/16/super_symmetric", 6.625),
+        ("6/16/super_minimum", 7.125),
     ],
 )
 def test_a_format_says_what_it_takes(spelled: str, bits_per_weight: float) -> None:
     form = BlockFormat.parse(spelled)
     assert str(form) == spelled
     assert form.bits_per_weight == bits_per_weight
-    stored = PanelFormat(rows=160, columns=6400, bits=form.bits, block=form.block, grid=form.grid)
+    stored = PanelFormat.of(form, (160, 6400))
     whole = stored.panels * stored.panel_bytes
     assert whole == pytest.approx(160 * 6400 * bits_per_weight / 8, rel=1e-3)
-    for wrong in ("7/64/symmetric", "5/32/e2m1", "4/48/symmetric", "4/64/none", "4/64"):
+    for wrong in (
+        "7/64/symmetric",
+        "5/32/e2m1",
+        "4/48/symmetric",
+        "4/64/none",
+        "4/64",
+        "8/32/super_minimum",
+    ):
         with pytest.raises((ValueError, KeyError)):
             BlockFormat.parse(wrong)
 
@@ -88,13 +100,13 @@ def test_what_each_grid_makes_of_a_code() -> None:
     codes = np.array([[0, 5, 15]], np.uint8)
     scale, low = np.array([[0.5]], np.float32), np.array([[-3]], np.float32)
     zero = np.array([[70]], np.uint8)  # code 4.375
-    for blocks, bits, wanted in (
+    for blocks, bits, expected in (
         (Blocks(codes, scale), 4, [-4, -1.5, 3.5]),
         (Blocks(codes, scale, zero), 4, [-2.1875, 0.3125, 5.3125]),
         (Blocks(codes, scale, zero), 6, [-8.75, -6.25, -1.25]),  # code 17.5
         (Blocks(codes, scale, low), 4, [-3, -0.5, 4.5]),
     ):
-        np.testing.assert_array_equal(reference.dequantize(blocks, bits), [wanted])
+        np.testing.assert_array_equal(reference.dequantize(blocks, bits), [expected])
 
 
 def test_e2m1_is_a_sign_two_bits_of_exponent_and_one_of_mantissa() -> None:
@@ -102,8 +114,8 @@ def test_e2m1_is_a_sign_two_bits_of_exponent_and_one_of_mantissa() -> None:
     codes = np.arange(16, dtype=np.uint8)[None]
     blocks = reference.in_weights(Blocks(codes, np.array([[127]], np.uint8)))
     numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    wanted = np.array([numbers + [-number for number in numbers]], np.float32)
-    np.testing.assert_array_equal(reference.dequantize(blocks, 4), wanted)
+    expected = np.array([numbers + [-number for number in numbers]], np.float32)
+    np.testing.assert_array_equal(reference.dequantize(blocks, 4), expected)
     form = PanelFormat(rows=1, columns=32, bits=4, block=32, grid=Grid.E2M1)
     twice = np.tile(codes, 2)
     for exponent in (0, 1, 100, 127, 247):
@@ -111,7 +123,7 @@ def test_e2m1_is_a_sign_two_bits_of_exponent_and_one_of_mantissa() -> None:
         # A plane of 4 groups, then sixteen exponents, padded.
         assert (form.plane_bytes, panels[0, 256]) == (256, exponent)
         scale = np.ldexp(np.float64(1), exponent - 127)
-        np.testing.assert_array_equal(reference.restore(form, panels)[0, :16], wanted[0] * scale)
+        np.testing.assert_array_equal(reference.restore(form, panels)[0, :16], expected[0] * scale)
 
 
 def test_the_layout_byte_by_byte() -> None:
@@ -151,36 +163,39 @@ def test_a_plane_of_two_bits_and_constants_byte_by_byte() -> None:
     np.testing.assert_array_equal(panel[256 + 32 : 256 + 48], np.arange(16))
 
 
-@pytest.mark.parametrize(("bits", "grid"), KINDS)
-def test_products_are_those_of_the_restored_weights(bits: int, grid: Grid) -> None:
-    form = PanelFormat(rows=50, columns=200, bits=bits, block=64, grid=grid)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_the_restored_weights(kind: BlockFormat) -> None:
+    form = PanelFormat.of(kind, (50, 200))
     _, panels = matrix(form)
     x = activations(6, 200)
-    levels, steps = reference.round_rows(x, 64)
+    levels, steps = reference.round_rows(x, kind.activation_block)
     rounded = (levels * steps[..., None]).reshape(6, -1)[:, :200]
     assert np.abs(rounded - x).max() <= steps.max() * 0.5001
     exact = rounded.astype(np.float64) @ reference.restore(form, panels)[:50].T.astype(np.float64)
     close(reference.linear(form, panels, x), exact.astype(np.float32))
 
 
-@pytest.mark.parametrize(("bits", "grid"), [kind for kind in KINDS if kind[0] > 4])
-def test_the_upper_nibbles_are_the_middle_of_what_they_may_be(bits: int, grid: Grid) -> None:
-    form = PanelFormat(rows=16, columns=64, bits=bits, block=32, grid=grid)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.bits > 4])
+def test_the_upper_nibbles_are_the_middle_of_what_they_may_be(kind: BlockFormat) -> None:
+    form, bits, grid = PanelFormat.of(kind, (16, 512)), kind.bits, kind.grid
     blocks, panels = matrix(form)
-    levels, steps = reference.round_rows(activations(3, 64), 32)
+    levels, steps = reference.round_rows(activations(3, 512), kind.activation_block)
+    levels = levels.reshape(3, form.blocks, form.block)
+    steps = np.repeat(steps, form.blocks // form.supers, axis=1)
     step = 1 << (bits - 4)
-    codes = (blocks.codes // step * step + (step - 1) / 2).reshape(16, 2, 32)
-    scales, offsets = blocks.scales[..., None].astype(np.float64) / 256, blocks.offsets
-    if grid is Grid.SYMMETRIC:
+    codes = (blocks.codes // step * step + (step - 1) / 2).reshape(16, form.blocks, form.block)
+    each = blocks.without_supers()
+    scales, offsets = each.scales[..., None].astype(np.float64) / 256, each.offsets
+    if grid.is_symmetric:
         weights = (codes - 2 ** (bits - 1)) * scales
     elif grid is Grid.ZERO_POINT:
         weights = (codes - offsets[..., None] * 2.0 ** (bits - 8)) * scales
     else:
         weights = codes * scales + offsets[..., None].astype(np.float64) / 256
     exact = np.einsum("mbk,mb,nbk->mn", levels, steps, weights)
-    close(reference.linear(form, panels, activations(3, 64), "hi"), exact.astype(np.float32))
+    close(reference.linear(form, panels, activations(3, 512), "hi"), exact.astype(np.float32))
     hi = reference.dequantize(reference.in_weights(blocks), bits, "hi")
-    np.testing.assert_allclose(hi.reshape(16, 2, 32), weights, rtol=1e-6)
+    np.testing.assert_allclose(hi.reshape(weights.shape), weights, rtol=1e-5, atol=1e-6)
 
 
 # Native products
@@ -188,23 +203,21 @@ def test_the_upper_nibbles_are_the_middle_of_what_they_may_be(bits: int, grid: G
 
 @pytest.mark.sampled
 @needs_native
-@pytest.mark.parametrize(
-    ("bits", "block", "grid"), [*((bits, *form) for bits in WIDTHS for form in FORMS), E2M1]
-)
+@pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_equal_the_definition_for_every_row_count(
-    bits: int, block: int, grid: Grid, shape: tuple[int, int]
+    kind: BlockFormat, shape: tuple[int, int]
 ) -> None:
     """And M rows are, bit for bit, what each row is alone."""
-    form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block, grid=grid)
+    form = PanelFormat.of(kind, shape)
     _, panels = matrix(form)
     x = activations(130, shape[1])
     views = ("full", "hi")
-    wanted = {view: reference.linear(form, panels, x, view) for view in views}
+    expected = {view: reference.linear(form, panels, x, view) for view in views}
     for view, kernels in product(views, KERNELS):
-        native.select_isa(kernels)
+        native_library.select_isa(kernels)
         alone = np.concatenate([linear(form, panels, row[None], view=view) for row in x])
-        close(alone, wanted[view])
+        close(alone, expected[view])
         for rows in (*range(2, 18), 31, 49, 130):
             together = linear(form, panels, x[:rows], view=view)
             np.testing.assert_array_equal(together, alone[:rows])
@@ -215,21 +228,33 @@ def test_products_equal_the_definition_for_every_row_count(
 @pytest.mark.parametrize("rows", [1, 3, 48])
 def test_the_largest_codes_and_levels_do_not_overflow(kernels: str, rows: int) -> None:
     """Sums of a few products lie in 16 bits of some kernels, fewer of them the larger codes are."""
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     for sign in (1, -1):
         x = np.full((rows, 64), sign, np.float32)
         for bits in WIDTHS:
             top = (1 << bits) - 1
             form = PanelFormat(rows=16, columns=64, bits=bits, block=32, grid=Grid.SYMMETRIC)
             blocks = Blocks(np.full((16, 64), top, np.uint8), np.ones((16, 2), np.float16))
-            found = linear(form, reference.pack(form, blocks), x)
-            wanted = sign * 64 * (top - (1 << (bits - 1))) / 256
-            np.testing.assert_allclose(found, wanted, rtol=1e-6)
+            actual = linear(form, reference.pack(form, blocks), x)
+            expected = sign * 64 * (top - (1 << (bits - 1))) / 256
+            np.testing.assert_allclose(actual, expected, rtol=1e-6)
+        for kind in (kind for kind in KINDS if kind.grid.has_supers):
+            form, top = PanelFormat.of(kind, (16, 256)), (1 << kind.bits) - 1
+            wide = np.full((rows, 256), sign, np.float32)
+            largest, halves = 63 if kind.block == 32 else -128, np.ones((16, 1), np.float16)
+            number = np.full((16, form.blocks), largest, np.int16)
+            number = number.astype(np.uint8 if kind.block == 32 else np.int8)
+            sides = (halves, number) if kind.grid.has_minimum else (None, None)
+            blocks = Blocks(np.full((16, 256), top, np.uint8), halves, sides[0], number, sides[1])
+            actual = linear(form, reference.pack(form, blocks), wide)
+            middle = 1 << (kind.bits - 1)
+            weight = largest * (top - middle if kind.grid.is_symmetric else top + 1)
+            np.testing.assert_allclose(actual, sign * 256 * weight / 256, rtol=1e-6)
         form = PanelFormat(rows=16, columns=64, bits=4, block=32, grid=Grid.E2M1)
         for code in (7, 15):
             blocks = Blocks(np.full((16, 64), code, np.uint8), np.full((16, 2), 127, np.uint8))
-            found = linear(form, reference.pack(form, blocks), x)
-            np.testing.assert_allclose(found, sign * 64 * 6 * (1 if code == 7 else -1), rtol=1e-6)
+            actual = linear(form, reference.pack(form, blocks), x)
+            np.testing.assert_allclose(actual, sign * 64 * 6 * (1 if code == 7 else -1), rtol=1e-6)
 
 
 @needs_native
@@ -238,7 +263,7 @@ def test_the_largest_codes_and_levels_do_not_overflow(kernels: str, rows: int) -
 def test_norm_activation_bias_and_residual(kernels: str, activation: str) -> None:
     from kvq_models.reference import ACTIVATIONS
 
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     form = PanelFormat(rows=50, columns=200, bits=8, block=32)
     _, panels = matrix(form)
     random = np.random.default_rng(4)
@@ -257,34 +282,34 @@ def test_norm_activation_bias_and_residual(kernels: str, activation: str) -> Non
         gated = linear(form, panels, x, activation=activation)
         expected = ACTIVATIONS[activation](first) * x[:, 200:]
         # An activation on the edge between two levels may round to either.
-        for found, wanted in (
+        for actual, definition in (
             (normed, plain + bias + residual),
             (gated, linear(form, panels, expected)),
         ):
-            assert np.abs(found - wanted).max() <= PREPARED.top * np.abs(wanted).max()
-            assert np.median(np.abs(found - wanted)) <= 2e-6 * np.abs(wanted).max()
+            assert np.abs(actual - definition).max() <= PREPARED.top * np.abs(definition).max()
+            assert np.median(np.abs(actual - definition)) <= 2e-6 * np.abs(definition).max()
 
 
 @pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("bits", "grid"), [(8, Grid.SYMMETRIC), (6, Grid.ZERO_POINT)])
-def test_two_passes_are_exact_where_it_matters(kernels: str, bits: int, grid: Grid) -> None:
-    native.select_isa(kernels)
-    form = PanelFormat(rows=9001, columns=128, bits=bits, block=64, grid=grid)
+@pytest.mark.parametrize("spelled", ["8/64/symmetric", "6/64/zero_point", "6/16/super_symmetric"])
+def test_two_passes_are_exact_where_it_matters(kernels: str, spelled: str) -> None:
+    native_library.select_isa(kernels)
+    form = PanelFormat.of(BlockFormat.parse(spelled), (9001, 128))
     _, panels = matrix(form)
     x = activations(5, 128)
     full = linear(form, panels, x)
     for count in (1, 20, 200, 9000):
-        found = linear(form, panels, x, exact_rows=count)
-        close(found, reference.linear_in_two_passes(form, panels, x, count))
+        actual = linear(form, panels, x, exact_rows=count)
+        close(actual, reference.linear_in_two_passes(form, panels, x, count))
         # The best so many, in their order, with what a whole product gives them.
         order = np.argsort(-full, axis=1, kind="stable")[:, :count]
-        np.testing.assert_array_equal(np.argsort(-found, axis=1, kind="stable")[:, :count], order)
-        best = np.take_along_axis(found, order, axis=1)
+        np.testing.assert_array_equal(np.argsort(-actual, axis=1, kind="stable")[:, :count], order)
+        best = np.take_along_axis(actual, order, axis=1)
         np.testing.assert_array_equal(best, np.take_along_axis(full, order, axis=1))
         alone = np.concatenate([linear(form, panels, row[None], exact_rows=count) for row in x])
-        np.testing.assert_array_equal(found, alone)
+        np.testing.assert_array_equal(actual, alone)
     assert (linear(form, panels, x, exact_rows=20) != full).any()
 
 
@@ -317,17 +342,17 @@ def test_rows_left_out_are_zeros() -> None:
     x, residual = activations(9, 200), activations(9, 50)
     full = linear(form, panels, x, residual=residual)
     for first in (1, 16, 21, 48, 50):
-        found = linear(form, panels, x, residual=residual, first_row=first)
-        np.testing.assert_array_equal(found[:, :first], residual[:, :first])
-        np.testing.assert_array_equal(found[:, first:], full[:, first:])
+        actual = linear(form, panels, x, residual=residual, first_row=first)
+        np.testing.assert_array_equal(actual[:, :first], residual[:, :first])
+        np.testing.assert_array_equal(actual[:, first:], full[:, first:])
 
 
 @needs_native
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("bits", "grid"), KINDS)
-def test_embeddings_are_sums_of_restored_rows(kernels: str, bits: int, grid: Grid) -> None:
-    native.select_isa(kernels)
-    form = PanelFormat(rows=50, columns=200, bits=bits, block=64, grid=grid)
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings_are_sums_of_restored_rows(kernels: str, kind: BlockFormat) -> None:
+    native_library.select_isa(kernels)
+    form = PanelFormat.of(kind, (50, 200))
     _, panels = matrix(form)
     random = np.random.default_rng(2)
     ids = random.integers(0, 50, (7, 3))
@@ -344,14 +369,14 @@ def test_embeddings_are_sums_of_restored_rows(kernels: str, bits: int, grid: Gri
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows_in_its_row_only(kernels: str, value: float) -> None:
-    native.select_isa(kernels)
+    native_library.select_isa(kernels)
     form = PanelFormat(rows=20, columns=100, bits=4, block=32)
     _, panels = matrix(form)
     x = activations(3, 100)
     x[1, 99] = value
-    found = linear(form, panels, x)
-    assert np.isnan(found[1]).all()
-    np.testing.assert_array_equal(found[[0, 2]], linear(form, panels, x[[0, 2]]))
+    actual = linear(form, panels, x)
+    assert np.isnan(actual[1]).all()
+    np.testing.assert_array_equal(actual[[0, 2]], linear(form, panels, x[[0, 2]]))
     assert np.isnan(reference.linear(form, panels, x)[1]).all()
 
 
@@ -366,3 +391,14 @@ def test_impossible_products_are_refused() -> None:
     with pytest.raises(BackendError, match="do not fit"):
         linear(form, panels, x, exact_rows=1, bias=np.zeros(16, np.float32))
     assert linear(form, panels, x[:0]).shape == (0, PANEL_ROWS)
+
+
+@needs_native
+@pytest.mark.parametrize("side", ["rows", "columns"])
+@pytest.mark.parametrize("count", [(1 << 28) + 1, 1 << 30, (1 << 31) - 1])
+def test_a_matrix_whose_sides_no_number_counts_is_refused(side: str, count: int) -> None:
+    """Its panels would be counted with numbers below zero."""
+    sides = {"rows": PANEL_ROWS, "columns": 64, side: count}
+    _, panels = matrix(PanelFormat(rows=PANEL_ROWS, columns=64, bits=4, block=32))
+    with pytest.raises(BackendError, match="do not fit"):
+        linear(PanelFormat(**sides, bits=4, block=32), panels, np.ones((0, 64), np.float32))

@@ -10,15 +10,15 @@ import pytest
 from onnx import TensorProto, helper
 
 from emulated import emulated_library
-from kvq import devices, native
+from kvq import devices, native_library
 from kvq.native_linear import embed, linear, weight_bytes_read
-from kvq.reference_linear import Bytes, Grid, PanelFormat
-from kvq_runtime.onnx_runtime import onnx_runtime
+from kvq.reference.linear import Bytes, Grid, PanelFormat
+from kvq_runtime.machine.onnx_runtime import onnx_runtime
 from matrices import matrix
 from shelf import Shelf
 
 ort = onnx_runtime()
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 # Enough panels for many units of work, rows for more than one block of them.
 FORM = PanelFormat(rows=2005, columns=200, bits=6, block=64, grid=Grid.ZERO_POINT)
@@ -48,12 +48,12 @@ def session(
 ) -> Any:
     """One Linear node with these inputs beside the weights, which lie in a file in `folder`."""
     order = ["x", "panels", *list(TYPES)[1:]]
-    given = [name if name in names or name == "panels" else "" for name in order]
-    while not given[-1]:
-        given.pop()
+    node_inputs = [name if name in names or name == "panels" else "" for name in order]
+    while not node_inputs[-1]:
+        node_inputs.pop()
     stored = onnx.numpy_helper.from_array(panels(form), "panels")
     node = helper.make_node(
-        "Linear", given, ["out"], domain="kvq", **(asdict(form) | PLAIN | attributes)
+        "Linear", node_inputs, ["out"], domain="kvq", **(asdict(form) | PLAIN | attributes)
     )
     inputs = [helper.make_tensor_value_info(name, TYPES[name], None) for name in names]
     return run_graph(node, inputs, stored, threads, folder, library)
@@ -74,7 +74,7 @@ def run_graph(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    options.register_custom_ops_library(str(library or native.library_path()))
+    options.register_custom_ops_library(str(library or native_library.library_path()))
     source: Any = model.SerializeToString()
     if folder is not None:
         source = str(folder / "model.onnx")
@@ -96,22 +96,22 @@ def test_a_session_computes_what_the_abi_computes(threads: int, tmp_path: Path) 
         x, residual = activations(rows), activations(rows, FORM.rows)
         for view, name in enumerate(("full", "hi")):
             feeds = {"x": x, "norm": weight, "bias": bias, "residual": residual}
-            (found,) = run.run(None, feeds | {"weights_view": np.array([view])})
+            (actual,) = run.run(None, feeds | {"weights_view": np.array([view])})
             expected = linear(
                 FORM, panels(), x, norm=weight, norm_eps=1e-5, bias=bias, residual=residual,
                 view=name,
             )  # fmt: skip
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(actual, expected)
 
 
 def test_activation_and_exact_rows() -> None:
     x = activations(3, 400)
-    (found,) = session(["x"], activation=1).run(None, {"x": x})
-    np.testing.assert_array_equal(found, linear(FORM, panels(), x, activation="silu"))
+    (actual,) = session(["x"], activation=1).run(None, {"x": x})
+    np.testing.assert_array_equal(actual, linear(FORM, panels(), x, activation="silu"))
     run, x = session(["x", "exact_rows"]), activations(3)
     for rows in (0, 7, 10_000):
-        (found,) = run.run(None, {"x": x, "exact_rows": np.array([rows])})
-        np.testing.assert_array_equal(found, linear(FORM, panels(), x, exact_rows=rows))
+        (actual,) = run.run(None, {"x": x, "exact_rows": np.array([rows])})
+        np.testing.assert_array_equal(actual, linear(FORM, panels(), x, exact_rows=rows))
 
 
 @pytest.mark.parametrize(("bits", "grid"), [(8, Grid.SYMMETRIC), (6, Grid.MINIMUM)])
@@ -132,9 +132,9 @@ def test_a_device_computes_many_tokens_and_the_head_in_two_passes(
     for view, name in enumerate(("full", "hi")):
         np.testing.assert_array_equal(products(x, view), linear(form, panels(form), x, view=name))
     x = x[:3]
-    whole, scores, found = products(x), products(x, 1), products(x, 0, 20)
-    read = found == whole
-    np.testing.assert_array_equal(found[~read], scores[~read])
+    whole, scores, actual = products(x), products(x, 1), products(x, 0, 20)
+    read = actual == whole
+    np.testing.assert_array_equal(actual[~read], scores[~read])
     assert 128 * 16 <= read.sum(axis=1).min() <= read.sum(axis=1).max() < 0.8 * form.rows
     best = np.argsort(-whole, axis=1)[:, :20]
     assert np.take_along_axis(read, best, axis=1).all()
@@ -148,11 +148,11 @@ def test_a_layer_reads_what_its_mode_needs(mode: int, first: int, unread: int) -
     x, residual = activations(4), activations(4, FORM.rows)
     before = weight_bytes_read()
     modes = np.array([1, mode, 1])
-    (found,) = run.run(None, {"x": x, "residual": residual, "layer_modes": modes})
+    (actual,) = run.run(None, {"x": x, "residual": residual, "layer_modes": modes})
     assert weight_bytes_read() - before == (FORM.panels - unread) * FORM.panel_bytes
     expected = linear(FORM, panels(), x, residual=residual)
-    np.testing.assert_array_equal(found[:, first:], expected[:, first:])
-    np.testing.assert_array_equal(found[:, :first], residual[:, :first])
+    np.testing.assert_array_equal(actual[:, first:], expected[:, first:])
+    np.testing.assert_array_equal(actual[:, :first], residual[:, :first])
 
 
 def test_embeddings() -> None:
@@ -165,8 +165,8 @@ def test_embeddings() -> None:
     run = run_graph(node, inputs, stored, 1, None)
     ids = np.array([[3, 2004], [0, 17], [1, 1]])
     weights = np.array([[0.5, 0.5], [1, 0], [2, -1]], np.float32)
-    (found,) = run.run(None, {"ids": ids, "w": weights})
-    np.testing.assert_array_equal(found, embed(FORM, panels(), ids, weights))
+    (actual,) = run.run(None, {"ids": ids, "w": weights})
+    np.testing.assert_array_equal(actual, embed(FORM, panels(), ids, weights))
     expect("kvq::Embed: an id is no row", run, {"ids": ids + 1, "w": weights})
     expect("kvq::Embed: input shapes", run, {"ids": ids, "w": weights[:2]})
 

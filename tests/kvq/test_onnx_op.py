@@ -10,24 +10,24 @@ import pytest
 from onnx import TensorProto, helper
 
 from caches import budget_for_tokens, open_cache
-from kvq import native
-from kvq.cache import Cache
+from kvq import native_library
+from kvq.class_cache import ClassCache
 from kvq.config import AttentionParams, CacheShape, KvPlan
-from kvq_runtime.onnx_runtime import onnx_runtime
+from kvq_runtime.machine.onnx_runtime import onnx_runtime
 from pairs import Float, attention, forward, frequencies, pack_heads, random_heads
 
 ort = onnx_runtime()
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 SHAPE = CacheShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=64)
 WIDTH = (6 + 2 * 2) * 64
 CONTEXT = 2400
 
 
-def model(params: AttentionParams, given: tuple[bool, ...] = (False, False, False)) -> bytes:
+def model(params: AttentionParams, present: tuple[bool, ...] = (False, False, False)) -> bytes:
     """One `kvq::Attention` node; absent inputs in front of a present one are empty names."""
     optional = ("q_norm", "k_norm", "sink_logits")
-    names = [name if there else "" for name, there in zip(optional, given, strict=True)]
+    names = [name if there else "" for name, there in zip(optional, present, strict=True)]
     inputs = [
         helper.make_tensor_value_info("qkv", TensorProto.FLOAT, ["T", "W"]),
         helper.make_tensor_value_info("positions", TensorProto.INT64, ["P"]),
@@ -62,11 +62,11 @@ def session(graph: bytes, threads: int = 1) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    options.register_custom_ops_library(str(native.library_path()))
+    options.register_custom_ops_library(str(native_library.library_path()))
     return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
-def feed(cache: Cache | int, rows: Float, positions: np.ndarray, **extra: Float) -> dict:
+def feed(cache: ClassCache | int, rows: Float, positions: np.ndarray, **extra: Float) -> dict:
     handle = cache if isinstance(cache, int) else cache.handle
     return {
         "qkv": rows,
@@ -79,7 +79,7 @@ def feed(cache: Cache | int, rows: Float, positions: np.ndarray, **extra: Float)
 
 
 @pytest.fixture
-def caches() -> Iterator[list[Cache]]:
+def caches() -> Iterator[list[ClassCache]]:
     """Two equal caches, divided for two threads."""
     plan = KvPlan(k_bits=4, v_bits=2)
     budget = budget_for_tokens(SHAPE, plan, CONTEXT, threads=2)
@@ -90,7 +90,7 @@ def caches() -> Iterator[list[Cache]]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_session_computes_what_attend_computes(caches: list[Cache], threads: int) -> None:
+def test_a_session_computes_what_attend_computes(caches: list[ClassCache], threads: int) -> None:
     """Prefill in chunks, decoding and drafts, windows and soft caps: equal outputs and bytes."""
     layers = [
         attention(SHAPE, 0, softcap=30.0, rope_factor=1.2),
@@ -102,9 +102,9 @@ def test_a_session_computes_what_attend_computes(caches: list[Cache], threads: i
     for count in (1, 200, 256, 63, 8, 256, 256, 256, 256, 256, 256, 5, 1, 1):
         rows = [pack_heads(*random_heads(rng, SHAPE, count)) for _ in layers]
         positions = np.arange(count) + direct.tokens
-        wanted = forward(direct, layers, rows, positions, frequencies(32))
+        expected = forward(direct, layers, rows, positions, frequencies(32))
         through_graph.begin(count)
-        for run, row, want in zip(runs, rows, wanted, strict=True):
+        for run, row, want in zip(runs, rows, expected, strict=True):
             (got,) = run.run(None, feed(through_graph, row, positions))
             assert got.shape == (count, 6 * 64)
             assert (got == want).all()
@@ -117,20 +117,22 @@ def test_a_session_computes_what_attend_computes(caches: list[Cache], threads: i
 @pytest.mark.parametrize(
     "there", [(True, False, False), (False, True, True), (True, True, False), (False, False, True)]
 )
-def test_norms_and_sinks_are_optional_inputs(caches: list[Cache], there: tuple[bool, ...]) -> None:
+def test_norms_and_sinks_are_optional_inputs(
+    caches: list[ClassCache], there: tuple[bool, ...]
+) -> None:
     params = attention(SHAPE, 0, norm_eps=1e-5)
     run = session(model(params, there))
     rng = np.random.default_rng(5)
     weights = rng.uniform(0.5, 2, (2, 64)).astype(np.float32)
-    given = {"q_norm": weights[0]} if there[0] else {}
-    given |= {"k_norm": weights[1]} if there[1] else {}
-    given |= {"sink_logits": np.arange(6, dtype=np.float32)} if there[2] else {}
+    options = {"q_norm": weights[0]} if there[0] else {}
+    options |= {"k_norm": weights[1]} if there[1] else {}
+    options |= {"sink_logits": np.arange(6, dtype=np.float32)} if there[2] else {}
     rows, positions = pack_heads(*random_heads(rng, SHAPE, 30)), np.arange(30)
     through_graph, direct = caches
     for cache in caches:
         cache.begin(30)
-    (got,) = run.run(None, feed(through_graph, rows, positions, **given))
-    want = direct.attend(params, rows, positions, frequencies(32), **given)
+    (got,) = run.run(None, feed(through_graph, rows, positions, **options))
+    want = direct.attend(params, rows, positions, frequencies(32), **options)
     assert (got == want).all()
     plain = direct.attend(params, rows, positions, frequencies(32))
     assert np.abs(got - plain).max() > 0.01
@@ -149,7 +151,7 @@ def expect_error(message: str, run: Any, inputs: dict) -> None:
     assert type(caught.value).__module__.startswith("onnxruntime")
 
 
-def test_an_unknown_or_closed_handle_is_an_exception(caches: list[Cache]) -> None:
+def test_an_unknown_or_closed_handle_is_an_exception(caches: list[ClassCache]) -> None:
     run = session(model(FIRST))
     expect_error("no open cache has handle 0", run, feed(0, rows_of(1), np.array([0])))
     expect_error("no open cache has handle -7", run, feed(-7, rows_of(1), np.array([0])))
@@ -160,7 +162,7 @@ def test_an_unknown_or_closed_handle_is_an_exception(caches: list[Cache]) -> Non
     assert (run.run(None, feed(caches[1], rows_of(1), np.array([0])))[0] == 1).all()
 
 
-def test_begin_must_have_been_called(caches: list[Cache]) -> None:
+def test_begin_must_have_been_called(caches: list[ClassCache]) -> None:
     run = session(model(FIRST))
     message = r".*begin\(\) was not called for this many tokens"
     expect_error(message, run, feed(caches[0], rows_of(2), np.array([0, 1])))
@@ -184,12 +186,14 @@ def test_begin_must_have_been_called(caches: list[Cache]) -> None:
         ("sink_logits", np.ones(2, np.float32)),
     ],
 )
-def test_wrong_shapes_are_refused(caches: list[Cache], changed: str, value: np.ndarray) -> None:
+def test_wrong_shapes_are_refused(
+    caches: list[ClassCache], changed: str, value: np.ndarray
+) -> None:
     run = session(model(FIRST, (True, True, True)))
-    given = {name: np.ones(64, np.float32) for name in ("q_norm", "k_norm")}
-    given["sink_logits"] = np.ones(6, np.float32)
+    options = {name: np.ones(64, np.float32) for name in ("q_norm", "k_norm")}
+    options["sink_logits"] = np.ones(6, np.float32)
     caches[0].begin(2)
-    good = feed(caches[0], rows_of(2), np.arange(2), **given)
+    good = feed(caches[0], rows_of(2), np.arange(2), **options)
     expect_error("input shapes do not match the attributes", run, good | {changed: value})
     assert run.run(None, good)[0].shape == (2, 6 * 64)
 
@@ -205,18 +209,20 @@ def test_wrong_shapes_are_refused(caches: list[Cache], changed: str, value: np.n
     ],
 )
 def test_a_node_that_does_not_fit_the_cache_is_refused(
-    caches: list[Cache], params: AttentionParams, inputs: dict[str, np.ndarray]
+    caches: list[ClassCache], params: AttentionParams, inputs: dict[str, np.ndarray]
 ) -> None:
     run = session(model(params))
     width = (params.num_heads + 2 * params.num_kv_heads) * params.head_dim
     caches[0].begin(1)
-    given = feed(caches[0], rows_of(1, width), np.array([0])) | inputs
-    expect_error("an argument does not fit the cache", run, given)
+    feeds = feed(caches[0], rows_of(1, width), np.array([0])) | inputs
+    expect_error("an argument does not fit the cache", run, feeds)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e5])
 @pytest.mark.parametrize("where", [6 * 64, 8 * 64 + 5], ids=["key", "value"])
-def test_numbers_beyond_float16_are_refused(caches: list[Cache], value: float, where: int) -> None:
+def test_numbers_beyond_float16_are_refused(
+    caches: list[ClassCache], value: float, where: int
+) -> None:
     run = session(model(FIRST))
     rows = rows_of(2)
     rows[1, where] = value
@@ -254,8 +260,8 @@ def test_a_missing_attribute_is_named() -> None:
 )
 def test_attributes_out_of_range_are_refused_not_cut(attribute: str, value: int) -> None:
     made = onnx.load_from_string(model(FIRST))
-    (found,) = (a for a in made.graph.node[0].attribute if a.name == attribute)
-    found.i = value
+    (node_attribute,) = (a for a in made.graph.node[0].attribute if a.name == attribute)
+    node_attribute.i = value
     with pytest.raises(Exception, match=r"out of range|none of a cache's"):
         session(made.SerializeToString())
 
@@ -263,7 +269,7 @@ def test_attributes_out_of_range_are_refused_not_cut(attribute: str, value: int)
 # ---- several sequences ---------------------------------------------------------------------------
 
 
-def sequences(count: int) -> list[Cache]:
+def sequences(count: int) -> list[ClassCache]:
     """Caches of different widths and lengths, filled alike whenever this is called."""
     made = []
     for index, (tokens, widths) in enumerate(
@@ -283,7 +289,7 @@ def sequences(count: int) -> list[Cache]:
     return made
 
 
-def joined(caches: list[Cache], rows: list[Float], positions: list[np.ndarray]) -> dict:
+def joined(caches: list[ClassCache], rows: list[Float], positions: list[np.ndarray]) -> dict:
     return feed(caches[0], np.concatenate(rows), np.concatenate(positions)) | {
         "cache": np.array([cache.handle for cache in caches]),
         "sequence_rows": np.array([len(part) for part in rows]),
@@ -324,10 +330,10 @@ def test_many_sequences_in_a_pass_equal_each_alone(count: int, threads: int) -> 
         for group in (together, alone):
             for cache, (rows, parents) in zip(group, branches, strict=True):
                 cache.commit(rows if parents is None else [0])
-    for one, other in zip(together, alone, strict=True):
-        assert one.state() == other.state()
-        one.close()
-        other.close()
+    for mine, theirs in zip(together, alone, strict=True):
+        assert mine.state() == theirs.state()
+        mine.close()
+        theirs.close()
 
 
 def test_a_pass_of_sequences_that_do_not_fit_together_is_refused() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import parity
-from kvq import native
+from kvq import native_library
 from shelf import Shelf
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ class Build:
     older_kernels: str = ""
 
 
-HERE = ",".join(native.isas()) if native.available() else ""
+HERE = ",".join(native_library.isas()) if native_library.available() else ""
 BUILDS = {
     # AMX's instructions in plain memory, whatever the processor has.
     "tiles": Build(
@@ -127,10 +127,10 @@ def assert_kernels_pass(finished: subprocess.CompletedProcess[str], kernels: str
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not native.available(), reason=native.why_not())
+@pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 def test_the_installed_library_passes_and_a_wrong_answer_shows(cases: Path, tmp_path: Path) -> None:
     needs("g++")
-    library = native.library_path()
+    library = native_library.library_path()
     assert library
     program = runner("g++", library=library, folder=tmp_path)
     assert_kernels_pass(run(program, cases), HERE)
@@ -156,7 +156,7 @@ def test_other_compilers_and_processors_pass_without_a_warning(
     assert configured.returncode == 0, configured.stderr
     built = run("cmake", "--build", folder, "--parallel", "2")
     assert built.returncode == 0, built.stderr
-    program = runner(build.compiler, library=folder / native.LIBRARY, folder=folder)
+    program = runner(build.compiler, library=folder / native_library.LIBRARY, folder=folder)
     assert_kernels_pass(run(*build.emulator, program, cases), build.kernels)
     if build.older:
         assert_kernels_pass(run(*build.older, program, few_cases), build.older_kernels)
@@ -188,7 +188,7 @@ def test_a_wheel_is_in_order_and_its_library_passes(
         return
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        (native_file,) = (one for one in archive.namelist() if "/libkvq_native." in one)
+        (native_file,) = (file for file in archive.namelist() if "/libkvq_native." in file)
         (tmp_path / Path(native_file).name).write_bytes(archive.read(native_file))
     zig = (sys.executable, "-m", "ziglang", "c++", "-s", "-target", machine.target)
     if machine.links.endswith(".a"):  # what stands for a DLL where programs are linked
@@ -221,9 +221,8 @@ def test_a_wheel_is_installed_without_a_compiler(shelf: Shelf, tmp_path: Path) -
         assert finished.returncode == 0, finished.stdout + finished.stderr
         return finished.stdout
 
-    library, kernels = said(
-        "-c", "from kvq import native; print(native.library_path(), ','.join(native.isas()))"
-    ).split()
+    code = "from kvq.native_library import *; print(library_path(), ','.join(isas()))"
+    library, kernels = said("-c", code).split()
     assert (library, kernels) == (str(folder / "kvq/libkvq_native.so"), HERE)
     tests = (ROOT / "tests/kvq" / name for name in ("test_linear.py", "test_snapshots.py"))
     assert "skipped" not in said("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)

@@ -39,8 +39,8 @@ def settled(examples: int) -> settings:
     return settings(deadline=None, database=None, derandomize=True, max_examples=examples)
 
 
-def relieve(facts: Evidence, bytes_short: int, columns_short: int = 0, policy: str = "oldest"):
-    return policy_named(policy).relieve(facts, bytes_short, columns_short).actions.tolist()
+def free_space(facts: Evidence, bytes_short: int, columns_short: int = 0, policy: str = "oldest"):
+    return policy_named(policy).free_space(facts, bytes_short, columns_short).actions.tolist()
 
 
 def every_page(column: int, k_bits: int, v_bits: int) -> list[list[int]]:
@@ -61,42 +61,42 @@ def test_all_fall_to_a_rung_before_any_falls_below_it() -> None:
     for steps in range(1, len(order) + 1):
         enough = sum(freed[:steps])
         expected = last_of_each_page([action for step in order[:steps] for action in step])
-        assert relieve(evidence(all_at(8, 8)), enough) == expected
-        assert relieve(evidence(all_at(8, 8)), enough - freed[steps - 1] + 1) == expected
+        assert free_space(evidence(all_at(8, 8)), enough) == expected
+        assert free_space(evidence(all_at(8, 8)), enough - freed[steps - 1] + 1) == expected
 
 
 def test_sides_fall_only_where_they_are_wider() -> None:
-    assert relieve(evidence(all_at(8, 2)), 1) == every_page(0, 6, 2)
-    assert relieve(evidence(all_at(2, 8)), 1) == every_page(0, 2, 6)
-    assert relieve(evidence(all_at(4, 2)), 1) == every_page(0, 2, 2)
-    assert relieve(evidence(all_at(2, 2)), 1) == every_page(0, 0, 0)
+    assert free_space(evidence(all_at(8, 2)), 1) == every_page(0, 6, 2)
+    assert free_space(evidence(all_at(2, 8)), 1) == every_page(0, 2, 6)
+    assert free_space(evidence(all_at(4, 2)), 1) == every_page(0, 2, 2)
+    assert free_space(evidence(all_at(2, 2)), 1) == every_page(0, 0, 0)
 
 
 def test_pages_already_lower_are_left_alone() -> None:
     widths = all_at(8, 8)
     widths[0, 1, 0] = 2, 2
     widths[1, 0, 0] = 0, 0
-    assert relieve(evidence(widths), 1) == [[0, 0, 0, 6, 6], [1, 1, 0, 6, 6]]
+    assert free_space(evidence(widths), 1) == [[0, 0, 0, 6, 6], [1, 1, 0, 6, 6]]
 
 
 def test_nothing_short_means_no_action() -> None:
-    assert relieve(evidence(all_at(8, 8)), 0) == []
-    assert relieve(evidence(all_at(8, 8, columns=0)), 1000) == []
+    assert free_space(evidence(all_at(8, 8)), 0) == []
+    assert free_space(evidence(all_at(8, 8, columns=0)), 1000) == []
 
 
 def test_more_than_there_is_frees_everything() -> None:
     widths = all_at(4, 2)
-    assert not after(widths, relieve(evidence(widths), 10**9)).any()
+    assert not after(widths, free_space(evidence(widths), 10**9)).any()
 
 
 def test_columns_are_freed_whole_and_oldest_first() -> None:
     """Demotion frees no row of the table, so only eviction is of use."""
     widths = all_at(8, 8)
-    assert relieve(evidence(widths), 0, 1) == every_page(0, 0, 0)
-    assert relieve(evidence(widths), 0, 2) == every_page(0, 0, 0) + every_page(1, 0, 0)
+    assert free_space(evidence(widths), 0, 1) == every_page(0, 0, 0)
+    assert free_space(evidence(widths), 0, 2) == every_page(0, 0, 0) + every_page(1, 0, 0)
     widths[:, :, 0] = 0
     widths[0, 0, 0] = 2, 2
-    assert relieve(evidence(widths), 0, 1) == [[0, 0, 0, 0, 0]]
+    assert free_space(evidence(widths), 0, 1) == [[0, 0, 0, 0, 0]]
 
 
 # ---- laws of all policies ----------------------------------------------------------------------
@@ -124,9 +124,9 @@ def test_enough_is_freed_and_the_same_each_time(
     policy: str, facts: Evidence, short: int, columns: int
 ) -> None:
     before = facts.widths.copy()
-    actions = relieve(facts, short, columns, policy)
+    actions = free_space(facts, short, columns, policy)
     assert (facts.widths == before).all(), "the evidence was changed"
-    assert actions == relieve(facts, short, columns, policy), "the same evidence, other actions"
+    assert actions == free_space(facts, short, columns, policy), "the same evidence, other actions"
     left = after(before, actions)
     lost = int((before.any(axis=(0, 1, 3)) & ~left.any(axis=(0, 1, 3))).sum())
     assert (bytes_of(before) - bytes_of(left) >= short and lost >= columns) or not left.any()
@@ -139,11 +139,11 @@ def test_enough_is_freed_and_the_same_each_time(
 @given(situations(), st.integers(0, 150_000))
 def test_no_step_too_many(policy: str, facts: Evidence, short: int) -> None:
     """A byte less asked for frees less by one step at most, and the same steps before it."""
-    left = after(facts.widths, relieve(facts, short, 0, policy))
+    left = after(facts.widths, free_space(facts, short, 0, policy))
     freed = bytes_of(facts.widths) - bytes_of(left)
     if freed <= short:
         return
-    fewer = after(facts.widths, relieve(facts, short - 1, 0, policy)) if short else facts.widths
+    fewer = after(facts.widths, free_space(facts, short - 1, 0, policy)) if short else facts.widths
     assert (fewer >= left).all(), "asked for less, something was kept less"
     if short == 0:
         assert freed == 0
@@ -161,7 +161,7 @@ def test_no_step_too_many(policy: str, facts: Evidence, short: int) -> None:
 def test_a_larger_shortage_keeps_nothing_that_a_smaller_one_gives_up(
     policy: str, facts: Evidence, shortages: list[int]
 ) -> None:
-    kept = [after(facts.widths, relieve(facts, short, 0, policy)) for short in sorted(shortages)]
+    kept = [after(facts.widths, free_space(facts, short, 0, policy)) for short in sorted(shortages)]
     for more, less in pairwise(kept):
         assert (more >= less).all()
 
@@ -170,7 +170,7 @@ def test_a_larger_shortage_keeps_nothing_that_a_smaller_one_gives_up(
 def test_equal_pages_go_by_column_layer_and_head(policy: str) -> None:
     """Nothing to tell pages apart: three evictions' worth comes from the oldest column."""
     facts = evidence(all_at(2, 2, layers=1, heads=4, columns=3))
-    gone = relieve(facts, 3 * page_bytes(DIM, 2, 2) - 100, 0, policy)
+    gone = free_space(facts, 3 * page_bytes(DIM, 2, 2) - 100, 0, policy)
     whole = policy.partition(":")[0] in WHOLE_COLUMNS
     assert gone == [[0, head, 0, 0, 0] for head in range(4 if whole else 3)]
 
@@ -203,7 +203,7 @@ def test_less_attention_never_keeps_more(policy: str, seed: int, short: int, dem
         query_square=0.02,
         output_square=1,
     )
-    left = after(widths, relieve(facts, short, 0, policy)).astype(int)
+    left = after(widths, free_space(facts, short, 0, policy)).astype(int)
     order = np.argsort(mass, axis=-1)[..., None]
     rising = np.take_along_axis(left, order, axis=2)
     # Key bits of qaq follow range and length alone.
@@ -303,8 +303,8 @@ def test_any_budget_holds_and_keeps_sinks_and_recent_tokens(
             forward(cache, layers, [rows, rows], np.arange(first, first + size))
             cache.commit(size)
             assert cache.used_bytes <= cache.peak_bytes <= budget
-            held = cache.tail(1, 0)[1][:, 0].astype(int).tolist()
-            assert held[:sinks] == list(range(min(sinks, cache.tokens)))
+            tail_tokens = cache.tail(1, 0)[1][:, 0].astype(int).tolist()
+            assert tail_tokens[:sinks] == list(range(min(sinks, cache.tokens)))
             closed = max(0, cache.tokens - sinks - cache.plan.tail_tokens) // 64
-            assert held[sinks:] == list(range(sinks + 64 * closed, cache.tokens))
+            assert tail_tokens[sinks:] == list(range(sinks + 64 * closed, cache.tokens))
     cache.close()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caches import budget_for_tokens, minimum_budget, open_cache
-from kvq.cache import Cache
+from kvq.class_cache import ClassCache
 from kvq.config import CacheShape, KvPlan
 from kvq.policies import POLICIES
 from pairs import attention, forward, frequencies, pack_heads, structured_heads
@@ -35,7 +35,7 @@ def truth(seed: int) -> list[np.ndarray]:
 class Run:
     """One cache and the rows it is given."""
 
-    cache: Cache
+    cache: ClassCache
     rows: list[np.ndarray]
 
     def feed(self, count: int, kept: int | None = None, *, wrong: bool = False) -> None:
@@ -82,8 +82,8 @@ def test_rejected_drafts_leave_what_plain_decoding_leaves(
     drafting, plain = opened(policy, share, 1), opened(policy, share, 1)
     for run in (drafting, plain):
         run.prompt(prompt)
-    for count, wanted in drafts:
-        kept = min(count, wanted)
+    for count, accepted in drafts:
+        kept = min(count, accepted)
         drafting.feed(count, kept, wrong=True)
         for _ in range(kept):
             plain.feed(1)
@@ -154,13 +154,15 @@ def test_a_larger_budget_is_never_worse() -> None:
     exact = Run(open_cache(SHAPE, plan, 4 << 20, CONTEXT, chunk_tokens=128), truth(5))
     exact.prompt(900)
     question = [layer[900:908] for layer in exact.rows]
-    wanted = forward(exact.cache, LAYERS, question, np.arange(900, 908), FREQUENCIES)
+    expected = forward(exact.cache, LAYERS, question, np.arange(900, 908), FREQUENCIES)
     errors = []
     for share in (0.02, 0.1, 0.2, 0.4, 0.7, 1.0):
         run = opened("budget", share, 5)
         run.prompt(900)
         got = forward(run.cache, LAYERS, question, np.arange(900, 908), FREQUENCIES)
-        errors.append(sum(float(np.square(a - b).sum()) for a, b in zip(got, wanted, strict=True)))
+        errors.append(
+            sum(float(np.square(a - b).sum()) for a, b in zip(got, expected, strict=True))
+        )
         run.cache.close()
     exact.cache.close()
     for tight, wide in itertools.pairwise(errors):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from caches import minimum_budget, open_cache
-from kvq import native
+from kvq import native_library
 from kvq.config import CacheShape, KvPlan
 from kvq.formats import granule_bytes, page_bytes
 from kvq.policies import Evidence
@@ -21,9 +21,9 @@ from policy_evidence import (
     all_at,
     bytes_of,
     evidence,
+    free_space,
     one_head,
     random_evidence,
-    relieve,
 )
 
 MIDDLE = page_bytes(DIM, 4, 4)
@@ -36,17 +36,17 @@ SMALL = page_bytes(DIM, 2, 2)
 def test_streaming_drops_the_oldest_column_whole_and_never_demotes() -> None:
     facts = evidence(all_at(8, 4))
     every_page = [[layer, head, 0, 0, 0] for layer in (0, 1) for head in (0, 1)]
-    assert relieve("streaming", facts, 1) == every_page
+    assert free_space("streaming", facts, 1) == every_page
     facts.widths[:, :, 0] = 0
     facts.widths[1, 1, 0] = 8, 4
-    assert relieve("streaming", facts, 1) == [[1, 1, 0, 0, 0]]
+    assert free_space("streaming", facts, 1) == [[1, 1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("use_native", [True, False])
 def test_streaming_counts_positions_inside_the_cache(use_native: bool) -> None:
     """What is left attends as a text of these tokens alone would, at positions from 0 on."""
-    if use_native and not native.available():
-        pytest.skip(native.why_not())
+    if use_native and not native_library.available():
+        pytest.skip(native_library.why_not())
     shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
     plan = KvPlan(k_bits=8, v_bits=8)
     of, turned = attention(shape), frequencies(16)
@@ -59,14 +59,14 @@ def test_streaming_counts_positions_inside_the_cache(use_native: bool) -> None:
     got = forward(cache, [of], [rows[896:]], np.arange(896, 900), turned)[0]
     first = cache.columns()[0][0, 2]
     assert first > 4 + 64
-    assert cache.engine.places()[:4].tolist() == [[i, first - 4 + i, first - 4] for i in range(4)]
-    held = np.concatenate([rows[:4], rows[first:896]])
+    assert cache.storage.places()[:4].tolist() == [[i, first - 4 + i, first - 4] for i in range(4)]
+    kept_rows = np.concatenate([rows[:4], rows[first:896]])
     exact = open_cache(shape, KvPlan(k_bits=16, v_bits=16), 1 << 22, 900, native=use_native)
-    for start in range(0, len(held), 64):
-        part = held[start : start + 64]
+    for start in range(0, len(kept_rows), 64):
+        part = kept_rows[start : start + 64]
         forward(exact, [of], [part], np.arange(start, start + len(part)), turned)
         exact.commit(len(part))
-    want = forward(exact, [of], [rows[896:]], np.arange(4) + len(held), turned)[0]
+    want = forward(exact, [of], [rows[896:]], np.arange(4) + len(kept_rows), turned)[0]
     assert relative_rms(got, want) < 0.01
     cache.close()
     exact.close()
@@ -78,13 +78,13 @@ def test_uniform_walks_its_ladder_with_all_pages_alike() -> None:
     # 8:8 -> 8:4 -> 4:4 -> 4:2 -> 2:2 frees 2, 2, 1 and 1 granules a page.
     rungs = [(8, 4), (4, 4), (4, 2), (2, 2)]
     gained = [2, 2, 1, 1]
-    held = [(8, 8), (8, 8)]
+    pair_widths = [(8, 8), (8, 8)]
     for step in range(8):
-        held[step % 2] = rungs[step // 2]
+        pair_widths[step % 2] = rungs[step // 2]
         freed = sum(gained[i // 2] for i in range(step + 1)) * granule
-        left = after(widths, relieve("uniform", evidence(widths), freed))
-        assert [tuple(pair) for pair in left[0, 0].tolist()] == held
-    assert relieve("uniform", evidence(widths), 12 * granule + 1) == [
+        left = after(widths, free_space("uniform", evidence(widths), freed))
+        assert [tuple(pair) for pair in left[0, 0].tolist()] == pair_widths
+    assert free_space("uniform", evidence(widths), 12 * granule + 1) == [
         [0, 0, 1, 2, 2],
         [0, 0, 0, 0, 0],
     ]
@@ -92,17 +92,19 @@ def test_uniform_walks_its_ladder_with_all_pages_alike() -> None:
 
 def test_uniform_takes_other_ladders_and_other_first_widths() -> None:
     facts = evidence(all_at(8, 8, layers=1, heads=1, columns=1))
-    assert relieve("uniform:order=4:8/2:8", facts, 1) == [[0, 0, 0, 4, 8]]
-    assert relieve("uniform:order=4:8/2:8", facts, 3 * granule_bytes(DIM)) == [[0, 0, 0, 2, 8]]
-    assert relieve("uniform:order=4:8/2:8", facts, 3 * granule_bytes(DIM) + 1) == [[0, 0, 0, 0, 0]]
-    assert relieve("uniform", evidence(all_at(2, 8, layers=1, heads=1)), 1) == [[0, 0, 0, 2, 4]]
+    assert free_space("uniform:order=4:8/2:8", facts, 1) == [[0, 0, 0, 4, 8]]
+    assert free_space("uniform:order=4:8/2:8", facts, 3 * granule_bytes(DIM)) == [[0, 0, 0, 2, 8]]
+    assert free_space("uniform:order=4:8/2:8", facts, 3 * granule_bytes(DIM) + 1) == [
+        [0, 0, 0, 0, 0]
+    ]
+    assert free_space("uniform", evidence(all_at(2, 8, layers=1, heads=1)), 1) == [[0, 0, 0, 2, 4]]
 
 
 def test_uniform_brings_a_new_page_down_before_the_others_go_on() -> None:
     widths = all_at(4, 2, layers=1, heads=1, columns=4)
     widths[0, 0, 3] = 8, 8
-    assert relieve("uniform", evidence(widths), 1) == [[0, 0, 3, 8, 4]]
-    assert relieve("uniform", evidence(widths), 5 * granule_bytes(DIM)) == [[0, 0, 3, 4, 2]]
+    assert free_space("uniform", evidence(widths), 1) == [[0, 0, 3, 8, 4]]
+    assert free_space("uniform", evidence(widths), 5 * granule_bytes(DIM)) == [[0, 0, 3, 4, 2]]
 
 
 # ---- zipcache --------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ RANKED = [(0, 4), (1, 3), (0, 2), (1, 1), (0, 0), (1, 0), (0, 1), (1, 2), (0, 3)
 
 def zipcache_widths(policy: str, facts: Evidence, short: int) -> list[int]:
     """Widths of the pages by falling saliency."""
-    left = after(facts.widths, relieve(policy, facts, short))
+    left = after(facts.widths, free_space(policy, facts, short))
     assert (left[..., 0] == left[..., 1]).all()
     return [int(left[0, head, column, 0]) for head, column in RANKED]
 
@@ -152,7 +154,7 @@ def test_zipcache_ranks_the_heads_of_a_layer_together_and_layers_apart() -> None
     """Layer 0's mass is all above layer 1's; within a layer head 1 has all the mass."""
     mass = np.array([[[1, 2], [7, 8]], [[0.1, 0.2], [0.7, 0.8]]])
     facts = evidence(all_at(4, 4, columns=2), mass=mass)
-    left = after(facts.widths, relieve("zipcache:salient=0.5", facts, 4 * (MIDDLE - SMALL)))
+    left = after(facts.widths, free_space("zipcache:salient=0.5", facts, 4 * (MIDDLE - SMALL)))
     assert left[:, 0].tolist() == [[[2, 2]] * 2] * 2
     assert left[:, 1].tolist() == [[[4, 4]] * 2] * 2
 
@@ -163,10 +165,10 @@ def test_zipcache_lowers_all_that_is_unsalient_before_anything_salient() -> None
     widths[1, 0, 2:] = 0
     facts = evidence(widths, mass=np.arange(6) * (widths[..., 0] > 0))
     short = 4 * (page_bytes(DIM, 8, 8) - SMALL)
-    left = after(widths, relieve("zipcache:salient=0.5", facts, short))
+    left = after(widths, free_space("zipcache:salient=0.5", facts, short))
     assert left[..., 0].tolist() == [[[2, 2, 2, 8, 8, 8]], [[2, 8, 0, 0, 0, 0]]]
     short += page_bytes(DIM, 8, 8) - MIDDLE
-    left = after(widths, relieve("zipcache:salient=0.5", facts, short))
+    left = after(widths, free_space("zipcache:salient=0.5", facts, short))
     assert left[..., 0].tolist() == [[[2, 2, 2, 4, 8, 8]], [[2, 8, 0, 0, 0, 0]]]
 
 
@@ -183,8 +185,8 @@ def test_zipcache_saliency_is_the_papers_mean_over_the_rows_that_see_a_token() -
         mass=saliency,
         total_mass=[sum(rows) / 2 for rows in seen],
     )
-    assert relieve("zipcache:salient=0.5", facts, 1) == [[0, 0, 0, 2, 2]]
-    assert relieve("h2o:recent=0", facts, 1) == [[0, 0, 1, 0, 0]]
+    assert free_space("zipcache:salient=0.5", facts, 1) == [[0, 0, 0, 2, 2]]
+    assert free_space("h2o:recent=0", facts, 1) == [[0, 0, 1, 0, 0]]
 
 
 # ---- qaq (T7) --------------------------------------------------------------------------------
@@ -253,13 +255,13 @@ def test_t7_one_hot_token_keeps_its_page() -> None:
     """The paper's S_t is a maximum over the window: the mean over a page would hide the token."""
     weights = np.full((4, 64), 1e-4)
     weights[2, 17] = 0.5
-    others = np.full((4, 64), 4e-3)
-    peaks = [float(weights.max()), float(others.max())]
-    assert weights.mean() < others.mean()
+    flat = np.full((4, 64), 4e-3)
+    peaks = [float(weights.max()), float(flat.max())]
+    assert weights.mean() < flat.mean()
     facts = evidence(
         all_at(2, 2, layers=1, heads=1, columns=2), peak_weight=peaks, value_range=1, key_range=1
     )
-    assert relieve("qaq", facts, 1) == [[0, 0, 1, 0, 0]]
+    assert free_space("qaq", facts, 1) == [[0, 0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_qaq_ends_where_a_bisection_for_the_target_would(seed: int, share: float
     rng = np.random.default_rng(seed)
     facts = random_evidence(rng, all_at(8, 8))
     short = int(share * bytes_of(facts.widths))
-    left = after(facts.widths, relieve("qaq", facts, short)).astype(int)
+    left = after(facts.widths, free_space("qaq", facts, short)).astype(int)
 
     def needed(log_target: float) -> NDArray[np.int64]:
         enough = [
@@ -350,18 +352,18 @@ def channels_last(targets: NDArray[np.float64]) -> list[NDArray[np.float64]]:
 
 def falls(facts: Evidence, policy: str = "kv-adaquant") -> list[tuple[int, str, int]]:
     """(layer, side, width) in the order kv-adaquant lowers whole layers in."""
-    found: list[tuple[int, str, int]] = []
+    sequence: list[tuple[int, str, int]] = []
     before = facts.widths
     for freed in range(0, bytes_of(facts.widths), granule_bytes(DIM)):
-        left = after(facts.widths, relieve(policy, facts, freed))
+        left = after(facts.widths, free_space(policy, facts, freed))
         if not left.all():
             break
         for layer, head, column, side in np.argwhere(left < before).tolist():
             fall = (layer, "kv"[side], int(left[layer, head, column, side]))
-            if fall not in found:
-                found.append(fall)
+            if fall not in sequence:
+                sequence.append(fall)
         before = left
-    return found
+    return sequence
 
 
 def test_kv_adaquant_lowers_by_the_papers_norms_where_that_adds_least_error_per_bit() -> None:
@@ -388,15 +390,15 @@ def test_kv_adaquant_lowers_by_the_papers_norms_where_that_adds_least_error_per_
 def test_kv_adaquant_takes_a_layer_from_its_oldest_page_on() -> None:
     facts = evidence(all_at(8, 8, heads=1), weight_norms=np.array([[9.0, 2.0], [9.0, 1.0]]))
     step = 2 * granule_bytes(DIM)
-    assert relieve("kv-adaquant", facts, 2 * step) == [[1, 0, 0, 8, 4], [1, 0, 1, 8, 4]]
-    assert relieve("kv-adaquant", facts, 3 * step + 1)[-1] == [0, 0, 0, 8, 4]
+    assert free_space("kv-adaquant", facts, 2 * step) == [[1, 0, 0, 8, 4], [1, 0, 1, 8, 4]]
+    assert free_space("kv-adaquant", facts, 3 * step + 1)[-1] == [0, 0, 0, 8, 4]
 
 
 def test_kv_adaquant_evicts_the_oldest_pages_when_all_are_at_2_bits() -> None:
     facts = evidence(all_at(2, 2))
     gone = [[layer, head, 0, 0, 0] for layer in (0, 1) for head in (0, 1)]
-    assert relieve("kv-adaquant", facts, 4 * SMALL) == gone
-    assert relieve("kv-adaquant", facts, 4 * SMALL + 1) == [*gone, [0, 0, 1, 0, 0]]
+    assert free_space("kv-adaquant", facts, 4 * SMALL) == gone
+    assert free_space("kv-adaquant", facts, 4 * SMALL + 1) == [*gone, [0, 0, 1, 0, 0]]
 
 
 def test_kv_adaquant_uncalibrated_spends_values_first_and_edge_layers_last() -> None:

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.errors import CacheError
-from kvq.reference import (
+from kvq.reference.stored import (
     KEYS,
     VALUES,
-    Grid,
+    PageGrid,
     decode,
     encode,
     hadamard,
@@ -132,7 +132,7 @@ def test_a_grid_is_read_back_from_its_bytes(side: int) -> None:
     _, grid = encode(pages(4, 80)["loud"], side)
     stored = grid.stored()
     assert len(stored) == 8 + 2 * (64 if side else 80)
-    loaded = Grid.load(stored)
+    loaded = PageGrid.load(stored)
     assert (loaded.scale == grid.scale).all()
     assert (loaded.mid == grid.mid).all()
     assert np.frombuffer(stored, np.float16)[1] == grid.scales.ends[1]
@@ -319,8 +319,8 @@ def test_the_hadamard_transform_is_the_matrix(dim: int, length: int) -> None:
     matrix = np.ones((1, 1))
     while len(matrix) < length:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    wanted = (x.reshape(5, -1, length) @ matrix / np.sqrt(length)).reshape(5, dim)
-    assert np.abs(hadamard(x) - wanted).max() < 1e-5
+    expected = (x.reshape(5, -1, length) @ matrix / np.sqrt(length)).reshape(5, dim)
+    assert np.abs(hadamard(x) - expected).max() < 1e-5
     assert np.abs(hadamard(hadamard(x)) - x).max() < 1e-5
 
 

@@ -13,19 +13,19 @@ import pytest
 
 from caches import open_cache
 from environment import ROOTS
-from kvq import abi, native
-from kvq.cache import Cache
+from kvq import abi, native, native_library
+from kvq.class_cache import ClassCache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import PAGE_VERSION
 from pairs import BOTH, UNROTATED, attention, forward, packed_rows
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 LAYERS = [attention(SHAPE, layer) for layer in range(2)]
 # A snapshot's header: thirteen or more int32 of the config, then columns, tail rows and tokens.
-COUNTS = 4 * len(abi.Config._fields_)
+COUNTS = 4 * len(abi.NativeConfig._fields_)
 HEADER = (COUNTS + 3 * 4 + 7) // 8 * 8 + 16
 
 _CLOSE_DURING_A_CALL = """
@@ -74,26 +74,26 @@ def test_a_cache_may_be_closed_while_another_thread_attends() -> None:
     assert finished.stdout.count("no open cache has this handle") == 12
 
 
-def filled(tokens: int = 100, *, native: bool = True) -> Cache:
+def filled(tokens: int = 100, *, native: bool = True) -> ClassCache:
     cache = open_cache(SHAPE, KvPlan(k_bits=8, v_bits=8), 1 << 20, 1000, native=native)
     add(cache, tokens)
     return cache
 
 
-def add(cache: Cache, tokens: int) -> None:
+def add(cache: ClassCache, tokens: int) -> None:
     at = np.arange(tokens) + cache.tokens
     rows = packed_rows(SHAPE, np.random.default_rng(tokens), tokens)
     forward(cache, LAYERS, rows, at)
     cache.commit(tokens)
 
 
-def raw_attend(cache: Cache, layer: int, tokens: int) -> int:
+def raw_attend(cache: ClassCache, layer: int, tokens: int) -> int:
     """The C call itself, which Python's own checks would never let through."""
     params = LAYERS[layer]
-    facts = abi.Attention(layer, 2, 1, 16, params.scale, 0, 1, 1e-6, 0, 0)
+    facts = abi.NativeAttention(layer, 2, 1, 16, params.scale, 0, 1, 1e-6, 0, 0)
     rows = np.zeros((256, 64), np.float32)
     positions, out = np.zeros(256, np.int64), np.zeros((256, 32), np.float32)
-    return native.library().kvq_cache_attend(
+    return native_library.library().kvq_cache_attend(
         cache.handle,
         ctypes.byref(facts),
         tokens,
@@ -196,23 +196,51 @@ def test_numbers_beyond_32_bits_are_refused_and_not_wrapped(use_native: bool) ->
     cache.close()
 
 
+def test_a_number_of_queries_that_no_pass_has_is_refused() -> None:
+    cache = filled(10)
+    forward(cache, LAYERS, packed_rows(SHAPE, np.random.default_rng(1), 2), np.arange(2) + 10)
+    most = cache.chunk_tokens
+    rows, q = np.zeros(most + 1, np.int64), np.zeros((most + 1, 32), np.float32)
+    facts = abi.as_attention(LAYERS[1], 0)
+    pointers = [native.pointer(part) for part in (rows, q, UNROTATED)]
+    for queries, status in ((-1, 2), (-(2**31), 2), (most + 1, 2), (most, 0)):
+        call = (cache.handle, ctypes.byref(facts), queries, *pointers, None, native.pointer(q))
+        assert native_library.library().kvq_cache_look(*call) == status
+    cache.close()
+
+
+def test_convolutions_and_delta_nets_are_in_no_cache_together() -> None:
+    """Layers that have seen a pass are counted in order, of either kind."""
+    plain = (2, 2, 1, 16, 4, 4, 4, 64, 200, 64, 1000, 1, 0, 8, 64, PAGE_VERSION)
+    conv, delta, out = (1, 16, 2, 4), (1, 1, 1, 16, 16, 2, 2, 8), abi.NativeLayout()
+    for mixers, status in ((conv + (0,) * 8, 0), ((0,) * 4 + delta, 0), (conv + delta, 2)):
+        config = abi.NativeConfig(*plain, *mixers)
+        assert (
+            native_library.library().kvq_layout_of(ctypes.byref(config), 1 << 30, 15, out) == status
+        )
+
+
 def test_sizes_beyond_64_bits_are_none_of_a_cache() -> None:
     """2^28 streams of 2^30 rows of a KiB are 2^68 bytes, which would count as none at all."""
     most = (1 << 16, 1 << 12, 1 << 12, 256, 16, 16, 4, 64, 1 << 30, 8, 1 << 30, 1, 0, 8, 64)
-    config, out = abi.Config(*most, PAGE_VERSION), abi.Layout()
-    call = native.library().kvq_layout_of
+    config, out = abi.NativeConfig(*most, PAGE_VERSION), abi.NativeLayout()
+    call = native_library.library().kvq_layout_of
     assert call(ctypes.byref(config), 1 << 60, 0, ctypes.byref(out)) == 2
     config.layers = config.kv_heads = config.heads = 1 << 10
     assert call(ctypes.byref(config), 1 << 60, 0, ctypes.byref(out)) == 6
     assert out.minimum_bytes > 1 << 60
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-def test_random_calls_of_the_c_abi_end_without_a_crash(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "threads"),
+    [(150, 1), *(pytest.param(*run, marks=pytest.mark.slow) for run in ((5000, 1), (400, 3)))],
+)
+def test_random_calls_of_the_c_abi_end_without_a_crash(steps: int, threads: int) -> None:
     """A short run; README says how to let it run for long, stopped by sanitizers."""
     script = Path(__file__).parents[1] / "support" / "abi_fuzz.py"
+    arguments = [str(native_library.library_path()), "0", str(steps), str(threads)]
     finished = subprocess.run(
-        [sys.executable, "-W", "error", script, str(native.library_path()), str(seed), "1500"],
+        [sys.executable, "-W", "error", script, *arguments],
         env=ROOTS,
         capture_output=True,
         text=True,

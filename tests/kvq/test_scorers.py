@@ -16,7 +16,7 @@ from kvq.policies.lagkv import LagKV
 from kvq.policies.snapkv import SnapKV
 from kvq.sizing import tight_plan
 from pairs import attention, forward, pack_heads
-from policy_evidence import DIM, after, all_at, evidence, one_head, relieve
+from policy_evidence import DIM, after, all_at, evidence, free_space, one_head
 
 MIDDLE = page_bytes(DIM, 4, 4)
 SMALL = page_bytes(DIM, 2, 2)
@@ -25,7 +25,7 @@ SMALL = page_bytes(DIM, 2, 2)
 def evicted(policy: str, facts: Evidence, pages: int) -> list[tuple[int, int, int]]:
     """The first pages to be evicted, all pages being of one size."""
     size = page_bytes(DIM, *facts.widths[0, 0, 0].tolist())
-    actions = relieve(policy, facts, pages * size)
+    actions = free_space(policy, facts, pages * size)
     assert all(action[3:] == [0, 0] for action in actions)
     return [tuple(action[:3]) for action in actions]
 
@@ -48,9 +48,9 @@ def test_h2o_forgets_nothing_and_a2sf_does() -> None:
     Seven queries gave page 0 .9 of their attention, then five .1. H2O's sum is 6.8 of 12; A2SF's
     with a = .8 a step, the newest first, is .32.
     """
-    given = np.array([0.9] * 7 + [0.1] * 5)
+    weights = np.array([0.9] * 7 + [0.1] * 5)
     forgotten = 0.8 ** np.arange(12)[::-1]
-    total, late = given.mean(), float((given * forgotten).sum() / forgotten.sum())
+    total, late = weights.mean(), float((weights * forgotten).sum() / forgotten.sum())
     assert (round(total * 12, 6), round(late, 2)) == (6.8, 0.32)
     facts = evidence(
         all_at(4, 2, layers=1, heads=1, columns=2),
@@ -77,15 +77,15 @@ def test_demote_spends_the_same_order_on_bits_first() -> None:
     bits = [8, 8, 8]
     for step, (column, left) in enumerate(falls, start=1):
         bits[column] = left
-        kept = after(widths, relieve("h2o:recent=0,demote=1", facts, sum(gained[:step])))
+        kept = after(widths, free_space("h2o:recent=0,demote=1", facts, sum(gained[:step])))
         assert kept[0, 0].tolist() == [[b, b] for b in bits]
 
 
 def test_demote_spares_what_eviction_spares() -> None:
     """The recent half is evicted last, and it keeps its bits until the others are gone."""
     facts = evidence(all_at(4, 4, layers=1, heads=1, columns=2), total_mass=[0.9, 0.1])
-    assert relieve("h2o:demote=1", facts, MIDDLE) == [[0, 0, 0, 0, 0]]
-    assert relieve("h2o:demote=1", facts, MIDDLE + 1) == [[0, 0, 0, 0, 0], [0, 0, 1, 2, 2]]
+    assert free_space("h2o:demote=1", facts, MIDDLE) == [[0, 0, 0, 0, 0]]
+    assert free_space("h2o:demote=1", facts, MIDDLE + 1) == [[0, 0, 0, 0, 0], [0, 0, 1, 2, 2]]
 
 
 def test_every_head_keeps_as_many_pages() -> None:
@@ -101,7 +101,7 @@ def test_every_head_keeps_as_many_pages() -> None:
 def test_columns_are_freed_by_importance_not_by_age() -> None:
     mass = [[[0.4, 0.1, 0.3, 0.2], [0.3, 0.2, 0.4, 0.1]]] * 2
     facts = evidence(all_at(4, 2, columns=4), total_mass=mass)
-    gone = relieve("h2o:recent=0", facts, 0, columns_short=2)
+    gone = free_space("h2o:recent=0", facts, 0, columns_short=2)
     assert gone == [[layer, head, c, 0, 0] for c in (1, 3) for layer in (0, 1) for head in (0, 1)]
 
 
@@ -127,9 +127,9 @@ def test_chunkkv_evicts_a_page_of_all_heads_and_of_the_layers_that_follow() -> N
     first = [(layer, head, 0) for layer in (0, 1) for head in (0, 1)]
     second = [(layer, head, 1) for layer in (2, 3) for head in (0, 1)]
     assert evicted("chunkkv", evidence(widths, recent_mass=mass), 8) == first + second
-    own = [(layer, head, 0) for layer in (0, 3) for head in (0, 1)]
-    others = [(layer, head, 1) for layer in (1, 2) for head in (0, 1)]
-    assert evicted("chunkkv:reuse=1", evidence(widths, recent_mass=mass), 8) == own + others
+    chosen = [(layer, head, 0) for layer in (0, 3) for head in (0, 1)]
+    followers = [(layer, head, 1) for layer in (1, 2) for head in (0, 1)]
+    assert evicted("chunkkv:reuse=1", evidence(widths, recent_mass=mass), 8) == chosen + followers
 
 
 def test_chunkkv_follows_no_layer_with_another_window() -> None:
@@ -186,8 +186,8 @@ def test_lagkv_scores_a_page_by_the_spread_the_next_one_gives_it() -> None:
     second_key = math.sqrt((16 + 4) / 2 / 12)
     # Values: spans 1 of 2, and 2 of 4.
     shares = math.exp(first_key) / (math.exp(first_key) + math.exp(second_key))
-    found = LagKV().importance(facts)[0, 0]
-    np.testing.assert_allclose(found, [(shares + 0.5) / 2, (1 - shares + 0.5) / 2, 0], rtol=1e-6)
+    scores = LagKV().importance(facts)[0, 0]
+    np.testing.assert_allclose(scores, [(shares + 0.5) / 2, (1 - shares + 0.5) / 2, 0], rtol=1e-6)
     assert [page[2] for page in evicted("lagkv", facts, 3)] == [0, 1, 2]
 
 
@@ -201,9 +201,9 @@ def test_lagkv_measures_by_the_next_page_that_is_held() -> None:
     assert [page[2] for page in evicted("lagkv", facts, 4)] == [0, 1, 2, 3]
     facts.widths[0, 0, 2] = 0
     # Page 1 is measured by page 3 now, which makes it look a quarter as wide.
-    found = LagKV().importance(facts)[0, 0]
-    assert found[1] < found[0]
-    assert found[2] == found[3] == 0
+    scores = LagKV().importance(facts)[0, 0]
+    assert scores[1] < scores[0]
+    assert scores[2] == scores[3] == 0
     assert [page[2] for page in evicted("lagkv", facts, 3)] == [1, 0, 3]
 
 
@@ -246,9 +246,9 @@ def test_expected_attention_is_the_mean_of_exp_times_the_length_of_the_value() -
         query_mean=mean,
         query_square=square,
     )
-    found = ExpectedAttention().importance(facts)[0, 0]
+    scores = ExpectedAttention().importance(facts)[0, 0]
     expected = [0.5 * 2 + 0.04 * 2**2 / 2 + math.log(3), math.log(4)]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(scores, expected, rtol=1e-6)
     assert evicted("expected-attention", facts, 1) == [(0, 0, 1)]
 
 
@@ -264,8 +264,8 @@ def test_expected_attention_agrees_with_sampled_queries() -> None:
         query_mean=mean,
         query_square=mean**2 + deviation**2,
     )
-    found = ExpectedAttention().importance(facts)[0, 0]
-    np.testing.assert_allclose(found, np.log(np.exp(queries @ keys.T).mean(axis=0)), atol=0.02)
+    scores = ExpectedAttention().importance(facts)[0, 0]
+    np.testing.assert_allclose(scores, np.log(np.exp(queries @ keys.T).mean(axis=0)), atol=0.02)
 
 
 def test_expected_attention_gives_up_pages_without_values_first() -> None:

@@ -4,21 +4,18 @@ import numpy as np
 import pytest
 
 from caches import budget_for_tokens
-from kvq import native
-from kvq.cache import Cache
+from kvq import native_library
+from kvq.class_cache import ClassCache
 from kvq.config import DEFAULT_READ, CacheShape, KvPlan
 from kvq.errors import UsageError
-from kvq.reference import chosen_pages, decode, encode, keep_loudest, page_bounds, weighing
+from kvq.reference.stored import chosen_pages, decode, encode, page_bounds, weighing
 from kvq.selectors import READ_ALL, SELECTORS, ReadRule, rule_named
 from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads, relative_rms
 
 SHAPE = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
 PROMPT = 22 * 64  # closes twenty pages
 NARROW = KvPlan(k_bits=4, v_bits=2)
-SHARES = [
-    "25%", "quest:share=0.6", "quest:share=1e-5", "double-sparsity:share=0.3",
-    "landmarks:share=0.5",
-]  # fmt: skip
+SHARES = ["25%", "quest:share=0.6", "quest:share=1e-5"]
 
 
 def filled(
@@ -46,7 +43,7 @@ def step(pair: Pair, rows: int) -> list[np.ndarray]:
     return [ask(cache, packed) for cache in pair]
 
 
-def ask(cache: Cache, packed: np.ndarray, turned: int = 32) -> np.ndarray:
+def ask(cache: ClassCache, packed: np.ndarray, turned: int = 32) -> np.ndarray:
     """What rows after the committed tokens see; they are forgotten."""
     at = np.arange(len(packed)) + cache.tokens
     out = forward(cache, [attention(SHAPE)], [packed], at, frequencies(turned))[0]
@@ -63,21 +60,13 @@ def test_a_bound_is_above_every_product_and_quests_own_sum() -> None:
     keys, q = rng.standard_normal((64, 64)).astype(np.float32), rng.standard_normal((5, 64))
     codes, grid = encode(keys, 0)
     scale, mid = grid.scale[None], grid.mid[None]
-    bound = page_bounds(q, scale, mid, 1.0)
+    bound = page_bounds(q, scale, mid)
     minimum, largest = mid - 120.5 * scale, mid + 120.5 * scale
     papers = np.maximum(q * minimum, q * largest).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(bound, papers, rtol=1e-5)
     for bits in (8, 6, 4, 2):
         read = decode(codes, grid, bits, 0)
         assert (q @ read.T <= bound + 1e-4).all()
-    # Landmarks score by the middle alone.
-    np.testing.assert_allclose(page_bounds(q, scale, mid, 0.0), q @ mid.T, rtol=1e-5)
-
-
-def test_the_loudest_channels_alone_count() -> None:
-    q = np.array([[1, -5, 2, 4.0]], np.float32)
-    assert keep_loudest(q, 2).tolist() == [[0, -5, 0, 4]]
-    assert keep_loudest(q, 0).tolist() == keep_loudest(q, 4).tolist() == q.tolist()
 
 
 def test_heads_that_share_keys_share_the_choice_each_by_its_own_scale() -> None:
@@ -106,10 +95,10 @@ def test_native_reads_what_numpy_reads(read: str, rows: int) -> None:
     got, want = step(pair, rows)
     assert relative_rms(got, want) < 0.05
     for name in ("pages_seen", "pages_read"):
-        ours, numpys = (getattr(cache.engine, name) for cache in pair)
+        ours, numpys = (getattr(cache.storage, name) for cache in pair)
         assert ours == numpys
     assert 0 < pair.native.read_share <= 1
-    assert pair.native.holdings().read_share == pair.native.read_share
+    assert pair.native.usage().read_share == pair.native.read_share
     pair.close()
 
 
@@ -122,8 +111,10 @@ def test_a_draft_reads_what_its_rows_would_read_one_by_one(read: str) -> None:
     packed, at = pack_heads(4 * q, k, v), np.arange(5) + cache.tokens
     together = ask(cache, packed)
     for row in range(5):
-        own = slice(row, row + 1)
-        alone = forward(cache, [attention(SHAPE)], [packed[own]], at[own], frequencies(32))[0]
+        row_slice = slice(row, row + 1)
+        alone = forward(
+            cache, [attention(SHAPE)], [packed[row_slice]], at[row_slice], frequencies(32)
+        )[0]
         np.testing.assert_allclose(alone[0], together[row], atol=2e-5)
         cache.commit(1)
     pair.close()
@@ -138,7 +129,9 @@ def test_a_quarter_is_read_and_a_sought_page_is_among_it() -> None:
     looked = random_heads(np.random.default_rng(0), SHAPE, PROMPT)[1][token]
     q = np.repeat(4 * looked, 3, axis=0)[None].astype(np.float32)
     _, k, v = random_heads(np.random.default_rng(2), SHAPE, 1)
-    few, everything = (ask(one.native, pack_heads(q, k, v), 0) for one in (pair, whole))
+    few, everything = (
+        ask(cache_pair.native, pack_heads(q, k, v), 0) for cache_pair in (pair, whole)
+    )
     assert pair.native.read_share == 0.25
     assert whole.native.read_share == 1
     assert relative_rms(few, everything) < 0.02
@@ -147,9 +140,9 @@ def test_a_quarter_is_read_and_a_sought_page_is_among_it() -> None:
 
 
 def test_a_prompt_reads_everything() -> None:
-    pair, whole = filled("landmarks:share=0.05"), filled("all")
-    for one, other in zip(step(pair, 9), step(whole, 9), strict=True):
-        assert (one == other).all()
+    pair, whole = filled("quest:share=0.05"), filled("all")
+    for first, second in zip(step(pair, 9), step(whole, 9), strict=True):
+        assert (first == second).all()
     assert pair.native.read_share == 1
     pair.close()
     whole.close()
@@ -157,13 +150,13 @@ def test_a_prompt_reads_everything() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.usefixtures("kernels_restored")
-@pytest.mark.parametrize("isa", native.isas() if native.available() else [])
+@pytest.mark.parametrize("isa", native_library.isas() if native_library.available() else [])
 @pytest.mark.parametrize(("rows", "softcap"), [(1, 0.0), (5, 30.0), (70, 0.0)])
 def test_a_head_that_finds_a_pages_keys_faint_does_not_see_it(
     rows: int, softcap: float, isa: str
 ) -> None:
     """By head, page and row; where threads share the pages, each part knows what it needs."""
-    native.select_isa(isa)
+    native_library.select_isa(isa)
     shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
     layer = attention(shape, softcap=softcap)
     plan = KvPlan(k_bits=8, v_bits=8)
@@ -175,9 +168,11 @@ def test_a_head_that_finds_a_pages_keys_faint_does_not_see_it(
         pair.fill([layer], [pack_heads(q, k, v)], frequencies(32))
         q, k, v = random_heads(np.random.default_rng(1), shape, rows)
         packed, at = pack_heads(2 * q, k, v), np.arange(rows) + pair.native.tokens
-        outputs[read] = [forward(one, [layer], [packed], at, frequencies(32))[0] for one in pair]
-        for one in pair:
-            one.rewind()
+        outputs[read] = [
+            forward(cache, [layer], [packed], at, frequencies(32))[0] for cache in pair
+        ]
+        for cache in pair:
+            cache.rewind()
         assert relative_rms(*outputs[read]) < 0.01
         pair.close()
     everything, some, nothing = outputs.values()
@@ -222,8 +217,6 @@ def test_what_is_read_is_no_part_of_a_snapshot() -> None:
 def test_names_and_shares_come_to_rules() -> None:
     assert rule_named("all") == rule_named("100%") == READ_ALL
     assert rule_named("12.5%") == rule_named("quest:share=0.125") == ReadRule(share=0.125)
-    assert rule_named("double-sparsity:channels=8") == ReadRule(share=0.25, channels=8)
-    assert rule_named("landmarks") == ReadRule(share=0.25, spread=0)
     assert rule_named("blasst") == ReadRule(octaves=12)
     assert rule_named(DEFAULT_READ) == ReadRule(octaves=12)
     assert {rule_named(name).share for name in SELECTORS} == {0.25, 1}
@@ -238,7 +231,7 @@ def test_names_and_shares_come_to_rules() -> None:
         ("best", "such as 25%"),
         ("0.25", "such as 25%"),
         ("quest:pages=3", "option 'pages=3'; possible: share="),
-        ("double-sparsity:channels=0", "1 or more"),
+        ("landmarks:share=0.25", "one of all, blasst, quest"),
         ("blasst:octaves=0", "above 0; all reads every page"),
         ("exact", "blasst"),
     ],

@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 
 from caches import budget_for_tokens, geometry, minimum_budget, open_cache, spec
 from kvq import native
-from kvq.cache import Cache
-from kvq.config import PAGE_WIDTHS, Budget, CacheShape, KvPlan, parse_budget
+from kvq.abi import Regions
+from kvq.class_cache import ClassCache
+from kvq.config import PAGE_WIDTHS, Budget, CacheShape, ConvShape, DeltaShape, KvPlan, parse_budget
 from kvq.errors import BudgetError, UsageError
 from kvq.formats import (
     constant_bytes,
     format_bytes,
     granule_bytes,
 )
-from kvq.geometry import Geometry, Regions
+from kvq.geometry import SLACK_BYTES, Geometry
 from kvq.policies import POLICIES, policy_named
 from kvq.sizing import tight_plan
 from pairs import attention, forward, pack_heads, random_heads
+from regions import expected_regions
 
 MANY = settings(deadline=None, database=None, derandomize=True, max_examples=200)
 FEW = settings(deadline=None, database=None, derandomize=True, max_examples=25)
@@ -65,51 +67,55 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 @MANY
 @given(geometries(), st.floats(0, 3), st.integers(0, 4096))
-def test_python_and_native_count_the_same_bytes(asked: Geometry, share: float, extra: int) -> None:
-    num_bytes = _some_bytes(asked, share, extra)
-    columns, regions = asked.divide(num_bytes)
-    found = native.layout(asked, num_bytes, columns)
-    for name, ours, theirs in zip(Regions._fields, regions, found.pop("regions"), strict=True):
+def test_the_regions_have_the_bytes_that_they_must(
+    arena: Geometry, share: float, extra: int
+) -> None:
+    num_bytes = _some_bytes(arena, share, extra)
+    columns, regions = arena.divide(num_bytes)
+    room = num_bytes - expected_regions(arena, 0, 0).num_bytes - SLACK_BYTES
+    assert regions == expected_regions(arena, columns, room)
+    layout = native.layout(arena, num_bytes, columns)
+    for name, ours, theirs in zip(Regions._fields, regions, layout.pop("regions"), strict=True):
         assert ours == theirs, name
-    assert found == {
+    assert layout == {
         "fixed_bytes": regions.num_bytes,
-        "pool_bytes": asked.room_for_pages(num_bytes),
-        "granule_bytes": granule_bytes(asked.shape.head_dim),
-        "constant_bytes": constant_bytes(asked.shape.head_dim),
-        "minimum_bytes": asked.minimum_bytes,
+        "pool_bytes": arena.room_for_pages(num_bytes),
+        "granule_bytes": granule_bytes(arena.shape.head_dim),
+        "constant_bytes": constant_bytes(arena.shape.head_dim),
+        "minimum_bytes": arena.minimum_bytes,
         "max_columns": columns,
         "reserved": 0,
     }
-    assert found["pool_bytes"] + found["fixed_bytes"] == num_bytes
+    assert layout["pool_bytes"] + layout["fixed_bytes"] == num_bytes
 
 
 @MANY
 @given(geometries(), st.floats(0, 3), st.integers(0, 4096))
 def test_any_budget_that_opens_has_room_for_what_a_draft_closes(
-    asked: Geometry, share: float, extra: int
+    arena: Geometry, share: float, extra: int
 ) -> None:
-    assume(asked.wanted_columns)
-    one = asked.column_bytes(*_widths(asked))
-    closed = min(math.ceil(asked.draft_tokens / 64), asked.wanted_columns)
-    num_bytes = _some_bytes(asked, share, extra)
-    columns, pool = asked.divide(num_bytes)[0], asked.room_for_pages(num_bytes)
-    assert closed <= columns <= asked.wanted_columns
-    assert pool >= closed * one
+    assume(arena.wanted_columns)
+    column_bytes = arena.column_bytes(*_widths(arena))
+    closed = min(math.ceil(arena.draft_tokens / 64), arena.wanted_columns)
+    num_bytes = _some_bytes(arena, share, extra)
+    columns, pool = arena.divide(num_bytes)[0], arena.room_for_pages(num_bytes)
+    assert closed <= columns <= arena.wanted_columns
+    assert pool >= closed * column_bytes
     # The table has a row for every page the pool can hold at two bits, or the context needs.
-    if any(asked.windows):
+    if any(arena.windows):
         return
-    smallest = asked.column_bytes(2, 2)
-    rows = 2 + (columns + 1) * (44 * asked.streams + 24) // smallest
-    at_most = columns + rows + closed * one // smallest
-    assert columns == asked.wanted_columns or at_most >= pool // smallest
+    smallest = arena.column_bytes(2, 2)
+    rows = 2 + (columns + 1) * (44 * arena.streams + 24) // smallest
+    at_most = columns + rows + closed * column_bytes // smallest
+    assert columns == arena.wanted_columns or at_most >= pool // smallest
 
 
 @MANY
 @given(geometries(), st.integers(1, 10_000))
-def test_columns_asked_for_fit(asked: Geometry, columns: int) -> None:
-    assume(asked.wanted_columns)
-    columns = min(columns, asked.wanted_columns)
-    exact = replace(asked, context_tokens=asked.plan.sink_tokens + 64 + 64 * columns)
+def test_columns_asked_for_fit(arena: Geometry, columns: int) -> None:
+    assume(arena.wanted_columns)
+    columns = min(columns, arena.wanted_columns)
+    exact = replace(arena, context_tokens=arena.plan.sink_tokens + 64 + 64 * columns)
     assert exact.wanted_columns == columns
     num_bytes = max(exact.bytes_for_columns(columns), exact.minimum_bytes)
     assert exact.divide(num_bytes)[0] == columns
@@ -118,48 +124,48 @@ def test_columns_asked_for_fit(asked: Geometry, columns: int) -> None:
 
 @MANY
 @given(geometries())
-def test_one_byte_below_the_minimum_is_refused_by_both(asked: Geometry) -> None:
-    least = asked.minimum_bytes
+def test_one_byte_below_the_minimum_is_refused_by_both(arena: Geometry) -> None:
+    least = arena.minimum_bytes
     with pytest.raises(
         BudgetError, match=f"{re.escape(format_bytes(least))} \\({least} bytes\\) can"
     ):
-        asked.divide(least - 1)
-    columns = asked.divide(least)[0]
-    assert native.layout(asked, least - 1, columns)["pool_bytes"] == 0
-    assert native.layout(asked, least, columns)["pool_bytes"] == asked.room_for_pages(least)
+        arena.divide(least - 1)
+    columns = arena.divide(least)[0]
+    assert native.layout(arena, least - 1, columns)["pool_bytes"] == 0
+    assert native.layout(arena, least, columns)["pool_bytes"] == arena.room_for_pages(least)
 
 
 @MANY
 @given(geometries(), st.floats(0, 1.5), st.sampled_from(sorted(POLICIES)))
 def test_what_is_held_is_no_more_than_what_was_asked(
-    asked: Geometry, share: float, policy: str
+    arena: Geometry, share: float, policy: str
 ) -> None:
-    wanted = spec(
-        asked.shape,
-        asked.plan,
-        asked.context_tokens,
-        chunk_tokens=asked.chunk_tokens,
-        draft_tokens=asked.draft_tokens,
+    cache_spec = spec(
+        arena.shape,
+        arena.plan,
+        arena.context_tokens,
+        chunk_tokens=arena.chunk_tokens,
+        draft_tokens=arena.draft_tokens,
         policy=policy,
     )
-    least, whole = wanted.minimum_bytes, wanted.whole_bytes
-    given = replace(wanted, budget=Budget(num_bytes=least + int(share * (whole - least))))
-    held = given.resolved()
-    assert held.spec == given
-    assert held.num_bytes == held.regions.num_bytes + held.pool_bytes == given.budget_bytes
-    assert held.chunk_tokens <= asked.chunk_tokens
-    assert held.max_columns <= held.wanted_columns
+    least, whole = cache_spec.minimum_bytes, cache_spec.whole_bytes
+    bounded = replace(cache_spec, budget=Budget(num_bytes=least + int(share * (whole - least))))
+    opened = bounded.resolved()
+    assert opened.spec == bounded
+    assert opened.num_bytes == opened.regions.num_bytes + opened.pool_bytes == bounded.budget_bytes
+    assert opened.chunk_tokens <= arena.chunk_tokens
+    assert opened.max_columns <= opened.wanted_columns
     # Given bytes for its context a cache is just what was asked; below that it has no tail.
-    if held.num_bytes >= whole:
+    if opened.num_bytes >= whole:
         # Scratch for a chunk longer than the context would never be used.
-        longest = min(asked.chunk_tokens, asked.context_tokens)
-        assert (held.plan, held.chunk_tokens) == (asked.plan, longest)
-        assert not held.probes
+        longest = min(arena.chunk_tokens, arena.context_tokens)
+        assert (opened.plan, opened.chunk_tokens) == (arena.plan, longest)
+        assert not opened.probes
     else:
-        assert held.plan == replace(asked.plan, tail_tokens=0)
-    assert native.layout(held, held.num_bytes, held.max_columns)["regions"] == held.regions
+        assert opened.plan == replace(arena.plan, tail_tokens=0)
+    assert native.layout(opened, opened.num_bytes, opened.max_columns)["regions"] == opened.regions
     with pytest.raises(BudgetError, match=f"{least} bytes"):
-        replace(wanted, budget=Budget(num_bytes=least - 1)).resolved()
+        replace(cache_spec, budget=Budget(num_bytes=least - 1)).resolved()
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 129])
@@ -167,6 +173,15 @@ def test_an_impossible_room_for_drafts_is_refused(draft_tokens: int) -> None:
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
     with pytest.raises(UsageError, match="give 1 to 128"):
         spec(shape, KvPlan(), 100, draft_tokens=draft_tokens)
+
+
+def test_convolutions_and_delta_nets_are_in_no_cache_together() -> None:
+    shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
+    conv = ConvShape(num_layers=1, width=16, taps=3)
+    delta = DeltaShape(num_layers=1, key_heads=1, value_heads=1, key_dim=16, value_dim=16, taps=4)
+    spec(shape, KvPlan(), 100, conv=conv)
+    with pytest.raises(UsageError, match="not both"):
+        spec(shape, KvPlan(), 100, conv=conv, delta=delta)
 
 
 @pytest.mark.parametrize("use_native", [True, False])
@@ -228,11 +243,11 @@ def test_the_minimum_counts_the_probes_of_policies_that_ask_for_attention() -> N
 def test_heads_that_give_up_different_pages_share_a_longer_table() -> None:
     """Without probes all rows' pages fit at 2 bits; with them rows take a twentieth of the room."""
     shape, num_bytes = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64), 10 << 20
-    asked = geometry(shape, tight_plan(KvPlan()), context_tokens=1_000_000)
-    columns, _ = asked.divide(num_bytes)
-    held = columns * asked.column_bytes(2, 2)
-    assert 0.99 < held / asked.room_for_pages(num_bytes) <= 1
-    probed = replace(asked, probes=True)
+    arena = geometry(shape, tight_plan(KvPlan()), context_tokens=1_000_000)
+    columns, _ = arena.divide(num_bytes)
+    used_bytes = columns * arena.column_bytes(2, 2)
+    assert 0.99 < used_bytes / arena.room_for_pages(num_bytes) <= 1
+    probed = replace(arena, probes=True)
     longer, regions = probed.divide(num_bytes)
     table = regions.views + regions.entries + regions.constant_owners
     assert 0.0499 < table / (table + probed.room_for_pages(num_bytes)) < 0.0502
@@ -245,16 +260,16 @@ def test_heads_that_give_up_different_pages_share_a_longer_table() -> None:
 def test_a_short_context_held_whole_is_cheaper_than_probes() -> None:
     """Of twenty layers that read the last one's keys there are many."""
     shape = CacheShape(num_layers=2, num_heads=16, num_kv_heads=1, head_dim=64)
-    asked = {"chunk_tokens": 64, "readers": 20}
-    whole = budget_for_tokens(shape, KvPlan(), 250, **asked)
-    assert minimum_budget(shape, KvPlan(), 250, policy="h2o", **asked) == whole
-    cache = open_cache(shape, KvPlan(), whole, 250, policy="h2o", **asked)
+    options = {"chunk_tokens": 64, "readers": 20}
+    whole = budget_for_tokens(shape, KvPlan(), 250, **options)
+    assert minimum_budget(shape, KvPlan(), 250, policy="h2o", **options) == whole
+    cache = open_cache(shape, KvPlan(), whole, 250, policy="h2o", **options)
     assert not cache.arena.probes
     _fill(cache, 250)
     assert (cache.columns()[1] == (4, 4)).all()
     cache.close()
-    longer = minimum_budget(shape, KvPlan(), 4000, policy="h2o", **asked)
-    assert longer < budget_for_tokens(shape, KvPlan(), 4000, **asked)
+    longer = minimum_budget(shape, KvPlan(), 4000, policy="h2o", **options)
+    assert longer < budget_for_tokens(shape, KvPlan(), 4000, **options)
 
 
 @FEW
@@ -344,8 +359,8 @@ def test_what_a_chunk_takes_of_a_short_budget_is_left_to_pages() -> None:
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
 
     def chunk_tokens(num_bytes: int, context_tokens: int) -> int:
-        asked = spec(shape, KvPlan(), context_tokens, budget=Budget(num_bytes=num_bytes))
-        return asked.resolved().chunk_tokens
+        cache_spec = spec(shape, KvPlan(), context_tokens, budget=Budget(num_bytes=num_bytes))
+        return cache_spec.resolved().chunk_tokens
 
     # Keys and values of two heads in float16, the positions and the rotary table of 256 tokens.
     rows = 256 * (2 * 2 * 64 * 2 + 4 + 64 * 4)
@@ -373,18 +388,18 @@ def test_a_tight_budget_shortens_the_chunk() -> None:
     )
 
 
-def _widths(asked: Geometry) -> tuple[int, int]:
-    return asked.plan.k_bits, asked.plan.v_bits
+def _widths(arena: Geometry) -> tuple[int, int]:
+    return arena.plan.k_bits, arena.plan.v_bits
 
 
-def _some_bytes(asked: Geometry, share: float, extra: int) -> int:
+def _some_bytes(arena: Geometry, share: float, extra: int) -> int:
     """The least it opens with, a share of all its pages, and `extra`."""
-    columns = asked.wanted_columns
-    pages = columns * asked.column_bytes(*_widths(asked)) if columns else 0
-    return asked.minimum_bytes + int(share * pages) + extra
+    columns = arena.wanted_columns
+    pages = columns * arena.column_bytes(*_widths(arena)) if columns else 0
+    return arena.minimum_bytes + int(share * pages) + extra
 
 
-def _fill(cache: Cache, tokens: int) -> None:
+def _fill(cache: ClassCache, tokens: int) -> None:
     """Random tokens through every layer, in the largest chunks."""
     rng = np.random.default_rng(tokens)
     layers = [attention(cache.shape, i, window_tokens=1) for i in range(cache.shape.num_layers)]
@@ -404,7 +419,7 @@ def test_a_budget_holds_its_whole_tokens_at_the_plans_widths() -> None:
         roomy = spec(shape, plan, 1024, budget=Budget(tokens=1024)).resolved()
         assert roomy.whole_tokens == 1024
     tight = replace(roomy.spec, budget=Budget(num_bytes=minimum_budget(shape, plan, 1024) + 4096))
-    held = tight.resolved()
-    assert 0 < held.whole_tokens < 1024
-    columns = (held.whole_tokens - held.plan.sink_tokens - held.plan.tail_tokens) / 64
-    assert columns == min(held.max_columns, held.pool_bytes // held.column_bytes(2, 2)) > 0
+    opened = tight.resolved()
+    assert 0 < opened.whole_tokens < 1024
+    columns = (opened.whole_tokens - opened.plan.sink_tokens - opened.plan.tail_tokens) / 64
+    assert columns == min(opened.max_columns, opened.pool_bytes // opened.column_bytes(2, 2)) > 0

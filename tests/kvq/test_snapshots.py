@@ -14,8 +14,8 @@ import pytest
 
 from caches import open_cache
 from environment import ROOTS
-from kvq import native
-from kvq.cache import Cache
+from kvq import native_library
+from kvq.class_cache import ClassCache
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import (
     KvqError,
@@ -35,16 +35,16 @@ from pairs import (
     step,
 )
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 
 @BOTH
 def test_a_snapshot_of_another_cache_is_refused_and_nothing_changes(use_native: bool) -> None:
     cache = filled_cache(use_native)
-    own = cache.state()
+    state = cache.state()
     shape = CacheShape(num_layers=2, num_heads=4, num_kv_heads=1, head_dim=16)
     plan = KvPlan(k_bits=8, v_bits=4)
-    others = [
+    other_states = [
         open_cache(shape, plan, 1 << 20, 1000, native=use_native),
         open_cache(SMALL, KvPlan(k_bits=8, v_bits=8), 1 << 20, 1000, native=use_native),
         open_cache(
@@ -53,10 +53,10 @@ def test_a_snapshot_of_another_cache_is_refused_and_nothing_changes(use_native: 
         open_cache(SMALL, plan, (1 << 20) + 1, 1000, native=use_native),
         open_cache(SMALL, plan, 1 << 20, 900, native=use_native),
     ]
-    for other in others:
+    for other in other_states:
         with pytest.raises(SnapshotError, match="another shape, plan or budget"):
             cache.load_state(other.state())
-        assert cache.state() == own
+        assert cache.state() == state
         other.close()
     cache.close()
 
@@ -64,11 +64,18 @@ def test_a_snapshot_of_another_cache_is_refused_and_nothing_changes(use_native: 
 @BOTH
 def test_a_damaged_snapshot_is_refused_and_nothing_changes(use_native: bool) -> None:
     cache = filled_cache(use_native)
-    own = cache.state()
-    for damaged in (b"", b"kvq", own[:50], own[:-1], own[: len(own) // 2], b"\0" * len(own)):
+    state = cache.state()
+    for damaged in (
+        b"",
+        b"kvq",
+        state[:50],
+        state[:-1],
+        state[: len(state) // 2],
+        b"\0" * len(state),
+    ):
         with pytest.raises(SnapshotError):
             cache.load_state(damaged)
-        assert cache.state() == own
+        assert cache.state() == state
     step(cache)
     cache.close()
 
@@ -78,56 +85,56 @@ def test_a_damaged_snapshot_is_refused_and_nothing_changes(use_native: bool) -> 
 def test_a_snapshot_with_what_is_no_number_is_refused(use_native: bool, half: float) -> None:
     """Nothing that is not finite is ever stored, so no kernel need ask for it."""
     cache = filled_cache(use_native)
-    own = cache.state()
+    state = cache.state()
     damaged = _damaged_native if use_native else _damaged_numpy
     for bad in damaged(cache, np.float16(half).tobytes()):
         with pytest.raises(SnapshotError):
             cache.load_state(bad)
-        assert cache.state() == own
+        assert cache.state() == state
     step(cache)
     cache.close()
 
 
-def _damaged_native(cache: Cache, half: bytes) -> Iterator[bytes]:
+def _damaged_native(cache: ClassCache, half: bytes) -> Iterator[bytes]:
     """A key of the tail, then each constant of a page's keys and of its values."""
-    own, page = cache.state(), cache.page(1, 0, 2)
+    state, page = cache.state(), cache.page(1, 0, 2)
     grid = grid_bytes(SMALL.head_dim)
-    start = own.index(page)
+    start = state.index(page)
     places = [start + at + 2 * i for at in (0, grid) for i in range(4)]
-    for at in (own.index(cache.tail(1, 0)[0].tobytes()), *places):
-        yield own[:at] + half + own[at + 2 :]
+    for at in (state.index(cache.tail(1, 0)[0].tobytes()), *places):
+        yield state[:at] + half + state[at + 2 :]
 
 
-def _damaged_numpy(cache: Cache, half: bytes) -> Iterator[bytes]:
-    own = dict(np.load(BytesIO(cache.state())))
+def _damaged_numpy(cache: ClassCache, half: bytes) -> Iterator[bytes]:
+    state = dict(np.load(BytesIO(cache.state())))
     for name, i in [("tail1k", 0), *((f"page2.1.{side}g", i) for side in (0, 1) for i in range(4))]:
-        array = own[name].copy()
+        array = state[name].copy()
         array.reshape(-1).view(np.uint8)[2 * i : 2 * i + 2] = np.frombuffer(half, np.uint8)
         damaged = BytesIO()
-        np.savez(damaged, allow_pickle=False, **(own | {name: array}))
+        np.savez(damaged, allow_pickle=False, **(state | {name: array}))
         yield damaged.getvalue()
 
 
 def test_native_snapshots_are_sized_exactly() -> None:
     cache = filled_cache(True)
-    own = cache.state()
+    state = cache.state()
     with pytest.raises(SnapshotError):
-        cache.load_state(own + b"\0")
-    held = sum(len(cache.page(layer, 0, c)) for layer in (0, 1) for c in range(3))
+        cache.load_state(state + b"\0")
+    page_bytes = sum(len(cache.page(layer, 0, c)) for layer in (0, 1) for c in range(3))
     tail = 300 - 3 * 64
-    assert len(own) - held - tail * (2 * 2 * 16 * 2 + 12) < 248
+    assert len(state) - page_bytes - tail * (2 * 2 * 16 * 2 + 12) < 248
     cache.close()
 
 
 def test_changed_bytes_in_a_native_snapshot_harm_no_memory() -> None:
     """Any byte may be wrong: it is refused, or loads as other numbers that can be worked with."""
     cache = filled_cache(True)
-    own = cache.state()
+    state = cache.state()
     rng = np.random.default_rng(0)
     outcomes = set()
-    places = [*range(220), *rng.integers(0, len(own), 200).tolist()]
+    places = [*range(220), *rng.integers(0, len(state), 200).tolist()]
     for place in places:
-        damaged = bytearray(own)
+        damaged = bytearray(state)
         damaged[place] ^= int(rng.integers(1, 256))
         try:
             cache.load_state(bytes(damaged))
@@ -142,8 +149,8 @@ def test_changed_bytes_in_a_native_snapshot_harm_no_memory() -> None:
         columns = len(cache.columns()[0])
         cache.demote(np.array([[0, 0, c, 0, 0] for c in range(columns)], np.int32).reshape(-1, 5))
     assert outcomes == {"refused", "loaded"}
-    cache.load_state(own)
-    assert cache.state() == own
+    cache.load_state(state)
+    assert cache.state() == state
     cache.close()
 
 
@@ -156,13 +163,13 @@ def test_a_snapshot_loads_with_another_number_of_threads(head_dim: int) -> None:
     rows = [pack_heads(*random_heads(rng, shape, 250)) for _ in layers]
     forward(caches[0], layers, rows, np.arange(250))
     caches[0].commit(250)
-    for one, other in pairwise(caches):
-        other.load_state(one.state())
+    for source, other in pairwise(caches):
+        other.load_state(source.state())
         # Only the number of splits and the peak, which counts scratch, differ in the header.
-        assert len(other.state()) == len(one.state())
-        assert other.state()[144:] == one.state()[144:]
+        assert len(other.state()) == len(source.state())
+        assert other.state()[144:] == source.state()[144:]
         for column in range(2):
-            assert other.page(1, 0, column) == one.page(1, 0, column)
+            assert other.page(1, 0, column) == source.page(1, 0, column)
     for cache in caches:
         cache.close()
 

@@ -12,16 +12,17 @@ import pytest
 
 from caches import spec
 from emulated import DEVICES, ready
-from kvq import devices, native
-from kvq.cache import Cache
+from kvq import devices, native_library
+from kvq.class_cache import ClassCache
 from kvq.config import Budget, CacheShape, KvPlan, parse_offload
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.formats import constant_bytes
-from kvq.sizing import Arena
+from kvq.sizing import ClassArena
+from numpy_cache import storage_named
 from pairs import attend_alike
 from shelf import Shelf
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 CONTEXT, RESIDENT = 900, 2
 PLAN = KvPlan(k_bits=6, v_bits=2)
@@ -38,22 +39,24 @@ def shape(layers: int) -> CacheShape:
     return CacheShape(num_layers=layers, num_heads=2, num_kv_heads=2, head_dim=64)
 
 
-def whole(layers: int, read: str = "all") -> Arena:
-    asked = spec(shape(layers), PLAN, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers, read=read)
-    return asked.resolved()
+def whole(layers: int, read: str = "all") -> ClassArena:
+    cache_spec = spec(
+        shape(layers), PLAN, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers, read=read
+    )
+    return cache_spec.resolved()
 
 
 def in_tiers(
     layers: int, num_bytes: int, offload: int = ALL, plan: KvPlan = PLAN, read: str = "all"
-) -> Arena:
-    asked = spec(
+) -> ClassArena:
+    cache_spec = spec(
         shape(layers), plan, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers, read=read,
         budget=Budget(num_bytes=num_bytes), offload_bytes=offload,
     )  # fmt: skip
-    return asked.resolved()
+    return cache_spec.resolved()
 
 
-def plane_bytes(arena: Arena) -> int:
+def plane_bytes(arena: ClassArena) -> int:
     """Of a column: what the host's memory holds of it."""
     constants = constant_bytes(arena.shape.head_dim, arena.value_groups)
     return arena.column_bytes(PLAN.k_bits, PLAN.v_bits) - arena.streams * constants
@@ -69,13 +72,13 @@ class Pair:
         assert self.arena.resident_columns == RESIDENT
         assert self.arena.device_bytes == needed
         arenas = whole(layers, read), self.arena
-        self.caches = [Cache(arena, engine=device) for arena in arenas]
+        self.caches = [ClassCache(arena, storage=storage_named(device)) for arena in arenas]
 
     @property
-    def tiered(self) -> Cache:
+    def tiered(self) -> ClassCache:
         return self.caches[1]
 
-    def every(self, call: Callable[[Cache], object]) -> None:
+    def every(self, call: Callable[[ClassCache], object]) -> None:
         for cache in self.caches:
             call(cache)
 
@@ -85,7 +88,7 @@ class Pair:
     def check(self) -> None:
         states = [cache.state() for cache in self.caches]
         assert states[0] == states[1]
-        assert self.tiered.engine.tiers.device_bytes == self.arena.device_bytes
+        assert self.tiered.storage.tiers.device_bytes == self.arena.device_bytes
 
 
 @pytest.fixture
@@ -126,13 +129,13 @@ def check_tiers(pair: Pair, layers: int) -> None:
     assert len(pair.tiered.columns()[0]) == 5
     # Of three layers the second is alone in its room, and stays there.
     streamed = 3 * page if layers == 4 else 2 * page
-    assert pair.tiered.engine.tiers[1:] == (3 * page, streamed)
+    assert pair.tiered.storage.tiers[1:] == (3 * page, streamed)
     pair.check()
 
     # What is there goes, and what comes takes its places.
     pair.every(lambda cache: cache.trim(250))
     assert len(pair.tiered.columns()[0]) == 4
-    assert pair.tiered.holdings().offloaded_bytes == 3 * page
+    assert pair.tiered.usage().offloaded_bytes == 3 * page
     for count in (128, 128, 1):
         pair.run(count)
     pair.every(lambda cache: cache.edit(30, 140, 100))
@@ -153,11 +156,11 @@ def test_of_the_host_only_chosen_pages_come_over(
     # Steps of one row and of several, between them a prompt that reads all.
     came = []
     for count in (1, 1, 3, 1, 100, 1, 6):
-        seen, read = pair.tiered.engine.pages_seen, pair.tiered.engine.pages_read
+        seen, read = pair.tiered.storage.pages_seen, pair.tiered.storage.pages_read
         pair.run(count)
         columns = len(pair.tiered.columns()[0])
         if count < 100:
-            engine, streams = pair.tiered.engine, pair.arena.streams
+            engine, streams = pair.tiered.storage, pair.arena.streams
             away = columns - RESIDENT
             assert engine.pages_seen - seen == count * streams * columns
             assert engine.pages_read - read == count * streams * -(-2 * columns // 5)
@@ -191,14 +194,14 @@ def test_a_copy_that_waits_for_nothing_is_refused(device: str, opened: Callable[
     ends = np.frombuffer(facts.raw, np.uint64)
     copies = ctypes.c_void_p(int(ends[np.flatnonzero(ends)[-1]]))
     room = (ctypes.c_char * 8)()
-    one = ctypes.c_int64(1)
-    given = (room, one, room, one, one, one, copies)
+    count = ctypes.c_int64(1)
+    arguments = (room, count, room, count, count, count, copies)
     try:
-        assert library.kvq_cuda_copy(*given) != 0
+        assert library.kvq_cuda_copy(*arguments) != 0
     finally:
         library.kvq_cuda_fail(b"", None)
     assert library.kvq_cuda_after(copies, None) == 0
-    assert library.kvq_cuda_copy(*given) == 0
+    assert library.kvq_cuda_copy(*arguments) == 0
     assert library.kvq_cuda_wait(copies) == 0
 
 
@@ -221,10 +224,10 @@ def test_what_tiers_cannot_do_is_refused_by_name(device: str) -> None:
     arena = in_tiers(4, whole(4).bytes_with_resident(2))
     for engine in ("native", "numpy"):
         with pytest.raises(UsageError, match="offload_file=True"):
-            Cache(arena, engine=engine)
+            ClassCache(arena, storage=storage_named(engine))
     with pytest.raises(UsageError, match=r"fp.* has none"):
         in_tiers(4, 1 << 20, plan=KvPlan(k_bits=16, v_bits=16))
-    cache = Cache(arena, engine=device)
+    cache = ClassCache(arena, storage=storage_named(device))
     with pytest.raises(CacheError, match="keep their widths"):
         cache.demote(np.array([[0, 0, 0, 4, 2]], np.int32))
     cache.close()

@@ -18,17 +18,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvq import native, reference_linear
+from kvq import native_library
 from kvq.native_linear import VIEWS, linear
-from kvq.reference_linear import BLOCKS, Float, Grid, PanelFormat
-from matrices import KINDS, activations, matrix
+from kvq.reference import linear as reference_linear
+from kvq.reference.linear import BlockFormat, Float, PanelFormat
+from matrices import FORMATS, activations, matrix
 from shelf import Shelf
 from tolerances import PRODUCT
 
 pytestmark = [
     pytest.mark.slow,  # builds what it runs
     pytest.mark.usefixtures("kernels_restored"),
-    pytest.mark.skipif(not native.available(), reason=native.why_not()),
+    pytest.mark.skipif(not native_library.available(), reason=native_library.why_not()),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,9 @@ VECTORS = (
     "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq",
     "-mavx512vnni",
 )  # fmt: skip
-VECTORS_HERE = VECTORS if native.available() and "avx512vnni" in native.isas() else ()
+VECTORS_HERE = (
+    VECTORS if native_library.available() and "avx512vnni" in native_library.isas() else ()
+)
 # (rows, columns): less than a panel, odd everything, several blocks of every size.
 SHAPES = ((5, 7), (33, 449))
 # From a tile of sixteen on: one, two and three tiles, whole and not, and rows that are left over.
@@ -73,31 +76,28 @@ def by_tiles(built: Path) -> Iterator[None]:
     """Products meanwhile are those of emulated tiles."""
     library = ctypes.CDLL(str(built))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "load", lambda: (library, ""))
+        patch.setattr(native_library, "load", lambda: (library, ""))
         yield
 
 
-@pytest.mark.parametrize(("bits", "grid"), KINDS)
-@pytest.mark.parametrize("block", BLOCKS)
-def test_products_are_bit_for_bit_those_of_vectors(
-    bits: int, block: int, grid: Grid, built: Path
-) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_products_are_bit_for_bit_those_of_vectors(kind: BlockFormat, built: Path) -> None:
     """And of one row after the other, and close to the definition."""
-    native.select_isa("avx512vnni" if VECTORS_HERE else "generic")
+    native_library.select_isa("avx512vnni" if VECTORS_HERE else "generic")
     for shape, view in itertools.product(SHAPES, VIEWS):
-        form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block, grid=grid)
+        form = PanelFormat.of(kind, shape)
         panels, x = matrix(form)[1], activations(max(ROWS), shape[1])
-        wanted = linear(form, panels, x, view=view)
-        close(wanted, reference_linear.linear(form, panels, x, view))
+        expected = linear(form, panels, x, view=view)
+        close(expected, reference_linear.linear(form, panels, x, view))
         with by_tiles(built):
             for rows in ROWS:
-                found = linear(form, panels, x[:rows], view=view)
-                np.testing.assert_array_equal(found, wanted[:rows])
+                actual = linear(form, panels, x[:rows], view=view)
+                np.testing.assert_array_equal(actual, expected[:rows])
 
 
-def close(found: Float, wanted: Float) -> None:
-    size = np.abs(wanted).max(axis=1, keepdims=True)
-    assert (np.abs(found - wanted) <= PRODUCT.top * size).all()
+def close(actual: Float, expected: Float) -> None:
+    size = np.abs(expected).max(axis=1, keepdims=True)
+    assert (np.abs(actual - expected) <= PRODUCT.top * size).all()
 
 
 def test_no_tile_reaches_beyond_the_rows(built: Path) -> None:
@@ -115,9 +115,9 @@ def test_what_is_not_finite_shows_in_its_row_only(value: float, built: Path) -> 
     panels, x = matrix(form)[1], activations(20, 100)
     x[17, 99] = value
     with by_tiles(built):
-        found, clean = (linear(form, panels, rows) for rows in (x, np.delete(x, 17, axis=0)))
-    assert np.isnan(found[17]).all()
-    np.testing.assert_array_equal(np.delete(found, 17, axis=0), clean)
+        actual, clean = (linear(form, panels, rows) for rows in (x, np.delete(x, 17, axis=0)))
+    assert np.isnan(actual[17]).all()
+    np.testing.assert_array_equal(np.delete(actual, 17, axis=0), clean)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_tiles_are_offered_where_another_process_survives_them(
         capture_output=True, env={**os.environ, "KVQ_TILES": machine},
     )  # fmt: skip
     assert finished.stderr == ""
-    found, said = finished.stdout.splitlines()
-    assert found == kernels
+    selected, said = finished.stdout.splitlines()
+    assert selected == kernels
     assert reason in said
     assert bool(reason) == bool(said)
 
@@ -154,7 +154,7 @@ def test_tiles_are_offered_where_another_process_survives_them(
 def test_the_installed_library_has_the_instructions_themselves() -> None:
     if not shutil.which("objdump"):
         pytest.skip("objdump is not installed")
-    library = native.library_path()
+    library = native_library.library_path()
     assert library
     listing = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", library], check=True, capture_output=True

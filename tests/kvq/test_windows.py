@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 from tests.support.caches import spec
 from tests.support.pairs import attention, forward, packed_rows
 
-from kvq.cache import Cache
+from kvq.class_cache import ClassCache
 from kvq.config import Budget, CacheShape, KvPlan
 from kvq.errors import CacheError, UsageError
 from kvq.formats import page_bytes
 from kvq.geometry import WINDOW_MARGIN_TOKENS
-from kvq.sizing import CacheSpec
+from kvq.sizing import ClassSpec
+from numpy_cache import storage_named
 
 SHAPE = CacheShape(num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16)
 WINDOWS = (100, 0, 100)
@@ -23,18 +24,18 @@ CONTEXT, CHUNK = 6000, 64
 MOST_COLUMNS = -(-(100 + WINDOW_MARGIN_TOKENS + 8 + CHUNK) // 64) + 2
 
 
-def asked(windows: tuple[int, ...] = WINDOWS, **options: Any) -> CacheSpec:
+def window_spec(windows: tuple[int, ...] = WINDOWS, **options: Any) -> ClassSpec:
     return spec(SHAPE, KvPlan(), CONTEXT, windows=windows, chunk_tokens=CHUNK, **options)
 
 
-def held_whole(engine: str = "native", **options: Any) -> Cache:
+def held_whole(engine: str = "native", **options: Any) -> ClassCache:
     """With the smallest budget that holds the whole context."""
-    wanted = asked(**options)
-    whole = replace(wanted, budget=Budget(num_bytes=wanted.whole_bytes))
-    return Cache(whole.resolved(), engine=engine)
+    cache_spec = window_spec(**options)
+    whole = replace(cache_spec, budget=Budget(num_bytes=cache_spec.whole_bytes))
+    return ClassCache(whole.resolved(), storage=storage_named(engine))
 
 
-def read(cache: Cache, rng: np.random.Generator, tokens: int) -> list[NDArray[np.float32]]:
+def read(cache: ClassCache, rng: np.random.Generator, tokens: int) -> list[NDArray[np.float32]]:
     """Chunks of a text; what each layer gave for each."""
     outs: list[NDArray[np.float32]] = []
     layers = [
@@ -52,21 +53,24 @@ def read(cache: Cache, rng: np.random.Generator, tokens: int) -> list[NDArray[np
 
 
 def test_a_layer_with_a_window_takes_its_window_and_no_context() -> None:
-    window, whole = asked().geometry(tight=False, probes=False, places=0), asked(windows=())
+    window, whole = (
+        window_spec().geometry(tight=False, probes=False, places=0),
+        window_spec(windows=()),
+    )
     columns = window.wanted_columns
     assert columns > MOST_COLUMNS
     assert window.held_pages(columns) == columns + 2 * MOST_COLUMNS
     assert window.held_pages(3) == 9
     saved = 2 * (columns - MOST_COLUMNS) * page_bytes(16, 4, 4)
-    found = whole.whole_bytes - asked().whole_bytes
+    saving = whole.whole_bytes - window_spec().whole_bytes
     # And the table of granules is shorter by as much.
-    assert saved < found < 1.1 * saved
-    assert asked(edits=True).whole_bytes == whole.whole_bytes
+    assert saved < saving < 1.1 * saved
+    assert window_spec(edits=True).whole_bytes == whole.whole_bytes
     # A share of fp16 is one of what a peer that knows windows holds.
-    assert asked().float_bytes == (CONTEXT + 2 * 100) * 2 * 16 * 2
+    assert window_spec().float_bytes == (CONTEXT + 2 * 100) * 2 * 16 * 2
     assert whole.float_bytes == 3 * CONTEXT * 2 * 16 * 2
     with pytest.raises(UsageError, match="2 windows were given for 3 layers"):
-        asked(windows=(0, 1))
+        window_spec(windows=(0, 1))
 
 
 @pytest.mark.parametrize("engine", ["native", "numpy"])
@@ -81,14 +85,14 @@ def test_what_no_query_sees_goes_and_changes_nothing(engine: str) -> None:
             strict=True,
         ):
             np.testing.assert_array_equal(ours, theirs)
-    held = [(cache.columns()[1][..., 0] > 0).sum(axis=(1, 2)).tolist() for cache in (tight, full)]
-    columns = held[1][0]
-    assert held[1] == [columns] * 3
-    assert held[0][1] == columns, "the layer without a window keeps all"
+    counts = [(cache.columns()[1][..., 0] > 0).sum(axis=(1, 2)).tolist() for cache in (tight, full)]
+    columns = counts[1][0]
+    assert counts[1] == [columns] * 3
+    assert counts[0][1] == columns, "the layer without a window keeps all"
     if engine == "native":
         assert tight.tokens == CONTEXT
-        assert sum(held[0]) <= columns + 2 * MOST_COLUMNS
-    assert (tight.columns()[1].max(), tight.holdings().evicted_share) == (4, 0.0)
+        assert sum(counts[0]) <= columns + 2 * MOST_COLUMNS
+    assert (tight.columns()[1].max(), tight.usage().evicted_share) == (4, 0.0)
     tight.close()
     full.close()
 
@@ -104,11 +108,11 @@ def test_a_context_that_only_windows_see_needs_no_more_with_its_length() -> None
     cache = held_whole(windows=(100,) * 3)
     read(cache, np.random.default_rng(0), 5900)
     assert cache.columns()[0].shape[0] <= MOST_COLUMNS
-    assert cache.holdings().evicted_share == 0.0
+    assert cache.usage().evicted_share == 0.0
     state = cache.state()
     other = held_whole(windows=(100,) * 3)
     other.load_state(state)
-    assert other.holdings().evicted_share == 0.0
+    assert other.usage().evicted_share == 0.0
     other.trim(4000)
     assert other.tokens == 0, "no column is left that says so, and yet it is gone"
 
@@ -163,7 +167,7 @@ def test_a_saved_cache_knows_what_its_windows_left_behind() -> None:
     other.load_state(cache.state())
     with pytest.raises(CacheError, match="given up tokens"):
         other.edit(2000, 2010, 10)
-    assert other.holdings() == cache.holdings()
+    assert other.usage() == cache.usage()
     other.trim(4000 - WINDOW_MARGIN_TOKENS)
     assert other.tokens == 4000 - WINDOW_MARGIN_TOKENS
     other.trim(2000)
@@ -178,19 +182,19 @@ def test_a_saved_cache_knows_what_its_windows_left_behind() -> None:
 @pytest.mark.parametrize("policy", ["budget", "uniform", "oldest", "h2o"])
 def test_under_a_budget_the_windows_pages_go_before_any_bit(policy: str) -> None:
     """A budget that holds what is seen, but not the context in every layer, loses no bit."""
-    wanted = asked(policy=policy)
-    budget = Budget(num_bytes=wanted.bytes_for_tokens(3000))
-    cache = Cache(replace(wanted, budget=budget).resolved())
+    cache_spec = window_spec(policy=policy)
+    budget = Budget(num_bytes=cache_spec.bytes_for_tokens(3000))
+    cache = ClassCache(replace(cache_spec, budget=budget).resolved())
     read(cache, np.random.default_rng(1), 2900)
-    held = cache.columns()[1][:, 0]
-    assert set(held[held > 0].tolist()) == {4}
-    assert (held[1] > 0).all(), "the layer without a window lost nothing"
-    assert cache.holdings().evicted_share == 0.0
+    widths = cache.columns()[1][:, 0]
+    assert set(widths[widths > 0].tolist()) == {4}
+    assert (widths[1] > 0).all(), "the layer without a window lost nothing"
+    assert cache.usage().evicted_share == 0.0
     read(cache, np.random.default_rng(1), 3000)  # and now it does
-    held = cache.columns()[1][1, 0]
-    assert (held != 4).any() or len(held) < 5900 // 64 - 1
+    widths = cache.columns()[1][1, 0]
+    assert (widths != 4).any() or len(widths) < 5900 // 64 - 1
 
 
 def test_a_second_tier_keeps_all() -> None:
-    wanted = asked(offload_bytes=1 << 30)
-    assert wanted.geometry(tight=False, probes=False, places=0).windows == ()
+    cache_spec = window_spec(offload_bytes=1 << 30)
+    assert cache_spec.geometry(tight=False, probes=False, places=0).windows == ()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from emulated import emulated_library
-from kvq import native
-from kvq.cache import Cache
+from kvq import native_library
+from kvq.class_cache import ClassCache
 from kvq.errors import UsageError
 from kvq_apps.bench.suite import Setup
 from kvq_apps.cli import main
@@ -18,7 +18,7 @@ from kvq_lab.drafting import DraftJob, Replay
 from kvq_lab.workloads import Workload, workloads
 from kvq_runtime.config import Sampling, SessionRequest
 from kvq_runtime.engine import open_files
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 from rule_backend import RuleBackend
 from shelf import Shelf
 
@@ -70,7 +70,7 @@ def few(monkeypatch: pytest.MonkeyPatch, shelf: Shelf) -> None:
     )
     monkeypatch.setattr(drafting, "workloads", lambda: short)
     monkeypatch.setattr(drafting, "resolve_model", lambda _: shelf.bundle())
-    monkeypatch.setattr("kvq_apps.bench.shapes.shape_bundle", lambda *_, **__: shelf.bundle())
+    monkeypatch.setattr("kvq_apps.bench.model_shapes.shape_bundle", lambda *_, **__: shelf.bundle())
 
 
 @pytest.mark.usefixtures("few")
@@ -119,13 +119,13 @@ def test_prompts_are_filled_up_and_chosen_drafters_measured(
         (context, "suffix") for context in (200, 200, 600, 600)
     ]
     assert {row["new_tokens"] for row in data["rows"]} == {5}
-    assert [one["context"] for one in data["passes"]] == [200, 600]
+    assert [row["context"] for row in data["passes"]] == [200, 600]
 
 
 def test_what_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="--repeat 0 is not possible"):
         DraftJob(replay=True, repeat=0)
-    for words in (["--kv-policy", "h2o"], ["--peer", "onnxruntime"], ["--plot", "a.png"]):
+    for words in (["--kv-policy", "h2o"], ["--peer", "llama.cpp"], ["--kv-read", "25%"]):
         assert main(["bench", "--suite", "drafts", *words]) == 2
         assert "--suite drafts knows " in capsys.readouterr().err
     assert main(["bench", "--suite", "drafts", "--drafters", "lookup,guess"]) == 2
@@ -133,17 +133,17 @@ def test_what_it_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert Path("a.png").exists() is False
 
 
-@pytest.mark.skipif(not native.available(), reason=native.why_not())
+@pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 def test_drafts_are_measured_on_a_device(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_library(shelf)
     model, used = open_files(shelf.bundle()), list[str]()
-    opened = Cache.__init__
+    opened = ClassCache.__init__
 
-    def noted(cache: Cache, *given: Any, engine: str, **more: Any) -> None:
-        used.append(engine)
-        opened(cache, *given, engine=engine, **more)
+    def noted(cache: ClassCache, *positional: Any, storage: Any, **named: Any) -> None:
+        used.append(storage.device)
+        opened(cache, *positional, storage=storage, **named)
 
-    monkeypatch.setattr(Cache, "__init__", noted)
+    monkeypatch.setattr(ClassCache, "__init__", noted)
     monkeypatch.setattr(drafting, "_PASSES", 1)
     monkeypatch.setattr(drafting, "_MOST_ROWS", 2)
     short = Workload(name="again", prompt="The quick brown", answer="fox jumps")
@@ -158,4 +158,4 @@ def test_drafts_are_measured_on_a_device(shelf: Shelf, monkeypatch: pytest.Monke
     assert data["device"] == "emulated"
     assert set(used) == {"emulated"}
     assert [row["drafter"] for row in data["rows"]] == ["quantspec"]
-    assert all(one["hi_ms"] > 0 for one in data["passes"])
+    assert all(row["hi_ms"] > 0 for row in data["passes"])

@@ -9,7 +9,7 @@ from kvq_apps import laboratory
 from kvq_apps.bench import engines
 from kvq_apps.cli import main
 from kvq_apps.commands import eval as evaluation
-from kvq_apps.flags import FLAGS
+from kvq_apps.settings.flags import FLAGS
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def no_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *(f"bench --suite {name}" for name in ("chat", "drafts", "several", "edit", "ttft")),
+        *(f"bench --suite {name}" for name in ("drafts", "edit", "ttft")),
         *(f"eval --task {name} {__file__}" for name in evaluation.LABORATORY_TASKS),
         f"eval --sweep {__file__}",
     ],
@@ -34,9 +34,9 @@ def test_without_it_a_suite_says_that_it_needs_a_checkout(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words.split()) == 2
-    asked = " ".join(words.removesuffix(__file__).split()[1:])
+    flag = " ".join(words.removesuffix(__file__).split()[1:])
     assert capsys.readouterr().err == (
-        f"error: {asked} belongs to the laboratory, which only a checkout of kvq has; get one "
+        f"error: {flag} belongs to the laboratory, which only a checkout of kvq has; get one "
         "and install it there with `pip install -e .`, or leave the flag out\n"
     )
 
@@ -44,9 +44,9 @@ def test_without_it_a_suite_says_that_it_needs_a_checkout(
 def test_without_it_a_peer_says_so_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(engines.ENGINES, "onnxruntime")
-    assert main(["bench", "--peer", "onnxruntime"]) == 2
-    assert "error: --peer onnxruntime belongs to the laboratory" in capsys.readouterr().err
+    monkeypatch.delitem(engines.ENGINES, "transformers")
+    assert main(["bench", "--peer", "transformers"]) == 2
+    assert "error: --peer transformers belongs to the laboratory" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_laboratory")
@@ -58,8 +58,8 @@ def test_without_it_its_flags_are_unknown(words: str, capsys: pytest.CaptureFixt
 
 def test_it_runs_what_the_commands_name() -> None:
     suites, tasks = FLAGS["suite"].choices or (), evaluation.LABORATORY_TASKS
-    assert {"speed", "serve", *laboratory.part("bench").RUNS} == {*suites}
-    assert {"sweep", *tasks} == {*laboratory.part("eval").RUNS}
+    assert {"speed", "serve", *laboratory.extension("bench").RUNS} == {*suites}
+    assert {"sweep", *tasks} == {*laboratory.extension("eval").RUNS}
     assert {*engines.LABORATORY_PEERS} == {*laboratory.peers()}
 
 
@@ -68,6 +68,8 @@ def test_a_wheel_has_no_laboratory_and_a_checkout_has() -> None:
     folder = "apps/lab/kvq_lab"
     assert folder not in build["wheel"]["packages"]
     beside = [
-        one for one in build["overrides"] if folder in one.get("wheel", {}).get("packages", ())
+        override["if"]
+        for override in build["overrides"]
+        if folder in override.get("wheel", {}).get("packages", ())
     ]
-    assert [one["if"] for one in beside] == [{"state": "editable"}]
+    assert beside == [{"state": "editable"}]

@@ -12,6 +12,7 @@ ROW = """
 name = "small"
 parameters = "1 M"
 license = "MIT"
+memory = "1 GiB"
 good-for = "tests"
 sources = [{ hub = "org/small" }]
 """
@@ -61,9 +62,9 @@ def test_a_name_that_is_no_name_of_a_folder_is_refused(name: str) -> None:
         ('[{ hub = "org/small" }]', "3", "cannot be read"),
         ('hub = "org/small"', 'hub = "org/small", sha256 = "abc"', "is no SHA-256"),
         ('hub = "org/small"', 'wheel = "p==1", file = "x"', "needs its pattern, sha256 and bytes"),
-        ('license = "MIT"', "", "'license'"),
+        ('license = "MIT"', "", "lacks license"),
         ("[[model]]", "[[model]", "cannot be read"),
-        ("[[model]]", "[[other]]", "'model'"),
+        ("[[model]]", "[[other]]", "lacks model"),
     ],
 )
 def test_what_is_no_catalogue_is_refused(before: str, after: str, why: str) -> None:

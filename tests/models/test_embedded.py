@@ -11,9 +11,9 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import kvq_embedded
-from kvq import native
+from kvq import native_library
 from kvq.native_linear import weight_bytes_read
-from kvq_export.checkpoint import Checkpoint
+from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ if __name__ == "__main__":
     main()
 '''
 embedded = pytest.mark.parametrize("name", ["default", "nano"])
-needs_native = pytest.mark.skipif(not native.available(), reason="no native library")
+needs_native = pytest.mark.skipif(not native_library.available(), reason="no native library")
 
 
 @embedded
@@ -115,11 +115,11 @@ def test_transformers_computes_the_same_and_it_has_learned_python(name: str) -> 
     def weight(key: str) -> np.ndarray:
         return checkpoint.read(sources[key])
 
-    found = forward(config, weight, ids, np.arange(len(ids)), PlainAttention())
+    actual = forward(config, weight, ids, np.arange(len(ids)), PlainAttention())
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)[None]).logits[0].numpy()
-    assert np.abs(found - expected).max() < 2e-3
+    assert np.abs(actual - expected).max() < 2e-3
     logits = expected[:-1] - np.log(np.exp(expected[:-1]).sum(axis=-1, keepdims=True))
     nats = -logits[np.arange(len(ids) - 1), ids[1:]].sum()
     size = len(tokenizer.decode(ids[1:].tolist()).encode())

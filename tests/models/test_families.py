@@ -1,9 +1,9 @@
 """Parity: every family, exported and run by the engine, against transformers.
 
 The peer is the transformers model with the bundle's own restored weights, so rounding weights
-counts for neither side. It is compared with two graphs: one whose matrix products keep their
-activations in float32, which leaves nothing but the cache's float16 keys and values, and the graph
-as it ships. `--log-cli-level=info` shows the divergences measured.
+counts for neither side. It is compared with two backends: numpy's products, which keep their
+activations in float32 and leave nothing but the cache's float16 keys and values, and the graph as
+it ships. `--log-cli-level=info` shows the divergences measured.
 """
 
 from __future__ import annotations
@@ -19,27 +19,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 import transformers
 from transformers.masking_utils import eager_mask
 
 import tiny
-from kvq import classes
+from kvq.cache import Cache, CacheSpec
 from kvq.config import Budget, KvPlan
-from kvq_export.config import ExportOptions, Linear, WeightFormat
+from kvq_export.config import ExportOptions, WeightFormat
 from kvq_lab.engine_transformers import cache_argument
-from kvq_models.config import Experts
-from kvq_models.products import products as model_products
 from kvq_models.reference import forward
 from kvq_models.registry import read_checkpoint
 from kvq_runtime.backends import Pass, SequencePass, missing
-from kvq_runtime.backends.paged import PagedCache, class_fields
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.backends.paged import class_fields
+from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from logits import divergence, log_softmax
+from numpy_cache import storage_named
 from shelf import Shelf
 
 logger = logging.getLogger(__name__)
@@ -63,7 +61,7 @@ ROUNDED_TOLERANCE = 0.01, 6e-4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What one case may differ by.
+    """Holds what one case may differ by.
 
     `logit`: the largest difference from a peer with float32 keys and values, float activations;
     `shipped` and `four_bit`: mean KL divergence in nats of the shipped graph with an unquantised
@@ -77,7 +75,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A row of `tiny.CASES`, keys that replace some of its config, arguments the peer needs."""
+    """Describes a case of `tiny.CASES`: keys that replace its config, arguments for the peer."""
 
     row: str
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -91,6 +89,7 @@ BOUNDS = {
     "qwen2-window": Bounds(shipped=0.01, four_bit=1.6),
     "qwen3": Bounds(logit=0.015, shipped=0.0035, four_bit=0.55),
     "phi3-longrope": Bounds(logit=0.04, shipped=0.009, four_bit=1.4),
+    "gemma2": Bounds(logit=0.04),
     "gemma": Bounds(logit=0.09, shipped=0.013, four_bit=1.7),
     "smollm3": Bounds(shipped=0.015, four_bit=1.7),
     "gemma3": Bounds(logit=0.006, shipped=1e-6, four_bit=1e-4),
@@ -119,7 +118,7 @@ CASES["gemma3-soft-cap"] = Case(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continuation:
-    """A prompt and its greedy continuation by the peer, int64 [T] and [STEPS].
+    """Holds a prompt and its greedy continuation by the peer, int64 [T] and [STEPS].
 
     `logits` float32 [T + STEPS, V] are the peer's; `rounded` those with float16 keys and values;
     `lead` is the smallest of a greedy token over the next best.
@@ -137,7 +136,7 @@ class Continuation:
 
 
 class Peer:
-    """A transformers model in float32; `rounded` picks float16 keys and values."""
+    """Wraps a transformers model in float32; `rounded` picks float16 keys and values."""
 
     def __init__(self, checkpoint: Path, arguments: Mapping[str, Any]) -> None:
         transformers.AttentionInterface.register("rounded", rounded_attention)
@@ -149,7 +148,7 @@ class Peer:
     def restored(
         cls, checkpoint: Path, bundle: Bundle, folder: Path, arguments: Mapping[str, Any]
     ) -> Peer:
-        """With every weight as the bundle restores it, by the names it has in a file."""
+        """Returns the model with every weight as the bundle restores it, by its name in a file."""
         family, config, _ = read_checkpoint(checkpoint)
         read = tiny.read_safetensors(checkpoint / "model.safetensors")
         tensors = {name: tensor.copy() for name, tensor in read.items()}
@@ -178,11 +177,11 @@ class Peer:
     def mixed_logits(self, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Logits float32 [T, V] of tokens that are each a sum of embeddings, ids int64 [T, K]."""
         shares = torch.from_numpy(weights)
-        given = {"inputs_embeds": (self.embeddings(ids) * shares[..., None]).sum(1)}
+        inputs = {"inputs_embeds": (self.embeddings(ids) * shares[..., None]).sum(1)}
         if getattr(self.model.config, "hidden_size_per_layer_input", 0):
-            own = self.model.model.get_per_layer_inputs(torch.from_numpy(ids))
-            given["per_layer_inputs"] = (own * shares[..., None, None]).sum(1)
-        return self._logits({name: value[None] for name, value in given.items()}, rounded=True)
+            per_layer = self.model.model.get_per_layer_inputs(torch.from_numpy(ids))
+            inputs["per_layer_inputs"] = (per_layer * shares[..., None, None]).sum(1)
+        return self._logits({name: value[None] for name, value in inputs.items()}, rounded=True)
 
     @torch.no_grad()
     def logits(self, ids: np.ndarray, *, rounded: bool = False) -> np.ndarray:
@@ -195,7 +194,7 @@ class Peer:
 
     @torch.no_grad()
     def continuation(self) -> Continuation:
-        """The greedy continuation of the most decided of some random prompts."""
+        """Returns the greedy continuation of the most decided of some random prompts."""
         draw = np.random.default_rng(1)
         prompts = draw.integers(0, tiny.VOCAB_SIZE, (PROMPTS, PROMPT_TOKENS))
         tokens, logits, past = [torch.from_numpy(prompts)], [], None
@@ -227,14 +226,14 @@ def rounded_attention(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The model's own attention over rotated keys and values as a float16 cache returns them."""
+    """Computes the model's attention over rotated keys and values as a float16 cache has them."""
     attend: Callable[..., Any] = inspect.getmodule(type(module)).eager_attention_forward
     return attend(module, query, key.half().float(), value.half().float(), *args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One case exported at 8 bits, its float graph in an engine, and its peer."""
+    """Holds one case exported at 8 bits, its float graph in an engine, and its peer."""
 
     checkpoint: Path
     case: Case
@@ -244,29 +243,16 @@ class Family:
     expected: Continuation
 
 
-def export(shelf: Shelf, checkpoint: Path, bits: int, linear: Linear = "kvq") -> Bundle:
-    weights = WeightFormat(bits=bits, linear=linear)
+def export(shelf: Shelf, checkpoint: Path, bits: int) -> Bundle:
+    weights = WeightFormat(bits=bits)
     # Of random weights no text tells which inputs matter.
     options = ExportOptions(weights=weights, quality=False, calibrate=False)
     return Bundle.open(shelf.exported(checkpoint, options))
 
 
-def with_float_activations(bundle: Bundle, folder: Path) -> Bundle:
-    """A copy whose matrix products do not round activations to 8 bits."""
-    copy = dataclasses.replace(bundle, path=Path(shutil.copytree(bundle.path, folder)))
-    model = ir.load(copy.model_path)
-    products = [node for node in model.graph if node.op_type == "MatMulNBits"]
-    quantised = [product for product in model_products(bundle.config) if not product.exact]
-    assert len(products) == len(quantised)
-    for node in products:
-        node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 1)
-    ir.save(model, copy.model_path)
-    return copy
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """Torch's spinning threads make tiny steps many times slower on busy cores."""
+    """Uses one thread, since torch's spinning threads make tiny steps many times slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -282,15 +268,10 @@ def family(
         pytest.skip(reason)
     case = CASES[request.param]
     checkpoint = shelf.family(case.row, **case.keys)
-    # ONNX Runtime's products know no experts: those are computed in numpy over the same cache.
-    mixture = any(
-        isinstance(layer.feed, Experts) for layer in read_checkpoint(checkpoint)[1].layers
-    )
-    bundle = export(shelf, checkpoint, 8, "kvq" if mixture else "ort")
+    bundle = export(shelf, checkpoint, 8)
     folder = tmp_path_factory.mktemp(request.param)
     peer = Peer.restored(checkpoint, bundle, folder, case.peer_arguments)
-    graph = bundle if mixture else with_float_activations(bundle, folder / "float")
-    with Engine(graph, threads=1, backend="float" if mixture else "onnx") as exact:
+    with Engine(bundle, threads=1, backend="float") as exact:
         yield Family(
             checkpoint=checkpoint,
             case=case,
@@ -306,11 +287,11 @@ def session_logits(engine: Engine, ids: np.ndarray, **options: int) -> np.ndarra
         return np.concatenate(list(session.logits(ids.tolist())))
 
 
-def assert_close_to_rounded(found: np.ndarray, rounded: np.ndarray) -> None:
+def assert_close_to_rounded(actual: np.ndarray, rounded: np.ndarray) -> None:
     wider = max(1.0, rounded.std() / 3)
     largest, root_mean_square = (wider * bound for bound in ROUNDED_TOLERANCE)
-    np.testing.assert_allclose(found, rounded, rtol=0, atol=largest)
-    assert np.sqrt(np.square(found - rounded).mean()) < root_mean_square
+    np.testing.assert_allclose(actual, rounded, rtol=0, atol=largest)
+    assert np.sqrt(np.square(actual - rounded).mean()) < root_mean_square
 
 
 # With float activations: what is left is the float16 of keys and values
@@ -325,17 +306,17 @@ def assert_close_to_rounded(found: np.ndarray, rounded: np.ndarray) -> None:
 def test_chunks_and_greedy_steps_equal_transformers(family: Family, chunk: str) -> None:
     expected = family.expected
     with family.exact.session(chunk_tokens=CHUNKS[chunk], **FLOAT_KV) as session:
-        found = np.concatenate(list(session.logits(expected.prompt.tolist())))
+        actual = np.concatenate(list(session.logits(expected.prompt.tolist())))
         steps = list(session.generate(STEPS, sampling=GREEDY, stop_ids=[], logprobs=True))
-    wanted, rounded = (each[:PROMPT_TOKENS] for each in (expected.logits, expected.rounded))
-    assert wanted.std() > 2.5
+    exact, rounded = (each[:PROMPT_TOKENS] for each in (expected.logits, expected.rounded))
+    assert exact.std() > 2.5
     logger.info(
         "largest difference of a logit: %.3g, with rounded keys and values %.3g",
-        np.abs(found - wanted).max(),
-        np.abs(found - rounded).max(),
+        np.abs(actual - exact).max(),
+        np.abs(actual - rounded).max(),
     )
-    assert_close_to_rounded(found, rounded)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=family.case.bounds.logit)
+    assert_close_to_rounded(actual, rounded)
+    np.testing.assert_allclose(actual, exact, rtol=0, atol=family.case.bounds.logit)
     tokens = [step.token for step in steps]
     assert tokens == expected.steps.tolist(), f"the smallest lead is {expected.lead}"
     rows = log_softmax(expected.rounded[PROMPT_TOKENS - 1 : -1])
@@ -349,7 +330,7 @@ def test_chunks_and_greedy_steps_equal_transformers(family: Family, chunk: str) 
 
 @pytest.mark.sampled
 def test_mixed_embeddings_equal_the_reference_and_transformers(family: Family) -> None:
-    """Plain tokens, then tokens that are each a weighted sum of two, on one cache."""
+    """Reads plain tokens, then tokens that are a weighted sum of two each, on one cache."""
     config, plain, mixed = family.bundle.config, 60, 40
     tokens = plain + mixed
     draw = np.random.default_rng(2)
@@ -363,7 +344,7 @@ def test_mixed_embeddings_equal_the_reference_and_transformers(family: Family) -
             run(family, cache, ids[:plain, :1], weights[:plain, :1]),
             run(family, cache, ids[plain:], weights[plain:]),
         ]
-    found = np.concatenate(parts)
+    actual = np.concatenate(parts)
 
     with closing(open_cache(family, FLOAT_PLAN, tokens, native=False)) as cache:
         cache.begin(tokens)
@@ -376,14 +357,14 @@ def test_mixed_embeddings_equal_the_reference_and_transformers(family: Family) -
             mixed=(ids, weights),
             long_rope=config.needs_long_rope(tokens),
         )
-    assert_close_to_rounded(found, reference)
-    assert_close_to_rounded(found, family.peer.mixed_logits(ids, weights))
+    assert_close_to_rounded(actual, reference)
+    assert_close_to_rounded(actual, family.peer.mixed_logits(ids, weights))
 
 
-def open_cache(family: Family, plan: KvPlan, tokens: int, *, native: bool = True) -> PagedCache:
+def open_cache(family: Family, plan: KvPlan, tokens: int, *, native: bool = True) -> Cache:
     """An empty cache with room for `tokens` tokens, at once or in any chunks."""
-    spec = classes.spec_of(
-        class_fields(family.bundle.config),
+    spec = CacheSpec.of(
+        *class_fields(family.bundle.config),
         plan=plan,
         context_tokens=tokens,
         budget=Budget(tokens=tokens),
@@ -391,17 +372,17 @@ def open_cache(family: Family, plan: KvPlan, tokens: int, *, native: bool = True
         threads=1,
         policy="oldest",
     )
-    return classes.open_cache(spec.resolved(), engine="native" if native else "numpy")
+    return Cache(spec.resolved(), storage=storage_named("native" if native else "numpy"))
 
 
-def run(family: Family, cache: PagedCache, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def run(family: Family, cache: Cache, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Logits [T, V] of one pass over the next tokens, ids int64 and weights float32 [T, K]."""
     rows = SequencePass(
         cache=cache,
         ids=ids,
         weights=weights,
         positions=np.arange(cache.tokens, cache.tokens + len(ids)),
-        wanted=np.arange(len(ids)),
+        logit_rows=np.arange(len(ids)),
     )
     rope_long = family.bundle.config.needs_long_rope(cache.context_tokens)
     cache.begin(len(ids))
@@ -416,16 +397,16 @@ def run(family: Family, cache: PagedCache, ids: np.ndarray, weights: np.ndarray)
 @pytest.mark.parametrize("family", ["phi3-longrope"], indirect=True)
 @pytest.mark.parametrize("context_tokens", [64, 65])
 def test_the_context_limit_picks_the_long_table(family: Family, context_tokens: int) -> None:
-    """The peer picks by the tokens it has seen: short for up to 64, long beyond."""
+    """Compares with a peer that picks by the tokens so far: short for up to 64, long beyond."""
     ids, few = family.expected.prompt[:context_tokens], 48
     whole = family.peer.logits(ids, rounded=True)
     options = {**FLOAT_KV, "context_tokens": context_tokens}
     assert_close_to_rounded(session_logits(family.exact, ids, **options), whole)
     # A session's first tokens already have the table of its context.
-    found = session_logits(family.exact, ids[:few], **options)
-    assert_close_to_rounded(found, whole[:few])
+    actual = session_logits(family.exact, ids[:few], **options)
+    assert_close_to_rounded(actual, whole[:few])
     short = family.peer.logits(ids[:few], rounded=True)
-    difference = np.abs(found - short).max()
+    difference = np.abs(actual - short).max()
     assert difference > 1 if context_tokens > 64 else difference < ROUNDED_TOLERANCE[0]
 
 
@@ -438,8 +419,8 @@ def test_the_shipped_graph_is_near_its_own_weights(
 ) -> None:
     expected = family.expected
     with Engine(family.bundle, threads=2, backend="onnx") as shipped:
-        found = session_logits(shipped, expected.tokens, **FLOAT_KV)
-    nats = divergence(expected.logits, found)
+        actual = session_logits(shipped, expected.tokens, **FLOAT_KV)
+    nats = divergence(expected.logits, actual)
     record_property("mean_kl_divergence_nats", nats)
     logger.info("8-bit weights, 8-bit activations: %.3g nats", nats)
     assert nats < family.case.bounds.shipped
@@ -452,19 +433,21 @@ def test_four_bit_weights_stay_near_the_checkpoint(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """From its own weights the graph differs no more than at 8 bits; the rest is the weights'."""
+    """Checks that the graph is as near to its own weights as at 8 bits."""
     tokens, bounds = family.expected.tokens, family.case.bounds
     arguments = family.case.peer_arguments
     original = Peer(family.checkpoint, arguments).logits(tokens)
     bundle = export(shelf, family.checkpoint, 4)
     peer = Peer.restored(family.checkpoint, bundle, tmp_path, arguments)
     with Engine(bundle, threads=1, backend="onnx") as engine:
-        found = session_logits(engine, tokens, **FLOAT_KV)
-    own, checkpoint = divergence(peer.logits(tokens), found), divergence(original, found)
-    record_property("mean_kl_divergence_from_own_weights_nats", own)
+        actual = session_logits(engine, tokens, **FLOAT_KV)
+    to_peer, checkpoint = divergence(peer.logits(tokens), actual), divergence(original, actual)
+    record_property("mean_kl_divergence_from_own_weights_nats", to_peer)
     record_property("mean_kl_divergence_from_checkpoint_nats", checkpoint)
-    logger.info("4-bit weights: %.3g nats from its own, %.3g from the checkpoint", own, checkpoint)
-    assert own < bounds.shipped
+    logger.info(
+        "4-bit weights: %.3g nats from its own, %.3g from the checkpoint", to_peer, checkpoint
+    )
+    assert to_peer < bounds.shipped
     assert checkpoint < bounds.four_bit
 
 
@@ -486,16 +469,16 @@ def test_divergence_grows_as_the_cache_gets_narrower(
 ) -> None:
     bounds = KV_BOUNDS[family.case.row]
     expected = cached_logits(family, FLOAT_PLAN)
-    found = {
+    actual = {
         bits: divergence(expected, cached_logits(family, KvPlan(k_bits=bits[0], v_bits=bits[1])))
         for bits in bounds
     }
-    for (k_bits, v_bits), nats in found.items():
+    for (k_bits, v_bits), nats in actual.items():
         record_property(f"mean_kl_divergence_k{k_bits}v{v_bits}_nats", nats)
         logger.info("K%dV%d: %.3g nats", k_bits, v_bits, nats)
-    assert list(found.values()) == sorted(found.values())
-    assert found[8, 8] > 0
-    for bits, nats in found.items():
+    assert list(actual.values()) == sorted(actual.values())
+    assert actual[8, 8] > 0
+    for bits, nats in actual.items():
         assert nats < bounds[bits], bits
 
 
@@ -507,7 +490,8 @@ def cached_logits(family: Family, plan: KvPlan) -> np.ndarray:
             run(family, cache, chunk, np.ones(chunk.shape, np.float32))
             for chunk in np.split(ids, range(KV_CHUNK, KV_TOKENS, KV_CHUNK))
         ]
-        _, widths = cache.columns()
+        (part,) = cache.parts
+        _, widths = part.columns()
     if plan.quantized:
         layers, heads = family.bundle.config.num_layers, family.bundle.config.num_kv_heads
         assert widths.shape == (layers, heads, KV_PAGES, 2)

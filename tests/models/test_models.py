@@ -93,7 +93,7 @@ def test_config_survives_json(checkpoint: Path) -> None:
 
 
 def flat(config: ModelConfig) -> dict[str, Any]:
-    """The config as bundles of version 6 have it."""
+    """Returns the config as bundles of version 6 have it."""
     data = config.to_json()
     layers, first = data.pop("layers"), config.layers[0]
     del data["logits_scale"]
@@ -121,7 +121,7 @@ def test_the_flat_config_of_older_bundles_is_read(checkpoint: Path) -> None:
     _, config, _ = read_checkpoint(checkpoint)
     plain = all(isinstance(layer.feed, Dense) for layer in config.layers)
     mixers = [layer.mixer for layer in config.layers]
-    plain = plain and all(isinstance(one, Attention) and not one.growth for one in mixers)
+    plain = plain and all(isinstance(mixer, Attention) and not mixer.growth for mixer in mixers)
     plain = plain and not any(layer.scaled for layer in config.layers)
     if config.layers[0].norms == "after" or config.norm != "rms" or not plain:
         pytest.skip("they knew no such model")
@@ -150,7 +150,7 @@ def test_what_no_layer_can_be_is_refused() -> None:
             tiny.altered(config, **change)
     narrow = tiny.altered(config, mixer={"heads": 2, "kv_heads": 1}).layers
     mixed = dataclasses.replace(config, layers=config.layers[:1] + narrow[:1])
-    assert [one.layers for one in mixed.cache_classes] == [(0,), (1,)]
+    assert [cache_class.layers for cache_class in mixed.cache_classes] == [(0,), (1,)]
     assert (mixed.place(0), mixed.place(1), mixed.uniform) == ((0, 0), (1, 0), False)
     with pytest.raises(ModelError, match="num_layers is 0"):
         dataclasses.replace(config, layers=())
@@ -167,7 +167,7 @@ def test_a_layer_reads_the_last_of_its_class_alone() -> None:
     window = dataclasses.replace(plain, mixer=dataclasses.replace(plain.mixer, window_tokens=8))
     layers = (plain, window, plain, reads(2), reads(1, window_tokens=8))
     shared = dataclasses.replace(config, layers=layers)
-    assert [one.layers for one in shared.cache_classes] == [(0, 2), (1,)]
+    assert [cache_class.layers for cache_class in shared.cache_classes] == [(0, 2), (1,)]
     assert [shared.place(layer) for layer in range(5)] == [(0, 0), (1, 0), (0, 1), (0, 1), (1, 0)]
     assert (shared.first_reader, shared.uniform) == (3, False)
     assert shared.attention(4).cache == 1
@@ -299,7 +299,7 @@ def test_gemma3_scale_is_rounded_to_the_checkpoint_type() -> None:
 
 
 def test_gemma3_attention_soft_cap(tmp_path: Path) -> None:
-    """The peer reads the cap but leaves it to the attention call, so it is told."""
+    """Gives the cap to the peer's attention call, as its model reads it and leaves it there."""
     folder = tiny.make_checkpoint("gemma3", tmp_path, attn_logit_softcapping=1.5)
     ids = random_ids(LONG)
     expected = tiny.transformers_logits(folder, ids, softcap=1.5)
@@ -469,7 +469,7 @@ def test_mistral_null_window_means_none() -> None:
 
 
 def test_gemma2_says_whether_it_has_soft_caps() -> None:
-    """Where a file leaves them out transformers has its own; null is none."""
+    """Checks that null means none, since transformers has defaults for missing caps."""
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None}
     keys = llama_json(model_type="gemma2", **caps)
     config = family_for(keys).config(keys)
@@ -481,8 +481,8 @@ def test_gemma2_says_whether_it_has_soft_caps() -> None:
 
 
 def test_which_layers_of_smollm3_turn() -> None:
-    def ropes(**told: Any) -> list[int]:
-        keys = llama_json(model_type="smollm3", num_hidden_layers=5, **told)
+    def ropes(**overrides: Any) -> list[int]:
+        keys = llama_json(model_type="smollm3", num_hidden_layers=5, **overrides)
         config = family_for(keys).config(keys)
         assert config.ropes[1].inv_freq == (0.0,)
         return [layer.mixer.rope for layer in config.layers]
@@ -506,8 +506,8 @@ def test_qwen_windows_start_at_max_window_layers(model_type: str) -> None:
 
 
 def lfm2(**keys: Any) -> ModelConfig:
-    """LFM2 1.2B as its config.json has it, with two spellings of much."""
-    own = {
+    """Returns LFM2 1.2B as its config.json has it, with two spellings of much."""
+    values = {
         "block_auto_adjust_ff_dim": True,
         "block_dim": 2048,
         "block_ff_dim": 12288,
@@ -539,7 +539,7 @@ def lfm2(**keys: Any) -> ModelConfig:
         "use_pos_enc": True,
         "vocab_size": 65536,
     } | keys
-    return family_for(own).config(own)
+    return family_for(values).config(values)
 
 
 def test_lfm2_is_read_in_both_spellings() -> None:
@@ -587,8 +587,8 @@ def test_an_lfm2_that_is_none_is_refused(keys: dict[str, Any], message: str) -> 
 
 
 def qwen3_5(**keys: Any) -> ModelConfig:
-    """Qwen 3.5 0.8B as its text_config has it."""
-    own = {
+    """Returns Qwen 3.5 0.8B as its text_config has it."""
+    values = {
         "attn_output_gate": True,
         "eos_token_id": 248044,
         "full_attention_interval": 4,
@@ -614,7 +614,7 @@ def qwen3_5(**keys: Any) -> ModelConfig:
         "tie_word_embeddings": True,
         "vocab_size": 248320,
     } | keys
-    return family_for(own).config(own)
+    return family_for(values).config(values)
 
 
 def test_a_qwen3_5_is_read_as_delta_nets_and_gated_attention() -> None:
@@ -662,28 +662,28 @@ def test_a_qwen3_5_that_is_none_is_refused(keys: dict[str, Any], message: str) -
 
 
 def test_a_delta_net_equals_its_peer_step_by_step_and_cut_back(shelf: Shelf) -> None:
-    """The peer computes a prompt in chunks and a step otherwise; both are compared."""
+    """Compares with both ways of the peer, which computes prompts in chunks and steps otherwise."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     folder = shelf.family("qwen3-5")
     _, config, _ = read_checkpoint(folder)
     weight, ids = tiny.checkpoint_weights(folder), np.random.default_rng(5).integers(0, 384, 90)
     attend = PlainAttention()
-    found = np.concatenate(
+    actual = np.concatenate(
         [
             forward(config, weight, ids[start:][:13], np.arange(start, min(start + 13, 90)), attend)
             for start in range(0, 90, 13)
         ]
     )
-    np.testing.assert_allclose(found, tiny.transformers_logits(folder, ids), atol=3e-4)
+    np.testing.assert_allclose(actual, tiny.transformers_logits(folder, ids), atol=3e-4)
     model = tiny.transformers_model(folder)
     cache, steps = transformers.DynamicCache(config=model.config), list[np.ndarray]()
     with torch.no_grad():
         for token in ids[:40]:
             steps.append(model(torch.tensor([[token]]), cache=cache).logits[0, 0].numpy())
-    np.testing.assert_allclose(found[:40], steps, atol=3e-4)
+    np.testing.assert_allclose(actual[:40], steps, atol=3e-4)
     attend.trim(30)
     again = forward(config, weight, ids[30:50], np.arange(30, 50), attend)
-    np.testing.assert_allclose(again, found[30:50], atol=3e-4)
+    np.testing.assert_allclose(again, actual[30:50], atol=3e-4)
 
 
 def test_switched_off_unknown_keys_are_accepted() -> None:

@@ -57,8 +57,8 @@ def test_pass_keys_are_hidden_in_texts_of_up_to_the_whole_length(
             lines.write(json.dumps(line) + "\n")
     tokenizer = Tokenizer.from_file(str(ROOT / "models/kvq_embedded/default/tokenizer.json"))
     packer = pack.Packer(pack.Corpus(path), tokenizer, seed=1, length=LENGTH)
-    found = list(itertools.islice(packer.stream({"recall": 1.0}), 200))
-    keys = [ids for ids in found if "The pass key is" in tokenizer.decode(ids)]
+    rows = list(itertools.islice(packer.stream({"recall": 1.0}), 200))
+    keys = [ids for ids in rows if "The pass key is" in tokenizer.decode(ids)]
     assert len(keys) > 100
     assert max(map(len, keys)) <= LENGTH
     assert sum(len(ids) > 0.8 * LENGTH for ids in keys) > 0.05 * len(keys)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 import string
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -51,7 +55,7 @@ def byte_level(pattern: str | None = None, normalizer: object = None) -> Library
 
 
 def sentencepiece_like() -> Library:
-    """Llama 2's: a space before every text, no pre-tokeniser, merges over the whole text."""
+    """Returns a tokenizer like Llama 2's: a space before every text, and no pre-tokeniser."""
     library = Library(models.BPE(byte_fallback=True, unk_token="<unk>"))
     library.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -158,13 +162,114 @@ def test_a_long_text_is_sliced_and_a_much_too_long_one_not_read_to_its_end(
 ) -> None:
     monkeypatch.setattr(slices, "SLICE_CHARACTERS", 500)
     monkeypatch.setattr(tokenizer, "SLICE_CHARACTERS", 500)
-    monkeypatch.setattr(Slices.of, "__defaults__", (500,))
+    monkeypatch.setattr(Slices.cut, "__defaults__", (500,))
     library = LIBRARIES["llama 3"]()
-    found = Tokenizer.from_json(library.to_str(), ControlTokens())
+    encoder = Tokenizer.from_json(library.to_str(), ControlTokens())
     for text in (CODE, PROSE, "a" * 4000):
         whole = library.encode(text, add_special_tokens=False).ids
-        assert found.encode(text) == whole
-        assert found.encode(text, most=len(whole)) == whole
-        short = found.encode(text, most=100)
+        assert encoder.encode(text) == whole
+        assert encoder.encode(text, most=len(whole)) == whole
+        short = encoder.encode(text, most=100)
         assert 100 < len(short) < len(whole)
         assert short[:100] == whole[:100]
+
+
+UNSAFE = {
+    "letters": "a" * 140_000,
+    "base64": "".join(
+        random.Random(1).choices(string.ascii_letters + string.digits + "+/", k=140_000)
+    ),
+    "minified": "function f(a,b){return a+b*c[1];}var x='y';" * 3300,
+    "han": "".join(map(chr, random.Random(2).choices(range(0x4E00, 0x9FA5), k=140_000))),
+    "spaces": " " * 140_000,
+    "lines": "\n" * 140_000,
+    "accents": "e\u0301" * 70_000,
+    "spaced": "a  b " * 28_000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", UNSAFE)
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_no_slice_of_any_text_is_longer_than_the_bound(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = JsonVocabulary(LIBRARIES[name]().to_str())
+    tokens = Tokenizer(vocabulary, ControlTokens())
+    whole = UNSAFE[text]
+    if "metaspace" in name:
+        # A vocabulary without bytes knows only what it was trained on.
+        whole = re.sub(r"[^a-z ]", "a", whole)
+    lengths: list[int] = []
+    encode = vocabulary._encode
+
+    def counted(part: str, special: bool) -> list[int]:
+        lengths.append(len(part))
+        return encode(part, special)
+
+    monkeypatch.setattr(vocabulary, "_encode", counted)
+    ids = vocabulary.encode(whole, special=False)
+    assert max(lengths) <= slices.MOST_CHARACTERS
+    assert tokens.decode(ids, special=True) == tokens.decode(encode(whole, False), special=True)
+    # Of a text that is too long, the beginning is enough.
+    lengths.clear()
+    assert len(tokens.encode(whole, most=100)) > 100
+    assert sum(lengths) <= 2 * slices.MOST_CHARACTERS
+
+
+def test_a_text_is_cut_where_its_characters_change_and_within_no_control_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = LIBRARIES["llama 3"]()
+    vocabulary = JsonVocabulary(library.to_str())
+    cut = vocabulary.slices.cut
+    monkeypatch.setattr(slices, "MOST_CHARACTERS", 40)
+    for text, place in {
+        "a" * 25 + "\n" + "b" * 40: 25,
+        "a" * 22 + "." + "b" * 50: 23,
+        "a" * 23 + "7" + "b" * 50: 23,
+        "a" * 80: 20,
+        "a" * 18 + "<|end|>" * 9: 18,
+        "e\u0301" * 40: 20,
+        "a" * 19 + "e\u0301" + "a" * 40: 21,
+    }.items():
+        parts = list(cut(text, 20))
+        assert len(parts[0][0]) == place
+        assert "".join(part for part, _ in parts) == text
+        assert [forced for _, forced in parts] == [False] + [True] * (len(parts) - 1)
+        assert max(len(part) for part, _ in parts) <= 40
+    text = "a" * 18 + "<|end|>" * 20_000
+    monkeypatch.setattr(Slices.cut, "__defaults__", (20,))
+    whole = library.encode(text, add_special_tokens=False).ids
+    assert Tokenizer(vocabulary, ControlTokens()).encode(text, special=True) == whole
+
+
+def test_of_all_long_texts_one_at_a_time_asks_for_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vocabulary = JsonVocabulary(LIBRARIES["llama 3"]().to_str())
+    assert vocabulary.slices
+    inside: list[str] = []
+    seen: list[int] = []
+    short_began = Event()
+
+    def encode(part: str, special: bool) -> list[int]:
+        inside.append(part)
+        seen.append(len(inside))
+        if part == "short":
+            short_began.set()
+        else:
+            # Held for as long as a short text needs to get in: it waits for no long one.
+            assert short_began.wait(10)
+        inside.remove(part)
+        return [0]
+
+    monkeypatch.setattr(vocabulary, "_encode", encode)
+    texts = [letter * 200_000 for letter in "abcd"]
+    with ThreadPoolExecutor(5) as threads:
+        long = [threads.submit(vocabulary.encode, text, special=False) for text in texts]
+        while not inside:
+            time.sleep(0.001)
+        assert threads.submit(vocabulary.encode, "short", special=False).result(10) == [0]
+        assert [len(future.result()) for future in long] == [6] * 4
+    assert max(seen) <= 2

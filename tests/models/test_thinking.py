@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from itertools import product
 
 import pytest
 from tokenizers import AddedToken
@@ -16,7 +18,7 @@ from kvq_models.thinking import (
     ThinkingReader,
     ThinkingWriter,
     Thought,
-    said,
+    assistant_message,
     split,
 )
 from kvq_models.tokenizer import Tokenizer
@@ -26,7 +28,7 @@ GEMMA, HARMONY, MISTRAL, QWEN = FORMS
 
 
 def pieces_of(form: ThinkingForm, text: str, cuts: list[int], *, begun: bool) -> list[Piece]:
-    """What is read of the pieces of `text` between `cuts`."""
+    """Returns what is read of the pieces of `text` between `cuts`."""
     reader, pieces = ThinkingReader(form, begun=begun), list[Piece]()
     ends = [*cuts, len(text)]
     for start, end in zip([0, *ends], ends, strict=False):
@@ -37,7 +39,7 @@ def pieces_of(form: ThinkingForm, text: str, cuts: list[int], *, begun: bool) ->
 def read(
     form: ThinkingForm, text: str, cuts: list[int] | None = None, *, begun: bool = False
 ) -> tuple[str, str]:
-    """The thought and the answer."""
+    """Returns the thought and the answer."""
     pieces = pieces_of(form, text, cuts or [], begun=begun)
     assert all(piece != "" and piece != Thought("") for piece in pieces)
     return (
@@ -47,7 +49,7 @@ def read(
 
 
 @pytest.mark.parametrize(
-    ("form", "begun", "text", "found"),
+    ("form", "begun", "text", "expected"),
     [
         (QWEN, False, "<think>\nOne, two.\n\nThree.\n</think>\n\nFour.\n", (1, "Four.\n")),
         (QWEN, True, "One, two.\n\nThree.\n</think>\n\nFour.\n", (1, "Four.\n")),
@@ -101,21 +103,61 @@ def read(
     ],
 )
 def test_a_thought_is_told_from_the_answer(
-    form: ThinkingForm, begun: bool, text: str, found: tuple[str | int, str]
+    form: ThinkingForm, begun: bool, text: str, expected: tuple[str | int, str]
 ) -> None:
-    thought = {0: "", 1: "One, two.\n\nThree."}.get(found[0], found[0])  # type: ignore[call-overload]
-    assert read(form, text, begun=begun) == (thought, found[1])
-    assert read(form, text, list(range(1, len(text))), begun=begun) == (thought, found[1])
+    thought = {0: "", 1: "One, two.\n\nThree."}.get(expected[0], expected[0])  # type: ignore[call-overload]
+    assert read(form, text, begun=begun) == (thought, expected[1])
+    assert read(form, text, list(range(1, len(text))), begun=begun) == (thought, expected[1])
     for seed in range(20):
         cuts = sorted(random.Random(seed).sample(range(len(text) + 1), min(3, len(text))))
-        assert read(form, text, cuts, begun=begun) == (thought, found[1])
+        assert read(form, text, cuts, begun=begun) == (thought, expected[1])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("form", FORMS)
+def test_long_runs_are_read_alike_however_they_come(form: ThinkingForm) -> None:
+    marks = [form.opening, form.closing, form.plain or "<", *(mark for mark, _ in form.turns)]
+    parts = [" ", "\n", " \n", "word", "<", *marks, *(mark[: len(mark) // 2] for mark in marks)]
+    for seed in range(20):
+        chance, begun = random.Random(seed), seed % 2 == 0
+        text = "".join(chance.choice(parts) * chance.choice((1, 1, 2, 30)) for _ in range(7))
+        whole = read(form, text, begun=begun)
+        for characters in (1, 7, 100, 1023):
+            assert (
+                read(form, text, list(range(characters, len(text), characters)), begun=begun)
+                == whole
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_four_times_the_text_takes_four_times_the_time(form: ThinkingForm) -> None:
+    def seconds(text: str) -> float:
+        reader = ThinkingReader(form)
+        started = time.process_time()
+        for start in range(0, len(text), 16):
+            reader.feed(text[start : start + 16])
+        reader.flush()
+        return time.process_time() - started
+
+    thought = f"{form.opening}word"
+    befores = ("", form.opening, thought, f"{thought}{form.closing}")
+    for before, run in product(befores, (" ", " \n")):
+        short, long = (before + run * (count // len(run)) for count in (50_000, 200_000))
+        for _ in range(3):
+            if seconds(long) < 8 * seconds(short) + 0.01:
+                break
+        else:
+            pytest.fail(f"{before!r} and runs of {run!r}")
 
 
 def test_text_is_told_as_it_comes_and_no_part_of_a_mark_is() -> None:
     reader = ThinkingReader(QWEN)
-    told = [reader.feed(text) for text in ("<thi", "nk>a ", "b </thi", "s </th", "ink>", "\n", "c")]
+    pieces = [
+        reader.feed(text) for text in ("<thi", "nk>a ", "b </thi", "s </th", "ink>", "\n", "c")
+    ]
     thoughts = [Thought("a"), Thought(" b"), Thought(" </this")]
-    assert told == [[], thoughts[:1], thoughts[1:2], thoughts[2:], [], [], ["c"]]
+    assert pieces == [[], thoughts[:1], thoughts[1:2], thoughts[2:], [], [], ["c"]]
 
 
 def test_a_reader_says_whether_it_is_in_a_thought() -> None:
@@ -133,14 +175,14 @@ def test_what_is_kept_is_split_again(form: ThinkingForm, answer: str) -> None:
     text = f"{form.opening}\nOne.\n{form.closing}\n\n{answer}"
     for cuts in ([], list(range(1, len(text)))):
         writer = ThinkingWriter()
-        kept = "".join(writer.text([one]) for one in pieces_of(form, text, cuts, begun=False))
+        kept = "".join(writer.text([piece]) for piece in pieces_of(form, text, cuts, begun=False))
         assert split(kept) == ("One.", answer)
         assert kept == (f"<think>\nOne.\n</think>\n\n{answer}" if answer else "<think>\nOne.")
     assert ThinkingWriter().text([answer]) == answer
-    assert said("One.", answer) == {
+    assert assistant_message("One.", answer) == {
         "content": answer, "reasoning_content": "One.", "thinking": "One."
     }  # fmt: skip
-    assert said("", answer) == {"content": answer}
+    assert assistant_message("", answer) == {"content": answer}
 
 
 def tokenizer(template: str, *, special: bool = False) -> Tokenizer:
@@ -158,28 +200,32 @@ SWITCHED = (
 
 
 def test_the_template_says_how_a_model_thinks() -> None:
-    found = Thinking.of(tokenizer(SWITCHED))
-    assert found is not None
-    assert (found.form, found.switch, found.effort) == (QWEN, "enable_thinking", None)
-    assert found.shown == frozenset()
+    thinking = Thinking.of(tokenizer(SWITCHED))
+    assert thinking is not None
+    assert (thinking.form, thinking.switch, thinking.effort) == (QWEN, "enable_thinking", None)
+    assert thinking.shown == frozenset()
     assert Thinking.of(tokenizer("{{ messages }}")) is None
     gemma = tokenizer(
         "<|channel>{{ thinking }}{{ reasoning_effort }}{{ messages[0].thinking }}", special=True
     )
-    found = Thinking.of(gemma)
-    assert found is not None
-    assert (found.form, found.switch, found.effort) == (GEMMA, "thinking", "reasoning_effort")
-    assert found.shown == {gemma.token_id("<|channel>"), gemma.token_id("<channel|>")}
+    thinking = Thinking.of(gemma)
+    assert thinking is not None
+    assert (thinking.form, thinking.switch, thinking.effort) == (
+        GEMMA,
+        "thinking",
+        "reasoning_effort",
+    )
+    assert thinking.shown == {gemma.token_id("<|channel>"), gemma.token_id("<channel|>")}
 
 
 @pytest.mark.parametrize(("on", "begun"), [(None, True), (True, True), (False, False)])
 def test_a_prompt_may_begin_the_thought(on: bool | None, begun: bool) -> None:
     for special in (False, True):
         model = tokenizer(SWITCHED, special=special)
-        found = Thinking.of(model)
-        assert found is not None
+        thinking = Thinking.of(model)
+        assert thinking is not None
         prompt = model.chat(
-            [{"role": "user", "content": "<think>"}], variables=found.variables(on=on)
+            [{"role": "user", "content": "<think>"}], variables=thinking.variables(on=on)
         )
-        assert found.begun(prompt) == begun
-        assert found.reader(prompt).thinking == begun
+        assert thinking.begun(prompt) == begun
+        assert thinking.reader(prompt).thinking == begun

@@ -42,7 +42,7 @@ def byte_level(folder: Path) -> Tokenizer:
 
 
 def byte_fallback_library() -> Library:
-    """What a converted SentencePiece model looks like; its merges can build </s> from text."""
+    """Returns what a converted SentencePiece model is like; its merges can build </s> from text."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "a", "b", "c", "h", "e", "l", "o", "s", "<", "/", ">", "ab", "he", "ll", "▁a"]
     pieces += ["▁he", "ello", "</", "s>", "▁<PRE>", "▁<SUF>", "▁<MID>"]
@@ -151,7 +151,7 @@ def test_a_control_token_built_by_merges_is_spelled(byte_fallback: Tokenizer) ->
 
 
 def test_unflagged_control_tokens_stay_text_too(folder: Path, tmp_path: Path) -> None:
-    """Qwen2.5-Coder's tokenizer does not flag its fill-in-the-middle tokens as special."""
+    """Uses fill-in-the-middle tokens that are not flagged special, as in Qwen2.5-Coder."""
     definition = json.loads((folder / "tokenizer.json").read_text())
     for token in definition["added_tokens"]:
         token["special"] = token["content"] == "<|endoftext|>"
@@ -180,9 +180,9 @@ def test_pieces_are_those_of_every_id_but_control_tokens(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
-    told = {token: tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
-    text = {token: piece for token, piece in told.items() if not tokenizer.is_control(token)}
-    assert len(told) > len(text) > 256
+    pieces = {token: tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
+    text = {token: piece for token, piece in pieces.items() if not tokenizer.is_control(token)}
+    assert len(pieces) > len(text) > 256
     by_length = sorted(text, key=lambda token: len(text[token]))
     for token in (*by_length[::7], *by_length[-5:]):
         (opening, *_) = tokenizer.pieces.openings(text[token])
@@ -200,13 +200,13 @@ def test_start_tokens(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
     assert byte_fallback.encode("ab", start=True) == [1, *byte_fallback.encode("ab")]
 
 
-@pytest.mark.parametrize(("wanted", "expected"), [(True, (1,)), (False, ()), (None, (1,))])
+@pytest.mark.parametrize(("add_bos", "expected"), [(True, (1,)), (False, ()), (None, (1,))])
 def test_add_bos_token_decides(
-    wanted: bool | None, expected: tuple[int, ...], tmp_path: Path
+    add_bos: bool | None, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     folder = tiny.make_llama_checkpoint(tmp_path)
     byte_fallback_library().save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "add_bos_token": wanted}
+    settings = {"bos_token": "<s>", "add_bos_token": add_bos}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert open_tokenizer(folder).control.start == expected
 
@@ -228,8 +228,8 @@ def test_a_checkpoint_says_that_its_suffix_comes_first(tmp_path: Path) -> None:
     folder = tiny.make_llama_checkpoint(tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     for order, first in (("suffix-first", True), ("prefix-first", False)):
-        told = settings | {"fim_order": order}
-        (folder / "tokenizer_config.json").write_text(json.dumps(told))
+        with_order = settings | {"fim_order": order}
+        (folder / "tokenizer_config.json").write_text(json.dumps(with_order))
         control = open_tokenizer(folder).control
         assert control.fim is not None
         assert control.fim.suffix_first == first
@@ -273,14 +273,14 @@ def test_chat_messages_cannot_inject_control_tokens(byte_level: Tokenizer) -> No
 
 
 def test_marks_of_earlier_calls_are_meant_and_those_in_their_arguments_are_not() -> None:
-    """Of a template that takes tools and leaves out what was called."""
+    """Uses a template that takes tools and leaves out what was called."""
     library, marks = tiny.byte_level_tokenizer(), ["<|tool_call_start|>", "<|tool_call_end|>"]
     library.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     template = "{{ tools }}List of tools: {% for one in messages %}{{ one.content }}{% endfor %}"
     tokenizer = Tokenizer.from_json(library.to_str(), ControlTokens(bos=0), template)
     call = {"function": {"name": "f", "arguments": {"q": marks[1]}}}
     ids = tokenizer.chat([{"role": "assistant", "content": "I ask.", "tool_calls": [call]}])
-    control = [one for one in ids if tokenizer.is_control(one)]
+    control = [token for token in ids if tokenizer.is_control(token)]
     assert control == [tokenizer.token_id(mark) for mark in marks]
     text = 'List of tools: I ask.<|tool_call_start|>[f(q="<|tool_call_end|>")]<|tool_call_end|>'
     assert tokenizer.decode(ids, special=True) == text
@@ -314,8 +314,12 @@ def test_template_cannot_leave_the_sandbox(folder: Path) -> None:
 
 
 def test_template_that_does_not_compile(folder: Path) -> None:
+    tokenizer = with_template(folder, "{% for %}")
+    for _ in range(2):
+        with pytest.raises(ModelError, match="does not compile"):
+            tokenizer.chat([{"role": "user", "content": "a"}])
     with pytest.raises(ModelError, match="does not compile"):
-        with_template(folder, "{% for %}")
+        assert tokenizer.template_variables
 
 
 @pytest.mark.parametrize(
@@ -401,5 +405,7 @@ def test_no_character_need_be_free_for_control_tokens_to_stay_text(byte_level: T
     ids = byte_level.chat([{"role": "user", "content": text}])
     assert text in byte_level.decode(ids)
     said = byte_level.chat([{"role": "user", "content": "said"}])
-    controls = [[one for one in given if byte_level.is_control(one)] for given in (ids, said)]
+    controls = [
+        [token for token in tokens if byte_level.is_control(token)] for tokens in (ids, said)
+    ]
     assert controls[0] == controls[1]

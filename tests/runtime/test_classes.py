@@ -1,4 +1,4 @@
-"""A model whose layers are of several classes, some of which read others' keys, in sessions."""
+"""Sessions of a model whose layers are of several classes, some of which read others' keys."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvq import Engine, Sampling, native
+from kvq import Engine, Sampling, native_library
 from kvq.errors import BackendError, SnapshotError, UnsupportedModelError, UsageError
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.session import Session
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.session.session import Session
 from kvq_specdraft import drafter_named
 from shelf import EIGHT, Shelf
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
 GREEDY = Sampling(temperature=0)
 IDS = np.random.default_rng(0).integers(1, 384, 700).tolist()
@@ -56,7 +56,7 @@ def test_guessed_tokens_change_nothing(engine: Engine, drafter: str) -> None:
 
 
 def test_an_edited_text_becomes_the_one_read_anew(bundle: Bundle) -> None:
-    """But for rounding: with float activations, for a rounded one may flip."""
+    """Uses float activations, as a rounded one may flip."""
     with (
         Engine(bundle, threads=2, backend="float") as engine,
         engine.session(kv="fp", edits=True, **CONTEXT) as moved,
@@ -69,7 +69,7 @@ def test_an_edited_text_becomes_the_one_read_anew(bundle: Bundle) -> None:
             pass
         assert moved.exact
         fresh.prefill(NEW)
-        ours, theirs = (np.concatenate(list(one.logits([3, 4]))) for one in (moved, fresh))
+        ours, theirs = (np.concatenate(list(session.logits([3, 4]))) for session in (moved, fresh))
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.005)
 
 
@@ -78,13 +78,13 @@ def test_a_tight_budget_is_never_exceeded(engine: Engine, share: str) -> None:
     with engine.session(context_tokens=8000, kv_budget=share) as session:
         session.prefill((IDS * 11)[:7000])
         greedy(session, 100)
-        held = session.stats()
-        assert 0 < held.kv_bytes_peak <= session.config.budget_bytes
-    assert (held.held.evicted_share > 0) == (share != "60%")
+        stats = session.stats()
+        assert 0 < stats.kv_bytes_peak <= session.config.budget_bytes
+    assert (stats.held.evicted_share > 0) == (share != "60%")
 
 
 def test_policies_hear_of_every_layer_that_reads(engine: Engine, tmp_path: Path) -> None:
-    """Of pages without a window, which one reads; the budget holds all that windows see."""
+    """Looks at pages without a window, which one reads; the budget holds all that windows see."""
     tight = {"context_tokens": 4000, "kv_budget": "40%", "policy": "h2o"}
     with engine.session(**tight) as session, engine.session(**tight) as other:
         session.prefill(IDS * 2)
@@ -94,17 +94,17 @@ def test_policies_hear_of_every_layer_that_reads(engine: Engine, tmp_path: Path)
         assert whole.arena.heard_readers == 1
         attention = whole.evidence().attention
         assert attention is not None
-        # One asker gives all pages together less than 1.
+        # One query gives all pages together less than 1.
         assert attention.recent_mass.sum() > 1
         session.save(tmp_path / "session")
         expected = greedy(session)
         other.load(tmp_path / "session")
         assert greedy(other) == expected
-        # One that was saved before they were heard is none of such a session.
-        taken = session.capture()
-        before = {key: taken.identity[key] for key in taken.identity if key != "evidence"}
+        # A session that was saved without this evidence is refused.
+        capture = session.capture()
+        before = {key: capture.identity[key] for key in capture.identity if key != "evidence"}
         with pytest.raises(SnapshotError, match=r"another evidence: None, this session has .* 1 r"):
-            other.restore(replace(taken, identity=before))
+            other.restore(replace(capture, identity=before))
     with engine.session(context_tokens=4000) as whole:
         assert "evidence" not in whole.capture().identity
 
@@ -125,7 +125,7 @@ def test_a_rollback_beyond_a_window_is_computed_anew(engine: Engine) -> None:
 def test_what_layers_that_are_read_cannot_do_is_refused(
     engine: Engine, source: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(BackendError, match="cannot be left out of a pass"):
+    with pytest.raises(BackendError, match="cannot be predicted"):
         engine.session(predict="50%").prefill(IDS[:100])
     options = ExportOptions(quality=False, calibrate=False, predict="3")
     with pytest.raises(UsageError, match="predict is of models whose layers are alike"):

@@ -1,4 +1,4 @@
-"""Answers under a schema, a grammar, a pattern: whatever the model wants, they fit."""
+"""Answers under a schema, a grammar, a pattern: whatever the model prefers, they fit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tokenizers import decoders, models, normalizers
 from kvq.errors import UsageError
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime import trial
+from kvq_runtime.answer import grammar_trial as trial
+from kvq_runtime.answer.constraint import MOST_CHARACTERS, Constraint, Grammars
+from kvq_runtime.answer.drafter import Draft
+from kvq_runtime.answer.gbnf import to_lark
+from kvq_runtime.answer.generation import Generation, GenerationOptions, Step, Vocabulary
 from kvq_runtime.config import Sampling
-from kvq_runtime.constraint import MOST_CHARACTERS, Constraint, Grammars
-from kvq_runtime.drafter import Draft
-from kvq_runtime.gbnf import to_lark
-from kvq_runtime.generation import Generation, GenerationOptions, Step, Vocabulary
 from tiny import byte_level_tokenizer
 
 pytest.importorskip("llguidance")
@@ -38,7 +38,7 @@ HOT = Sampling(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def sentence_pieces() -> Tokenizer:
-    """Letters, spaces as ▁, a few longer pieces; every other character is written in bytes."""
+    """Makes a tokenizer of letters, ▁ and a few longer pieces; others are written in bytes."""
     pieces = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'abcdefg0123{}":,']
     pieces += ["▁a", "ab", '{"', '":', "▁ab"]
     merges = [("▁", "a"), ("a", "b"), ("{", '"'), ('"', ":"), ("▁a", "b")]
@@ -65,12 +65,12 @@ def answer(
     *,
     tokenizer: str = "byte level",
     seed: int = 0,
-    wanted: Sequence[int] = (),
+    preferred: Sequence[int] = (),
     drafts: str = "none",
     room: int = 4000,
     **options: Any,
 ) -> tuple[str, str, list[Step]]:
-    """The text, why it ended and its steps, of a model of random logits that likes `wanted`.
+    """Returns text, finish reason and steps of a model of random logits that likes `preferred`.
 
     `drafts` certain: three tokens are guessed at a time, some right, some wrong, some against the
     rules; drawn: a poorer model guesses along the rules (`Generation.foresight`).
@@ -91,8 +91,8 @@ def answer(
 
     def logits(place: int) -> np.ndarray:
         row = np.random.default_rng([seed, place]).standard_normal(size).astype(np.float32)
-        if place < len(wanted):
-            row[wanted[place]] += 50
+        if place < len(preferred):
+            row[preferred[place]] += 50
         return row
 
     def drafted(place: int) -> Draft:
@@ -110,10 +110,10 @@ def answer(
     while generation.finish_reason is None:
         draft = drafted(len(chosen))
         rows = np.stack([logits(len(chosen) + row) for row in range(len(draft.ids) + 1)])
-        taken = generation.take(rows, draft)
-        kept += len(taken.path)
-        chosen += [*(draft.ids[one] for one in taken.path), taken.token]
-        steps += taken.steps
+        accepted = generation.take(rows, draft)
+        kept += len(accepted.path)
+        chosen += [*(draft.ids[place] for place in accepted.path), accepted.token]
+        steps += accepted.steps
     assert kept > 0 or drafts != "drawn"
     return "".join(step.text for step in steps), generation.finish_reason, steps
 
@@ -172,9 +172,9 @@ def test_patterns_and_formats_are_kept() -> None:
     schema = {"type": "object", "properties": parts, "required": ["a", "b"]}
     schema["additionalProperties"] = False
     for seed in range(5):
-        found = json.loads(answer(Constraint.json(schema), seed=seed)[0])
-        jsonschema.validate(found, schema)
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["b"])
+        value = json.loads(answer(Constraint.json(schema), seed=seed)[0])
+        jsonschema.validate(value, schema)
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", value["b"])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -202,11 +202,11 @@ def test_what_is_no_constraint_is_refused_with_how_to_make_one() -> None:
 
 def test_what_the_model_wants_is_taken_where_it_fits() -> None:
     schema = {"type": "object", "properties": {"é": {"type": "string"}}, "required": ["é"]}
-    wanted = '{"é": "any text, \\"quoted\\" or ünlike"}'
-    found = answer(Constraint.json(schema), wanted=[*BYTES.encode(wanted), END])
-    assert found[:2] == (wanted, "stop")
-    # What does not fit is not taken, however likely.
-    text, _, _ = answer(Constraint.regex("[0-9]{4}"), wanted=BYTES.encode("none"))
+    expected = '{"é": "any text, \\"quoted\\" or ünlike"}'
+    actual = answer(Constraint.json(schema), preferred=[*BYTES.encode(expected), END])
+    assert actual[:2] == (expected, "stop")
+    # A token that does not fit is not chosen, however likely it is.
+    text, _, _ = answer(Constraint.regex("[0-9]{4}"), preferred=BYTES.encode("none"))
     assert re.fullmatch("[0-9]{4}", text)
 
 
@@ -217,10 +217,10 @@ def test_what_leaves_no_choice_is_written() -> None:
 
 
 def test_any_object_is_meant_where_no_schema_is_given() -> None:
-    # Random tokens seldom close an object; what is there is the beginning of one.
-    text, reason, _ = answer(Constraint.json(), wanted=[*BYTES.encode('{"a": [1, {}]}'), END])
+    # Random tokens seldom close an object, so the text is the beginning of one.
+    text, reason, _ = answer(Constraint.json(), preferred=[*BYTES.encode('{"a": [1, {}]}'), END])
     assert (json.loads(text), reason) == ({"a": [1, {}]}, "stop")
-    assert answer(Constraint.json(), wanted=BYTES.encode("[1]"), room=30)[0].lstrip()[0] == "{"
+    assert answer(Constraint.json(), preferred=BYTES.encode("[1]"), room=30)[0].lstrip()[0] == "{"
 
 
 def test_an_answer_cut_short_says_so() -> None:
@@ -232,7 +232,7 @@ def test_an_answer_cut_short_says_so() -> None:
 def test_spaces_come_to_an_end() -> None:
     space = BYTES.encode(" ")[0]
     text, reason, _ = answer(
-        Constraint.json({"type": "array", "maxItems": 0}), wanted=[space] * 400
+        Constraint.json({"type": "array", "maxItems": 0}), preferred=[space] * 400
     )
     assert (json.loads(text), reason) == ([], "stop")
     assert len(text) <= 34
@@ -240,14 +240,14 @@ def test_spaces_come_to_an_end() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_end_of_the_prompt_and_the_grammar_meet(seed: int) -> None:
-    """The bytes an answer begins with are not its text, and the first token may hold both."""
+    """Checks that the bytes an answer begins with are not its text; a token may hold both."""
     text, reason, _ = answer(Constraint.regex("(first|final) [a-f]{3}"), begin_with=b"(", seed=seed)
     assert reason == "stop"
     assert re.fullmatch("(first|final) [a-f]{3}", text)
     joined = BYTES.encode("(first")
     assert BYTES.token_bytes(joined[0]) == b"(" or len(joined) < 6
-    wanted = answer(Constraint.regex("first.*"), begin_with=b"(", wanted=[*joined, END])
-    assert wanted[0] == "first"
+    actual = answer(Constraint.regex("first.*"), begin_with=b"(", preferred=[*joined, END])
+    assert actual[0] == "first"
 
 
 def test_one_token_may_end_the_beginning_and_begin_the_grammar() -> None:
@@ -258,11 +258,11 @@ def test_one_token_may_end_the_beginning_and_begin_the_grammar() -> None:
     )
     content = BYTES.token_bytes(piece)
     rest = re.escape(content[1:].decode())
-    found = answer(Constraint.regex(f"{rest}!"), begin_with=content[:1], wanted=[piece])
-    assert (found[0], found[2][0].token) == (f"{content[1:].decode()}!", piece)
-    # The same token is no choice where the grammar wants something else.
-    found = answer(Constraint.regex("=!"), begin_with=content[:1], wanted=[piece])
-    assert found[0] == "=!"
+    actual = answer(Constraint.regex(f"{rest}!"), begin_with=content[:1], preferred=[piece])
+    assert (actual[0], actual[2][0].token) == (f"{content[1:].decode()}!", piece)
+    # The same token is not allowed where the grammar wants something else.
+    actual = answer(Constraint.regex("=!"), begin_with=content[:1], preferred=[piece])
+    assert actual[0] == "=!"
 
 
 def test_biases_and_penalties_choose_among_what_fits() -> None:
@@ -348,7 +348,7 @@ def test_what_is_no_grammar_is_named(grammar: str, complaint: str) -> None:
         to_lark(grammar)
 
 
-# What is refused, and how soon
+# Refusals, and how soon they come
 
 
 def deep(levels: int) -> str:
@@ -360,12 +360,28 @@ def deep(levels: int) -> str:
     [
         ("{", "not JSON"),
         ("[1]", "is an object"),
-        ({"type": "bogus"}, "Invalid type: bogus"),
-        ({"not": {"type": "string"}}, "not"),
-        ({"$ref": "http://127.0.0.1/x.json"}, "cannot be followed"),
+        ({"type": "bogus"}, "cannot be read at /type: 'bogus' is none of"),
+        ({"properties": {"a": 3}}, "cannot be read at /properties/a: a schema is an object"),
+        ({"items": {"minLength": -1}}, "cannot be read at /items/minLength: it has to be a whole"),
+        ({"$ref": "#/$defs/none"}, "'/$defs/none' refers to no part of the schema"),
         ({"$ref": "#"}, "no text of this model fits"),
-        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
-        ({"type": "string", "minLength": 3, "maxLength": 2}, "cannot be followed"),
+        (
+            {"type": "string", "minLength": 3, "maxLength": 2},
+            "no value fits the JSON schema: minLength (3) is greater than maxLength (2); look at "
+            "the schema's top",
+        ),
+        (
+            {"type": "string", "pattern": "^a$", "minLength": 2},
+            "a pattern, a format or a length of it exclude each other; look at the schema's top",
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"minimum": 2, "maximum": 1, "type": "integer"}},
+                "required": ["a"],
+            },
+            "required property 'a' is unsatisfiable; look at the schema's /properties/a",
+        ),
         (deep(200), "nested too deeply"),
         (deep(100_000), "at most 262144"),
         (deep(9_000), "nested too deeply"),
@@ -398,11 +414,11 @@ def test_a_pattern_ends_in_an_answer_or_a_refusal(pattern: str) -> None:
     assert len(text) < 500
 
 
-# What would overflow a stack, or take long
+# Constraints that would overflow a stack, or take long
 
 
 def chained(levels: int, opening: str, closing: str) -> str:
-    """A schema whose definitions refer to each other in a chain, each reference in `opening`."""
+    """Makes a schema whose definitions refer to each other in a chain, each in `opening`."""
     parts = [f'"{n}":{opening}{{"$ref":"#/$defs/{n + 1}"}}{closing}' for n in range(levels)]
     return f'{{"$ref":"#/$defs/0","$defs":{{{",".join(parts)},"{levels}":{{}}}}}}'
 
@@ -458,20 +474,20 @@ DEEP = [
     choices_in_a_chain, nested, bracketed, rules_in_a_chain, rules_in_a_ring,
 ]  # fmt: skip
 
-# Reads what it is given on 2 MiB of stack and says how many KiB that took.
+# Reads its input on 2 MiB of stack and prints how many KiB that took.
 ON_LITTLE = """
 import sys, llguidance
 from resource import RUSAGE_SELF, getrusage
-from kvq_runtime import trial
+from kvq_runtime.answer import grammar_trial as trial
 lark, byte = sys.stdin.read(), llguidance.LLTokenizer("byte")
 before = getrusage(RUSAGE_SELF).ru_maxrss
-trial.on_stack(2 << 20, lambda: trial.matcher(llguidance, byte, lark))
+trial.on_stack(2 << 20, lambda: trial.new_matcher(llguidance, byte, lark))
 print(getrusage(RUSAGE_SELF).ru_maxrss - before)
 """
 
 
 def largest_small(shape: Callable[[int], Constraint]) -> Constraint:
-    """The largest of a shape that is read without a trial."""
+    """Returns the largest constraint of a shape that is read without a trial."""
 
     def too_large(levels: int) -> bool:
         try:
@@ -484,16 +500,16 @@ def largest_small(shape: Callable[[int], Constraint]) -> Constraint:
 
 @pytest.mark.parametrize("shape", [*DEEP, repeats])
 def test_what_is_small_takes_little_stack_and_memory(shape: Callable[[int], Constraint]) -> None:
-    """In a process of its own, which an overflow would kill."""
+    """Reads it in a process of its own, which an overflow would kill."""
     constraint = largest_small(shape)
     assert constraint.small
     assert shape in (nested, repeats) or len(constraint.lark) > 4000
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", ON_LITTLE], input=constraint.lark, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    assert (found.returncode, found.stderr) == (0, "")
-    assert int(found.stdout) < 30 << 10
+    assert (process.returncode, process.stderr) == (0, "")
+    assert int(process.stdout) < 30 << 10
 
 
 @pytest.mark.parametrize(
@@ -521,25 +537,25 @@ def test_what_is_within_the_bounds_is_followed() -> None:
         assert not constraint.small
     for constraint in (rules_in_a_chain(1998), rules_in_a_ring(1998)):
         assert answer(constraint)[:2] == ("a", "stop")
-    wanted = '{"a":{"a":{"a":5}}}'
-    found = answer(objects_in_a_chain(3), wanted=[*BYTES.encode(wanted), END])
-    assert found[:2] == (wanted, "stop")
+    expected = '{"a":{"a":{"a":5}}}'
+    actual = answer(objects_in_a_chain(3), preferred=[*BYTES.encode(expected), END])
+    assert actual[:2] == (expected, "stop")
     VOCABULARIES["byte level"].grammar(objects_in_a_chain(499))
     assert answer(Constraint.grammar('root ::= "a"{2}{3} "b"'))[0] == "aaaaaab"
 
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes that are started, in their order."""
-    found: list[subprocess.Popen[bytes]] = []
+    """Returns the processes that are started, in their order."""
+    processes: list[subprocess.Popen[bytes]] = []
 
     class Seen(subprocess.Popen):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
-            found.append(self)
+            processes.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Seen)
-    return found
+    return processes
 
 
 def test_a_small_constraint_starts_no_process_and_a_kept_one_no_second(
@@ -550,15 +566,15 @@ def test_a_small_constraint_starts_no_process_and_a_kept_one_no_second(
         assert grammars.read(constraint) is grammars.read(constraint)
     assert trials == []
     large = [properties(200 + count) for count in range(3)]
-    first = [grammars.read(one) for one in large[:2]]
-    assert [grammars.read(one) for one in large[:2]] == first
+    first = [grammars.read(constraint) for constraint in large[:2]]
+    assert [grammars.read(constraint) for constraint in large[:2]] == first
     assert len(trials) == 2
-    # A third takes the place of the one that was asked for the longest ago.
+    # A third one takes the place of the one that was not used for longest.
     grammars.read(large[2])
     assert grammars.read(large[1]) is first[1]
     assert len(trials) == 3
     assert grammars.read(large[0]) is not first[0]
-    assert [one.returncode for one in trials] == [0] * 4
+    assert [trial.returncode for trial in trials] == [0] * 4
 
 
 def test_a_trial_ends_when_nobody_wants_it_any_more(
@@ -566,7 +582,7 @@ def test_a_trial_ends_when_nobody_wants_it_any_more(
 ) -> None:
     with pytest.raises(UsageError):
         Grammars(BYTES).read(properties(300), lambda: len(trials) > 0)
-    assert [one.returncode for one in trials] == [-signal.SIGKILL]
+    assert [trial.returncode for trial in trials] == [-signal.SIGKILL]
 
 
 def test_a_grammar_with_tokens_of_the_model_is_tried_like_any_other() -> None:
@@ -580,8 +596,6 @@ def test_a_grammar_with_tokens_of_the_model_is_tried_like_any_other() -> None:
 def test_a_schema_may_not_set_the_library_up() -> None:
     spaces = {"type": "integer", "x-guidance": {"whitespace_pattern": "z+", "lenient": True}}
     assert json.loads(answer(Constraint.json(spaces), seed=3)[0]) is not None
-    with pytest.raises(UsageError):
-        VOCABULARIES["byte level"].grammar(Constraint.json({**spaces, "unevaluatedItems": 3}))
 
 
 def test_without_a_tokenizer_there_is_no_constraint() -> None:

@@ -10,18 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvq import reference_cache
 from kvq_lab.edit_quality import EditCase, edit_cases, editing
+from kvq_runtime.backends import paged
 from kvq_runtime.engine import Engine
-from kvq_runtime.session import Session, unseen
-from kvq_runtime.staleness import MOST_SEGMENTS, NEXT_TOKENS, Staleness
+from kvq_runtime.sequence.staleness import MOST_SEGMENTS, NEXT_TOKENS, Staleness
+from kvq_runtime.session.session import Session, no_progress
 from logits import divergence, prompt
+from numpy_cache import cache as numpy_cache
 from sequences import advance
 from shelf import Shelf
 
 FP, QUANTIZED = {"kv": "fp"}, {"kv": "8:8"}
 TEXT = prompt(300)
-# Of texts that a trained model reads: programs of forty lines and more.
+# Texts that a trained model reads: programs of forty lines and more.
 CONTEXT = 850
 Again = tuple[int | None, int]
 
@@ -35,24 +36,24 @@ def engine(shelf: Shelf) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def one_layer(shelf: Shelf) -> Iterator[Engine]:
     bundle = shelf.bundle(num_hidden_layers=1, max_position_embeddings=4096)
-    with Engine.open(bundle, backend="reference", threads=1) as opened:
+    with Engine.open(bundle, backend="float", threads=1) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def exact(shelf: Shelf) -> Iterator[Engine]:
-    """In float32: rounded activations would turn a difference of 1e-7 into one of 1e-2."""
+    """Opens a float32 engine: rounded activations would turn 1e-7 into 1e-2."""
     bundle = shelf.bundle(max_position_embeddings=4096)
-    with Engine.open(bundle, backend="reference", threads=1) as opened:
+    with Engine.open(bundle, backend="float", threads=1) as opened:
         yield opened
 
 
 def logits(session: Session) -> np.ndarray:
-    """Those after the text, once nothing is pending."""
+    """Returns the logits after the text, once nothing is pending."""
     while advance(session.sequence):
         pass
-    with session.sequence.forward([], rows=[-1]) as held:
-        return held.logits[0]
+    with session.sequence.forward([], rows=[-1]) as branch:
+        return branch.logits[0]
 
 
 def fresh(engine: Engine, ids: list[int], **kv: str) -> np.ndarray:
@@ -62,7 +63,7 @@ def fresh(engine: Engine, ids: list[int], **kv: str) -> np.ndarray:
 
 
 def edited(engine: Engine, start: int, stop: int, new: list[int], again: Again, **kv: str):
-    """Logits after an edit, and tokens that went through the model for them."""
+    """Returns logits after an edit, and the tokens that went through the model for them."""
     with engine.session(context_tokens=1000, **kv) as session:
         session.prefill(TEXT)
         kept = session.edit(start, stop, new, reencode_next=again[0], reencode_tail=again[1])
@@ -72,7 +73,7 @@ def edited(engine: Engine, start: int, stop: int, new: list[int], again: Again, 
 
 
 def test_only_new_tokens_the_next_and_the_tail_go_through_the_model(engine: Engine) -> None:
-    """PIE-10; and the edit of nothing changes nothing (PIE-1)."""
+    """Checks PIE-10; and that the edit of nothing changes nothing (PIE-1)."""
     new = prompt(7, 1)
     for again, count in (((0, 1), 1), ((0, 16), 16), ((16, 1), 17), ((None, 4), len(new) + 4)):
         assert edited(engine, 90, 95, new, again, **QUANTIZED)[1] == len(new) + count
@@ -86,36 +87,38 @@ def test_only_new_tokens_the_next_and_the_tail_go_through_the_model(engine: Engi
 
 @pytest.mark.parametrize("kv", [FP, QUANTIZED], ids=str)
 def test_an_edit_of_one_layer_is_exact(one_layer: Engine, kv: dict[str, str]) -> None:
-    """PIE-5: keys and values of the first layer know nothing but their token and position."""
+    """Checks PIE-5: first-layer keys and values know nothing but their token and position."""
     new = prompt(5, 1)
     for start, stop in ((90, 95), (120, 120), (200, 230)):
-        found, _ = edited(one_layer, start, stop, new, (0, 1), **kv)
-        wanted = fresh(one_layer, [*TEXT[:start], *new, *TEXT[stop:]], **kv)
-        assert np.abs(found - wanted).max() < (1e-3 if kv == FP else 2e-2) * np.abs(wanted).max()
+        actual, _ = edited(one_layer, start, stop, new, (0, 1), **kv)
+        expected = fresh(one_layer, [*TEXT[:start], *new, *TEXT[stop:]], **kv)
+        assert (
+            np.abs(actual - expected).max() < (1e-3 if kv == FP else 2e-2) * np.abs(expected).max()
+        )
 
 
 def test_where_all_that_follows_is_encoded_again_an_edit_is_a_prompt(engine: Engine) -> None:
-    """PIE-6 and PIE-9, bit for bit; an edit at the start takes the full path."""
+    """Checks PIE-6 and PIE-9, bit for bit; an edit at the start takes the full path."""
     new = prompt(5, 1)
     places = (295, 300, (0, 1)), (300, 300, (0, 1)), (0, 3, (0, 1)), (90, 95, (0, 205))
     for start, stop, again in (*places, (90, 95, (205, 0))):
         text = [*TEXT[:start], *new, *TEXT[stop:]]
-        found, _ = edited(engine, start, stop, new, again, **FP)
+        actual, _ = edited(engine, start, stop, new, again, **FP)
         with engine.session(context_tokens=1000, **FP) as session:
             session.prefill(TEXT)
             session.align(text)
-            assert (logits(session) == found).all()
-        np.testing.assert_allclose(found, fresh(engine, text, **FP), rtol=0, atol=2e-4)
+            assert (logits(session) == actual).all()
+        np.testing.assert_allclose(actual, fresh(engine, text, **FP), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("kv", [FP, QUANTIZED], ids=str)
 def test_a_refresh_makes_an_edited_text_exact(exact: Engine, kv: dict[str, str]) -> None:
-    """In pieces that may be interrupted, with answers and a saved session in between."""
+    """Refreshes in interrupted pieces, with answers and a saved session in between."""
     with exact.session(context_tokens=1000, **kv) as session:
         session.prefill(TEXT)
         for start in (250, 90, 60):
             session.edit(start, start + 3, prompt(5, start))
-        session.prefill(prompt(20, 4))  # computed from what is stale, and so as stale
+        session.prefill(prompt(20, 4))  # computed from stale tokens, so it is stale too
         stats = session.stats()
         assert (stats.edits.edits, stats.edits.edited_tokens, stats.edits.recomputed_edits) == (
             3,
@@ -131,15 +134,17 @@ def test_a_refresh_makes_an_edited_text_exact(exact: Engine, kv: dict[str, str])
         while left[-1]:
             left.append(other.refresh(40))
         assert all(after <= before for before, after in pairwise(left[2:]))
-        found, text = logits(other), list(other.tokens)
-        wanted = fresh(exact, text, **kv)
-        assert np.abs(found - wanted).max() < (1e-4 if kv == FP else 0.05) * np.abs(wanted).max()
+        actual, text = logits(other), list(other.tokens)
+        expected = fresh(exact, text, **kv)
+        assert (
+            np.abs(actual - expected).max() < (1e-4 if kv == FP else 0.05) * np.abs(expected).max()
+        )
         assert not (other.sequence.encoding.staleness.ages > 0).any()
         other.close()
 
 
 def test_exact_means_the_same_text_and_not_the_same_bits(engine: Engine, exact: Engine) -> None:
-    """Pages that begin elsewhere round otherwise; without pages and rounding nothing is off."""
+    """Checks that only pages that begin elsewhere, and rounding, make a difference."""
     off: dict[str, float] = {}
     for name, opened, kv in ("pages", engine, QUANTIZED), ("float32", exact, FP):
         with opened.session(context_tokens=1000, **kv) as session:
@@ -150,8 +155,8 @@ def test_exact_means_the_same_text_and_not_the_same_bits(engine: Engine, exact: 
             session.refresh()
             assert session.exact
             assert list(session.tokens) == [*TEXT[:90], *prompt(2, 9), *TEXT[91:]]
-            wanted = fresh(opened, list(session.tokens), **kv)
-            off[name] = float(np.abs(logits(session) - wanted).max() / np.abs(wanted).max())
+            expected = fresh(opened, list(session.tokens), **kv)
+            off[name] = float(np.abs(logits(session) - expected).max() / np.abs(expected).max())
     assert off["float32"] < 1e-4
     assert 1e-4 < off["pages"] < 0.1
 
@@ -159,7 +164,7 @@ def test_exact_means_the_same_text_and_not_the_same_bits(engine: Engine, exact: 
 def test_answers_rollback_and_save_go_on_from_an_edited_text(
     engine: Engine, tmp_path: Path
 ) -> None:
-    """A fork, a saved and a rolled back session write what the edited one writes."""
+    """Checks that a fork, a saved and a rolled back session write what the edited one writes."""
     with engine.session(context_tokens=1000, **QUANTIZED) as session:
         session.prefill(TEXT)
         session.edit(90, 95, prompt(9, 2))
@@ -182,7 +187,7 @@ def test_answers_rollback_and_save_go_on_from_an_edited_text(
 
 @pytest.mark.parametrize("budget", [None, "45%"], ids=["whole", "tight"])
 def test_many_edits_waste_no_room(engine: Engine, budget: str | None) -> None:
-    """Pages that edits have emptied most are encoded again before anything has to be given up."""
+    """Checks that the emptiest pages are encoded again before anything has to be given up."""
     kv = QUANTIZED | ({} if budget is None else {"kv_budget": budget})
     chance = np.random.default_rng(0)
     with engine.session(context_tokens=512, **kv) as session:
@@ -202,12 +207,12 @@ def test_many_edits_waste_no_room(engine: Engine, budget: str | None) -> None:
 
 
 class World:
-    """Tokens that hold all that each saw when it was encoded, None in gaps: what is true."""
+    """Holds what each token saw when it was encoded, None in gaps: the truth."""
 
     def __init__(self, count: int) -> None:
         self.made = 0
         self.staleness = Staleness()
-        self.held: list[tuple[object, ...] | None] = []
+        self.encoded: list[tuple[object, ...] | None] = []
         self.ids: list[int] = []
         self.insert(0, 0, count)
         self.encode()
@@ -216,30 +221,30 @@ class World:
         new = range(self.made, self.made + count)
         self.made += count
         if stop < len(self.ids):
-            self.staleness.edited(start, stop, count, len(self.ids))
+            self.staleness.mark_edited(start, stop, count, len(self.ids))
         else:
             self.staleness.cut(start)
-        self.ids[start:stop], self.held[start:stop] = new, [None] * count
+        self.ids[start:stop], self.encoded[start:stop] = new, [None] * count
 
     def open(self, start: int, stop: int) -> None:
-        self.staleness.opened(start, stop, len(self.ids))
-        self.held[start:stop] = [None] * (stop - start)
+        self.staleness.mark_pending(start, stop, len(self.ids))
+        self.encoded[start:stop] = [None] * (stop - start)
 
     def encode(self) -> None:
-        while None in self.held:
-            first = self.held.index(None)
-            self.held[first] = self.ids[first], hash(tuple(self.held[:first]))
-            self.staleness.encoded(first, first + 1)
+        while None in self.encoded:
+            first = self.encoded.index(None)
+            self.encoded[first] = self.ids[first], hash(tuple(self.encoded[:first]))
+            self.staleness.mark_encoded(first, first + 1)
 
     def fresh(self) -> list[tuple[object, ...]]:
-        found: list[tuple[object, ...]] = []
+        rows: list[tuple[object, ...]] = []
         for token in self.ids:
-            found.append((token, hash(tuple(found))))
-        return found
+            rows.append((token, hash(tuple(rows))))
+        return rows
 
 
 def test_what_is_not_stale_saw_the_text_as_it_is() -> None:
-    """At any time in 300 histories of edits, new text and refreshes; and refreshing ends."""
+    """Checks 300 histories of edits, new text and refreshes at any time; refreshing ends."""
     chance = np.random.default_rng(5)
     for _ in range(300):
         world = World(int(chance.integers(1, 60)))
@@ -254,30 +259,30 @@ def test_what_is_not_stale_saw_the_text_as_it_is() -> None:
             world.encode()
             ages = np.zeros(len(world.ids), np.int32)
             ages[: len(world.staleness.ages)] = world.staleness.ages
-            pairs = zip(ages, world.held, world.fresh(), strict=True)
-            assert all(held == wanted for age, held, wanted in pairs if age == 0)
+            pairs = zip(ages, world.encoded, world.fresh(), strict=True)
+            assert all(actual == expected for age, actual, expected in pairs if age == 0)
         for _ in range(3 * len(world.ids)):
             if not world.staleness.stale:
                 break
             world.open(*world.staleness.next_to_refresh())
             world.encode()
-        assert world.held == world.fresh()
+        assert world.encoded == world.fresh()
 
 
 def test_idle_time_goes_behind_the_edits_first() -> None:
-    """The last before the others; and where many runs have moved apart, the smallest first."""
+    """Checks that the last edit comes first; of many runs that moved apart, the smallest one."""
     world = World(400)
     for start in (300, 200, 100):
         world.insert(start, start + 2, 5)
         world.encode()
     behind = [(start, start + NEXT_TOKENS) for start in (311, 208, 105)]
-    found = []
+    runs = []
     for _ in range(4):
-        found.append(world.staleness.next_to_refresh())
-        world.open(*found[-1])
+        runs.append(world.staleness.next_to_refresh())
+        world.open(*runs[-1])
         world.encode()
-    assert found[:3] == behind
-    assert found[3][0] == 105 + NEXT_TOKENS
+    assert runs[:3] == behind
+    assert runs[3][0] == 105 + NEXT_TOKENS
     world = World(400)
     for number in range(MOST_SEGMENTS + 1):
         world.insert(10 + 20 * number - (number == 7), 12 + 20 * number, 2)
@@ -286,19 +291,19 @@ def test_idle_time_goes_behind_the_edits_first() -> None:
 
 
 def conflicting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys stay where they were rotated to, although they are seen from where they stand."""
-    monkeypatch.setattr(reference_cache, "_turned_back", lambda delta, inv_freq: lambda rows: rows)
+    """Leaves keys where they were rotated to, although they are seen from where they stand."""
+    monkeypatch.setattr(numpy_cache, "_turned_back", lambda delta, inv_freq: lambda rows: rows)
 
 
 @pytest.fixture(scope="module")
 def written(shelf: Shelf) -> tuple[Path, list[str]]:
-    """A trained model, and programs that it never saw."""
+    """Makes a trained model, and programs that it never saw."""
     texts = [path.read_text() for path in sorted(Path(__file__).parents[1].glob("kvq/*.py"))]
     return shelf.embedded("nano"), texts
 
 
 def after_edits(session: Session, case: EditCase) -> np.ndarray:
-    """Logits of what follows in a session that holds the text before."""
+    """Returns logits of what follows in a session that holds the text before."""
     for change in case.changes:
         session.edit(change.start, change.stop, change.new_ids, reencode_next=0)
     return np.concatenate(list(session.logits(case.following)))
@@ -308,23 +313,24 @@ def after_edits(session: Session, case: EditCase) -> np.ndarray:
 def test_moving_is_nearer_than_splicing(
     written: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PIE-11, over 21 edits of a trained model."""
+    """Checks PIE-11, over 21 edits of a trained model."""
     bundle, texts = written
+    monkeypatch.setattr(paged, "storage_on", lambda device: numpy_cache.NumpyCache)
     moved, spliced = list[float](), list[float]()
-    with Engine.open(bundle, backend="reference", threads=1) as engine:
+    with Engine.open(bundle, backend="float", threads=1) as engine:
         cases = edit_cases(engine.tokenizer, texts, limit=21, context_tokens=CONTEXT, seed=1)[:21]
         for case in cases:
             with engine.session(context_tokens=CONTEXT, kv="fp") as session:
                 session.prefill(case.after)
-                wanted = np.concatenate(list(session.logits(case.following)))
+                expected = np.concatenate(list(session.logits(case.following)))
             with engine.session(context_tokens=CONTEXT, kv="fp") as session:
                 session.prefill(case.before)
                 before = session.sequence.state()
-                moved.append(divergence(wanted, after_edits(session, case)))
+                moved.append(divergence(expected, after_edits(session, case)))
                 session.sequence.restore(before)
                 with monkeypatch.context() as patch:
                     conflicting(patch)
-                    spliced.append(divergence(wanted, after_edits(session, case)))
+                    spliced.append(divergence(expected, after_edits(session, case)))
     assert np.mean(moved) < 0.1 * np.mean(spliced)
 
 
@@ -332,21 +338,21 @@ def test_moving_is_nearer_than_splicing(
 def test_what_ways_to_edit_cost(
     written: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kvq eval --task edit`, in short: each way is where it must be among the others."""
+    """Runs `kvq eval --task edit` in short: each way is where it must be among the others."""
     monkeypatch.setattr("kvq_lab.edit_quality.LINE_TOKENS", 8)
     bundle, texts = written
     with Engine.open(bundle, backend="float", threads=1) as engine:
         cases = edit_cases(engine.tokenizer, texts, limit=10, context_tokens=CONTEXT, seed=1)
-        found = editing(
+        result = editing(
             lambda: engine.session(context_tokens=CONTEXT, kv="fp"),
             lambda: engine.session(context_tokens=CONTEXT, kv="fp"),
             cases,
-            unseen,
+            no_progress,
         )
-    table = {(row["way"], row["edits"]): row for row in found.details["rows"]}
+    table = {(row["way"], row["edits"]): row for row in result.details["rows"]}
     nats = {key: row["kld"] for key, row in table.items()}
-    assert nats["edit", 1] == found.value
-    assert found.value < 0.3 * nats["ignored", 1]
+    assert nats["edit", 1] == result.value
+    assert result.value < 0.3 * nats["ignored", 1]
     for edits in (1, 10):
         assert nats["full", edits] == 0
         assert table["full", edits]["same_top_1"] == table["full", edits]["same_line"] == 1

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq_runtime.energy import Meter
+from kvq_runtime.machine.energy import EnergyMeter
 
 
 def package(folder: Path, name: str, count: int, most: int = 1_000_000_000) -> Path:
@@ -20,7 +20,7 @@ def test_joules_are_those_of_all_packages_since_the_meter_was_made(tmp_path: Pat
     package(tmp_path, "intel-rapl:1", 0)
     package(tmp_path, "intel-rapl:0:0", 0)  # the cores of package 0, which it counts, too
     (tmp_path / "intel-rapl").mkdir()
-    meter = Meter(tmp_path)
+    meter = EnergyMeter(tmp_path)
     package(tmp_path, "intel-rapl:0", 7_500_000)
     package(tmp_path, "intel-rapl:1", 250_000)
     package(tmp_path, "intel-rapl:0:0", 2_000_000)
@@ -31,18 +31,18 @@ def test_joules_are_those_of_all_packages_since_the_meter_was_made(tmp_path: Pat
 
 def test_a_counter_that_began_anew_has_counted_its_range(tmp_path: Path) -> None:
     package(tmp_path, "intel-rapl:0", 9_000_000, most=10_000_000)
-    meter = Meter(tmp_path)
+    meter = EnergyMeter(tmp_path)
     package(tmp_path, "intel-rapl:0", 500_000, most=10_000_000)
     assert meter.joules() == pytest.approx(1.5)
 
 
 def test_there_are_no_joules_where_nothing_counts_them(tmp_path: Path) -> None:
-    assert Meter(tmp_path).joules() is None
-    assert Meter(tmp_path / "absent").joules() is None
+    assert EnergyMeter(tmp_path).joules() is None
+    assert EnergyMeter(tmp_path / "absent").joules() is None
     path = package(tmp_path, "intel-rapl:0", 1)
-    meter = Meter(tmp_path)
+    meter = EnergyMeter(tmp_path)
     (path / "energy_uj").unlink()
     assert meter.joules() is None
     # As where only the administrator may read it.
     (path / "energy_uj").mkdir()
-    assert Meter(tmp_path).joules() is None
+    assert EnergyMeter(tmp_path).joules() is None

@@ -2,22 +2,23 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError, argument
 from kvq_apps.evaluation.text import kl_divergence
-from kvq_apps.flags import told
+from kvq_apps.settings.flags import format_error
+from kvq_runtime.answer.generation import Step
+from kvq_runtime.answer.healing import heal
 from kvq_runtime.backends import BACKENDS, PREFERENCE, missing
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.healing import heal
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 from logits import generated, log_softmax, prompt
 from shelf import EIGHT, Shelf
 from tiny import make_llama_checkpoint
@@ -34,7 +35,7 @@ def folder(shelf: Shelf) -> Path:
 
 
 # The backends over a bundle's graph; `test_llama_cpp.py` is about the other one.
-GRAPH_BACKENDS = ("onnx", "reference")
+GRAPH_BACKENDS = ("onnx", "float")
 
 
 @pytest.fixture(scope="module", params=GRAPH_BACKENDS)
@@ -51,7 +52,7 @@ def test_every_row_of_the_table_is_preferred_somewhere() -> None:
 
 
 def log_probabilities(folder: Path, name: str, ids: list[int], **options: int) -> np.ndarray:
-    """Of every token of `ids` on backend `name`, float64 [T, V]; skips where it cannot run."""
+    """Returns those of every token of `ids`, float64 [T, V]; skips a backend that cannot run."""
     if missing(name):
         pytest.skip(f"{name}: {missing(name)}")
     with Engine.open(folder, backend=name) as engine, engine.session(**options) as session:
@@ -61,9 +62,9 @@ def log_probabilities(folder: Path, name: str, ids: list[int], **options: int) -
 @pytest.mark.parametrize(("kv", "nats"), MEAN_DIVERGENCE.items())
 def test_backends_agree(folder: Path, kv: tuple[int, int], nats: float) -> None:
     options = {"k_bits": kv[0], "v_bits": kv[1], "chunk_tokens": 64}
-    found = [log_probabilities(folder, name, prompt(400), **options) for name in GRAPH_BACKENDS]
-    assert found[0].std() > 1
-    assert kl_divergence(found[1], found[0]).mean() < nats
+    rows = [log_probabilities(folder, name, prompt(400), **options) for name in GRAPH_BACKENDS]
+    assert rows[0].std() > 1
+    assert kl_divergence(rows[1], rows[0]).mean() < nats
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
@@ -92,7 +93,7 @@ SOUGHT = 310
 
 
 def _looks_at_itself(tensors: dict[str, np.ndarray]) -> None:
-    """In the first layer token `SOUGHT`, alone on one axis, finds itself and nothing else."""
+    """Makes a first layer where token `SOUGHT`, alone on one axis, finds only itself."""
     embedding = tensors["model.embed_tokens.weight"]
     embedding[:, 0] = embedding[SOUGHT] = 0
     embedding[SOUGHT, 0] = 3
@@ -103,7 +104,7 @@ def _looks_at_itself(tensors: dict[str, np.ndarray]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["onnx", "float"])
 def test_what_weighs_nothing_is_missed_by_no_logit(shelf: Shelf, name: str) -> None:
-    """A token is looked for so hard that other pages stand 30 octaves below; nearer ones count."""
+    """Looks for a token so hard that other pages stand 30 octaves below; nearer ones count."""
     if missing(name):
         pytest.skip(f"{name}: {missing(name)}")
     checkpoint = shelf.once(
@@ -140,19 +141,20 @@ def test_rollback_is_as_if_it_had_not_happened(engine: Engine) -> None:
 
 
 def after_rollback(engine: Engine, place: int, farthest: int, **session: Any) -> np.ndarray:
-    """Logits of some tokens behind `place`, in a session that went on to `farthest` before."""
+    """Returns logits of tokens after `place`, in a session that went on to `farthest` before."""
     ids = prompt(420)
-    with engine.session(kv="4:2", chunk_tokens=64, context_tokens=512, **session) as one:
-        one.prefill(ids[:64])
+    with engine.session(kv="4:2", chunk_tokens=64, context_tokens=512, **session) as opened:
+        opened.prefill(ids[:64])
         for token in ids[64:farthest]:
-            one.prefill([token])
-        one.rollback(farthest - place)
-        return np.concatenate(list(one.logits(ids[400:403])))
+            opened.prefill([token])
+        opened.rollback(farthest - place)
+        return np.concatenate(list(opened.logits(ids[400:403])))
 
 
 def test_a_rollback_is_exact_to_the_edge_of_a_page(engine: Engine) -> None:
-    """Pages that closed stay closed: there, it is the whole of the text; with a floating-point
-    tail kept as well, nothing changes until a page closes, and then always the same.
+    """Checks that closed pages stay closed: at their edge, they are the whole of the text.
+
+    With a floating-point tail nothing changes until a page closes, and then always the same.
     """
     edge = 4 + 64
     tight = {"kv_budget": "300tok"}  # bytes for no tail beyond the newest page
@@ -172,7 +174,7 @@ def test_a_saved_session_goes_on_the_same(engine: Engine, tmp_path: Path) -> Non
     hot = Sampling(temperature=1.5)
     with engine.session(seed=1) as session, engine.session(seed=2) as other:
         session.prefill(prompt(200))
-        # Its generator is no longer as its seed made it.
+        # Its generator has moved on from its seed.
         list(session.generate(9, sampling=hot, stop_ids=[]))
         session.save(tmp_path / "one.kvq")
         expected = [step.token for step in session.generate(30, sampling=hot, stop_ids=[])]
@@ -192,7 +194,7 @@ def test_a_saved_session_goes_on_the_same(engine: Engine, tmp_path: Path) -> Non
 def test_a_session_of_another_page_table_is_refused_by_name(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one is that was saved when tables had fewer rows."""
+    """Loads a session that was saved when tables had fewer rows."""
     tight = {"context_tokens": 512, "kv_budget": "184KiB"}
     with engine.session(**tight) as session:
         session.prefill([1, 2, 3])
@@ -254,14 +256,14 @@ def test_a_budget_in_tokens_holds_them_and_the_probes(engine: Engine, policy: st
         assert stats.held.mean_k_bits == (256 * 4 + 44 * 16) / 300
         assert stats.held.mean_v_bits == (256 * 4 + 44 * 16) / 300
         session.prefill(prompt(200))
-        # The context is longer than the budget: with 7 pages closed something gives way.
+        # The context is longer than the budget: with 7 pages closed something is given up.
         more = session.stats()
         assert more.held.evicted_share > 0 or more.held.mean_v_bits < (448 * 4 + 52 * 16) / 500
 
 
 def test_the_long_rotary_table_is_chosen_once_by_the_context(shelf: Shelf) -> None:
     folder = shelf.exported(shelf.family("phi3-longrope"), EIGHT)
-    found = {
+    rows = {
         (name, context): log_probabilities(
             folder, name, prompt(48), context_tokens=context, k_bits=16, v_bits=16
         )
@@ -269,9 +271,9 @@ def test_the_long_rotary_table_is_chosen_once_by_the_context(shelf: Shelf) -> No
         for context in (64, 65)
     }
     for context, other in ((64, 65), (65, 64)):
-        expected = found["reference", context]
-        assert kl_divergence(expected, found["onnx", context]).mean() < 0.01
-        assert kl_divergence(expected, found["onnx", other]).mean() > 0.2
+        expected = rows["float", context]
+        assert kl_divergence(expected, rows["onnx", context]).mean() < 0.01
+        assert kl_divergence(expected, rows["onnx", other]).mean() > 0.2
 
 
 def test_defaults_come_from_the_bundle(engine: Engine) -> None:
@@ -285,7 +287,7 @@ def test_defaults_come_from_the_bundle(engine: Engine) -> None:
 
 
 def test_a_session_reports_what_it_holds(engine: Engine) -> None:
-    """No float tail where the budget does not hold the context, and chunks that fit the pages."""
+    """Expects no float tail where the budget is below the context, and chunks that fit pages."""
     with engine.session(chunk_tokens=100) as whole:
         assert (whole.config.plan.tail_tokens, whole.config.chunk_tokens) == (64, 100)
     with pytest.raises(BudgetError, match=r"cannot hold .* \(\d+ bytes\) can") as refused:
@@ -328,16 +330,13 @@ def test_auto_takes_the_first_that_runs(folder: Path, caplog: pytest.LogCaptureF
 
 
 def test_a_missing_library_is_a_reason_not_a_crash(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "why_not", lambda: "it was not built")
+    monkeypatch.setattr(native_library, "why_not", lambda: "it was not built")
     with pytest.raises(BackendError, match="the onnx backend cannot run: it was not built"):
         Engine.open(folder, backend="onnx")
-    with caplog.at_level(logging.WARNING), Engine.open(folder) as engine:
-        assert engine.backend.name == "reference"
-    assert [record.message for record in caplog.records] == [
-        "using the slow reference backend: it was not built"
-    ]
+    with pytest.raises(BackendError, match="cannot run here: it was not built"):
+        Engine.open(folder)
 
 
 def test_completing_a_text_heals_it_as_a_session_would(engine: Engine) -> None:
@@ -354,8 +353,8 @@ def test_completing_a_text_heals_it_as_a_session_would(engine: Engine) -> None:
     with engine.session() as session:
         session.prefill(ids)
         forced = list(session.generate(12, sampling=GREEDY, begin_with=begin_with + b"q"))
-    asked = {"sampling": GREEDY, "begin_with": b"q", "stream": True}
-    assert list(engine.complete(text, 12, **asked)) == forced != steps
+    options = {"sampling": GREEDY, "begin_with": b"q", "stream": True}
+    assert list(engine.complete(text, 12, **options)) == forced != steps
 
 
 def test_a_chat_is_the_prompt_its_template_makes(engine: Engine) -> None:
@@ -368,6 +367,26 @@ def test_a_chat_is_the_prompt_its_template_makes(engine: Engine) -> None:
     with pytest.raises(UsageError, match="there are no messages to answer"):
         engine.chat([])
     assert engine.chat("hello", 10, session=options) == "".join(step.text for step in steps)
+
+
+def test_a_chat_goes_on_with_the_last_message(engine: Engine) -> None:
+    question = {"role": "user", "content": "hello"}
+    messages = [question, {"role": "assistant", "content": "so"}]
+    options = {"seed": 4}
+
+    def steps(ids: Sequence[int]) -> list[Step]:
+        with engine.session(seed=4) as session:
+            session.prefill(ids)
+            return list(session.generate(10))
+
+    again = steps(engine.tokenizer.chat(messages))
+    begun = [*engine.tokenizer.chat([question]), *engine.tokenizer.encode("so")]
+    assert steps(begun) != again
+    asked_for = {"stream": True, "session": options}
+    assert list(engine.chat(messages, 10, **asked_for)) == steps(begun)
+    assert list(engine.chat(messages, 10, continue_final_message=False, **asked_for)) == again
+    with pytest.raises(UsageError, match="continue_final_message True is not possible"):
+        engine.chat([question], continue_final_message=True)
 
 
 def test_what_an_answer_asks_of_its_session_reaches_it(
@@ -391,8 +410,8 @@ def test_what_an_answer_asks_of_its_session_reaches_it(
 
 
 def test_an_engine_says_what_it_is_and_when_it_is_closed(folder: Path) -> None:
-    engine = Engine.open(folder, backend="reference", threads=2)
-    shown = "'bundle': reference, threads=2, context_tokens=512, kv=4:4>"
+    engine = Engine.open(folder, backend="float", threads=2)
+    shown = "'bundle': float, threads=2, context_tokens=512, kv=4:4>"
     assert repr(engine) == f"<kvq.Engine {shown}"
     engine.close()
     assert repr(engine) == f"<kvq.Engine {shown.replace(' ', ' closed, ', 1)}"
@@ -429,7 +448,7 @@ def test_what_python_asks_for_is_named_as_python_names_it(bundle: str) -> None:
             assert "--" not in str(caught.value)
         with pytest.raises(UsageError) as caught:
             Sampling(temperature=-1)
-        assert told(caught.value).startswith("--temp -1 is not possible")
+        assert format_error(caught.value).startswith("--temp -1 is not possible")
         assert (caught.value.about, caught.value.value) == ("temperature", -1)
         assert caught.value.possible == "give 0 (greedy) or more"
 
@@ -438,6 +457,10 @@ def test_a_message_names_arguments_as_its_reader_knows_them() -> None:
     longer, unquantized = argument("context_tokens"), argument("kv", "fp")
     error = BackendError(f"raise {longer} or `kvq serve --kv fp`; `{unquantized}` does, --out not")
     assert str(error) == 'raise context_tokens or `kvq serve --kv fp`; `kv="fp"` does, --out not'
-    assert told(error) == "raise --ctx-size or `kvq serve --kv fp`; `--kv fp` does, --out not"
+    assert (
+        format_error(error) == "raise --ctx-size or `kvq serve --kv fp`; `--kv fp` does, --out not"
+    )
     assert error.about == "context_tokens"
-    assert error.told(lambda name, value: f"<{name} {value}>").startswith("raise <context_tokens >")
+    assert error.message_for(lambda name, value: f"<{name} {value}>").startswith(
+        "raise <context_tokens >"
+    )

@@ -1,4 +1,4 @@
-"""Models that feed each token to a few experts: what is exported of them, and sessions of them."""
+"""Models that feed each token to a few experts: their export, and sessions of them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -9,31 +9,32 @@ import numpy as np
 import pytest
 
 from emulated import emulated_library
-from kvq import native
+from kvq import native_library
 from kvq.errors import BundleError, UnsupportedModelError
-from kvq.reference_linear import Blocks, dequantize
-from kvq_export.calibrated import CalibratedWeights, calibration_segments
+from kvq.reference.linear import Blocks, dequantize
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_export.gptq import factor, quantize_with
-from kvq_export.layout import plan_layout
-from kvq_export.quality import Original
-from kvq_export.stand_ins import SegmentedAttention
-from kvq_export.weights import joined
+from kvq_export.fit.calibrated import CalibratedWeights, calibration_segments
+from kvq_export.fit.damping import DAMPINGS
+from kvq_export.fit.gptq import factor, quantize_with
+from kvq_export.fit.quality import Original
+from kvq_export.fit.substitutes import SegmentedAttention
+from kvq_export.write.layout import plan_layout
+from kvq_export.write.weights import join_rows
 from kvq_models.config import Experts, ModelConfig
 from kvq_models.reference import forward, grouped
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.bundle.graph_check import check_graph
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.graph_check import check_graph
 from kvq_specdraft import drafter_named
 from logits import divergence, prompt
 from originals import original_of
 from shelf import EIGHT, Shelf
 from tiny import make_checkpoint
 
-needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+needs_native = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 CASES = ("qwen3-moe", "mixtral", "olmoe")
 GREEDY = Sampling(temperature=0)
 TEXT = prompt(120)
@@ -59,7 +60,7 @@ def original_and_tokenizer(source: Path) -> tuple[Original, Tokenizer]:
 
 
 def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
-    """The second layer's, behind layers that are rounded."""
+    """Looks at the second layer, after a rounded one."""
     original, tokenizer = original_and_tokenizer(source)
     segments = calibration_segments(tokenizer, original.config)[:3, :100]
     layout = plan_layout(original.config, original.sources, WeightFormat(block=32))
@@ -69,7 +70,7 @@ def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
     for name in layout.names:
         if name in layout.matrices:
             form = layout.matrices[name]
-            blocks[name] = Blocks(*joined(reader.matrix(name, form)))
+            blocks[name] = Blocks(*join_rows(reader.matrix(name, form)))
             stored[name] = dequantize(blocks[name], form.bits)[:, : form.columns]
         else:
             stored[name] = reader.vector(name)
@@ -77,7 +78,7 @@ def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
     entered: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     class Seen:
-        """A stack that tells what meets it."""
+        """Notes what a stack is given."""
 
         def __init__(self, name: str) -> None:
             self.name = name
@@ -95,13 +96,16 @@ def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
     for name, (x, counts) in entered.items():
         assert (counts > 0).all()
         form = layout.matrices[name]
-        lower = factor(x.T @ x, form.block)
-        wanted = quantize_with(original.checkpoint.read(original.sources[name]), lower, form.format)
-        # Sums are taken in another order: a code on the edge falls either way.
-        assert (wanted.codes == blocks[name].codes).mean() > 0.93
-        alone = factor(x[: counts[0]].T @ x[: counts[0]], form.block)
-        other = quantize_with(original.checkpoint.read(original.sources[name]), alone, form.format)
-        assert (other.codes == blocks[name].codes).mean() < 0.8
+        matrix = original.checkpoint.read(original.sources[name])
+        shared, alone = list[float](), list[float]()
+        for inputs, shares in ((x, shared), (x[: counts[0]], alone)):
+            for damping in DAMPINGS:
+                lower = factor(inputs.T @ inputs, form.block, damping)
+                codes = quantize_with(matrix, lower, form.format).codes
+                shares.append(float((codes == blocks[name].codes).mean()))
+        # Sums run in another order, so a code on the edge may fall either way.
+        assert max(shared) > 0.95
+        assert max(alone) < 0.9
     assert len(entered) == 2
 
 
@@ -162,10 +166,7 @@ def test_what_is_not_computed_is_refused(
     assert not (tmp_path / "made").exists()
 
 
-def test_onnx_runtimes_own_products_know_no_experts(source: Path, tmp_path: Path) -> None:
-    options = ExportOptions(quality=False, weights=WeightFormat(linear="ort"))
-    with pytest.raises(UnsupportedModelError, match="linear ort computes no experts"):
-        export_model(source, tmp_path / "made", options)
+def test_a_gguf_file_of_these_experts_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="qwen3_moe"):
         export_model(source, tmp_path / "made", ExportOptions(quality=False, format="gguf"))
 
@@ -181,7 +182,7 @@ def test_a_graph_of_other_experts_is_refused(feed: dict[str, Any], engine: Engin
     info = bundle.manifest.weights
 
     def check(config: ModelConfig) -> None:
-        check_graph(bundle.model_path, config, linear="kvq", format_of=info.format_of)
+        check_graph(bundle.model_path, config, format_of=info.format_of)
 
     check(bundle.config)
     layers = tuple(
@@ -198,17 +199,19 @@ def test_a_graph_of_other_experts_is_refused(feed: dict[str, Any], engine: Engin
 
 
 @needs_native
-@pytest.mark.parametrize("kind", ["quantspec", "skip:layers=1", "early:layer=2"])
+@pytest.mark.parametrize("kind", ["quantspec", "quantspec:head=200"])
 def test_drafts_change_no_token(engine: Engine, kind: str) -> None:
     first = "," if ":" in kind else ":"
-    found: list[list[int]] = []
+    answers: list[list[int]] = []
     for draft in (None, drafter_named(f"{kind}{first}least=1e-9,most=4")):
-        with engine.session(kv="8:8", kv_budget="256tok", draft=lambda own=draft: own) as session:
+        with engine.session(
+            kv="8:8", kv_budget="256tok", draft=lambda drafter=draft: drafter
+        ) as session:
             session.prefill(TEXT)
             steps = session.generate(40, sampling=GREEDY, stop_ids=[])
-            found.append([step.token for step in steps])
+            answers.append([step.token for step in steps])
             assert draft is None or session.stats().rounds.drafted_tokens > 40
-    assert found[0] == found[1]
+    assert answers[0] == answers[1]
 
 
 @needs_native
@@ -217,27 +220,27 @@ def test_the_graph_agrees_with_the_definition_but_where_a_token_is_between_exper
 ) -> None:
     ids = prompt(200)
     with engine.session(kv="fp", context_tokens=256) as session:
-        found = np.concatenate(list(session.logits(ids)))
+        actual = np.concatenate(list(session.logits(ids)))
     with (
-        Engine.open(engine.backend.bundle.path, backend="reference") as exact,
+        Engine.open(engine.backend.bundle.path, backend="float") as exact,
         exact.session(kv="fp", context_tokens=256) as session,
     ):
         expected = np.concatenate(list(session.logits(ids)))
-    nats = np.array([divergence(expected[i : i + 1], found[i : i + 1]) for i in range(len(ids))])
+    nats = np.array([divergence(expected[i : i + 1], actual[i : i + 1]) for i in range(len(ids))])
     assert np.median(nats) < 0.005
     assert nats.mean() < 0.05
-    assert divergence(np.roll(expected, 1, axis=0), found) > 1
+    assert divergence(np.roll(expected, 1, axis=0), actual) > 1
 
 
 @needs_native
 def test_on_a_device_experts_run_on_the_processor(engine: Engine, shelf: Shelf) -> None:
     emulated_library(shelf)
-    found: list[np.ndarray] = []
+    logits: list[np.ndarray] = []
     for device in ("cpu", "emulated"):
         with (
             Engine.open(engine.backend.bundle.path, threads=1, device=device) as opened,
             opened.session(kv="8:8", context_tokens=256) as session,
         ):
-            found.append(np.concatenate(list(session.logits(TEXT))))
-    nats = [divergence(*(part[i : i + 1] for part in found)) for i in range(len(TEXT))]
+            logits.append(np.concatenate(list(session.logits(TEXT))))
+    nats = [divergence(*(part[i : i + 1] for part in logits)) for i in range(len(TEXT))]
     assert np.median(nats) < 0.005

@@ -1,4 +1,4 @@
-"""Sessions of gpt-oss: sinks, windows that have a cache of their own, experts behind clamps.
+"""Sessions of gpt-oss: sinks, windows with a cache of their own, experts with clamps.
 
 Trees of it are tested in `test_other_mixers.py`.
 """
@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from emulated import emulated_library
-from kvq import native
+from kvq import native_library
 from kvq.errors import BackendError, UsageError
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.engine import Engine
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 from kvq_specdraft import drafter_named
 from logits import divergence, generated, prompt
 from shelf import EIGHT, Shelf
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 CONTEXT, STEPS = 600, 24
 TEXT = prompt(300)
 
@@ -38,22 +38,22 @@ def engine(source: Path, shelf: Shelf) -> Iterator[Engine]:
 
 
 def opened(engine: Engine, **options: Any) -> Session[Any]:
-    wanted = {"context_tokens": CONTEXT, "kv": "fp", "draft": lambda: None, "chunk_tokens": 64}
-    return engine.session(**wanted | options)
+    defaults = {"context_tokens": CONTEXT, "kv": "fp", "draft": lambda: None, "chunk_tokens": 64}
+    return engine.session(**defaults | options)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "quantspec"])
 @pytest.mark.parametrize("kv", ["fp", "8:8"])
 def test_drafters_change_nothing(engine: Engine, drafter: str, kv: str) -> None:
-    found = []
+    answers = []
     for draft in (None, drafter_named(drafter)):
-        with opened(engine, kv=kv, draft=lambda own=draft: own) as session:
+        with opened(engine, kv=kv, draft=lambda drafter=draft: drafter) as session:
             session.prefill(TEXT)
-            found.append(generated(session, 40))
+            answers.append(generated(session, 40))
             session.rollback(30)
             session.prefill(TEXT[:20])
-            found[-1] += generated(session, STEPS)
-    assert found[0] == found[1]
+            answers[-1] += generated(session, STEPS)
+    assert answers[0] == answers[1]
 
 
 def test_what_is_saved_goes_on(engine: Engine, tmp_path: Path) -> None:
@@ -70,17 +70,17 @@ def test_an_edit_is_near_what_is_computed_anew(engine: Engine) -> None:
     with opened(engine, edits=True) as session, opened(engine) as fresh:
         session.prefill(TEXT)
         session.align(new, edits=True)
-        for one, text in ((session, []), (fresh, new)):
-            one.prefill(text)
+        for other, text in ((session, []), (fresh, new)):
+            other.prefill(text)
         assert session.tokens == fresh.tokens == tuple(new)
-        found, expected = session.sequence.encoding.logits, fresh.sequence.encoding.logits
-        assert found is not None
+        actual, expected = session.sequence.encoding.logits, fresh.sequence.encoding.logits
+        assert actual is not None
         assert expected is not None
-        assert 0 < np.abs(found - expected).mean() < 0.05 * expected.std()
+        assert 0 < np.abs(actual - expected).mean() < 0.05 * expected.std()
 
 
 def test_a_window_holds_no_more_than_it_sees(engine: Engine) -> None:
-    """Of 24 tokens, beside a chunk and a draft; the other layer keeps the text."""
+    """Holds 24 tokens, beside a chunk and a draft; the other layer keeps the text."""
     sizes = []
     for context in (2_000, 4_000):
         with opened(engine, kv="8:8", context_tokens=context, kv_budget=f"{context}tok") as session:
@@ -94,17 +94,17 @@ def test_a_window_holds_no_more_than_it_sees(engine: Engine) -> None:
     assert grown[0] < 1.05 < 1.7 < grown[1]
 
 
-@pytest.mark.parametrize("name", ["reference", "float"])
+@pytest.mark.parametrize("name", ["float"])
 def test_other_backends_answer_alike(engine: Engine, name: str) -> None:
     ids = TEXT[:150]
     path = engine.backend.bundle.path
     with opened(engine) as session:
-        found = np.concatenate(list(session.logits(ids)))
+        actual = np.concatenate(list(session.logits(ids)))
     with Engine.open(path, threads=1, backend=name) as other, opened(other) as session:
         expected = np.concatenate(list(session.logits(ids)))
-    nats = [divergence(expected[i : i + 1], found[i : i + 1]) for i in range(len(ids))]
+    nats = [divergence(expected[i : i + 1], actual[i : i + 1]) for i in range(len(ids))]
     assert np.median(nats) < 0.01
-    assert divergence(np.roll(expected, 1, axis=0), found) > 1
+    assert divergence(np.roll(expected, 1, axis=0), actual) > 1
 
 
 def test_what_it_cannot_do_is_refused_by_name(

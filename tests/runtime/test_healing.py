@@ -1,4 +1,4 @@
-"""Healed prompts: which tokens may come, what is text of them, against brute force and by hand."""
+"""Healed prompts: which tokens may come and which are text, against brute force and by hand."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.infilling import infill_prompt
 from kvq_models.pieces import PieceIndex
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.answer.generation import GenerationOptions, Step, Vocabulary
+from kvq_runtime.answer.healing import heal
+from kvq_runtime.answer.sampling import distribution
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
-from kvq_runtime.healing import heal
-from kvq_runtime.passes import run
-from kvq_runtime.sampling import distribution
-from kvq_runtime.session import Session
+from kvq_runtime.sequence.passes import run
+from kvq_runtime.session.session import Session
 from rule_backend import RuleBackend, RuleCache
 from serving import Rule, ask, running
 from shelf import Shelf
@@ -48,7 +48,7 @@ MERGES = (
 
 
 def small_tokenizer() -> Tokenizer:
-    """All bytes, the results of MERGES and a control token; every merge is one of two tokens."""
+    """Makes all bytes, the results of MERGES and a control token; a merge is of two tokens."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces += dict.fromkeys(left + right for left, right in MERGES)
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
@@ -65,7 +65,7 @@ TINY = Tokenizer.from_json(byte_level_tokenizer().to_str(), ControlTokens(eos=(0
 
 
 def script_rule(size: int, script: Sequence[int], begins: int) -> Any:
-    """Wants the tokens of a script, one after the other, wherever it begins; then nothing special.
+    """Makes a model that wants the tokens of a script, wherever it begins; then nothing special.
 
     Without a script its logits are random numbers made of the position and the last token.
     """
@@ -101,13 +101,13 @@ def open_session(
 
 
 def small(*pieces: bytes) -> list[int]:
-    """Ids of the tokens that stand for these bytes."""
+    """Returns the ids of the tokens that stand for these bytes."""
     by_bytes = {SMALL.token_bytes(token): token for token in range(SMALL.vocab_size)}
     return [by_bytes[piece] for piece in pieces]
 
 
 def healed(prompt: str, *pieces: bytes, **options: Any) -> tuple[Session, list[Step]]:
-    """A greedy continuation of `prompt` by a model that wants these tokens after the cut."""
+    """Continues `prompt` greedily by a model that wants these tokens after the cut."""
     ids, begin_with = heal(SMALL, SMALL.encode(prompt, start=True))
     session = open_session(
         SMALL,
@@ -126,7 +126,7 @@ def text_of(steps: Sequence[Step]) -> str:
 
 
 def spelled(pieces: Sequence[bytes], text: bytes) -> bool:
-    """Whether `text` is a beginning of some row of pieces, by trying all."""
+    """Decides whether `text` is a beginning of some row of pieces, by trying all."""
     return not text or any(
         piece and (piece.startswith(text) or (text.startswith(piece) and
         spelled(pieces, text[len(piece) :])))
@@ -228,7 +228,7 @@ def test_prompt_and_answer_are_one_text_however_it_is_cut(
 
 @pytest.fixture(scope="module")
 def engine(bundle: str) -> Iterator[Engine]:
-    with Engine.open(bundle, threads=1, backend="reference") as engine:
+    with Engine.open(bundle, threads=1, backend="float") as engine:
         yield engine
 
 
@@ -271,7 +271,9 @@ def test_a_model_that_writes_the_same_token_again_gives_the_same_steps() -> None
     plain.prefill(whole)
     assert steps == list(plain.generate(2, sampling=GREEDY))
     assert again.tokens == plain.tokens
-    counts = [(one.stats().prompt_tokens, one.stats().new_tokens) for one in (again, plain)]
+    counts = [
+        (session.stats().prompt_tokens, session.stats().new_tokens) for session in (again, plain)
+    ]
     assert counts == [(len(whole), 2)] * 2
 
 
@@ -287,7 +289,7 @@ def test_tokens_within_the_cut_are_not_counted() -> None:
     session, steps = healed("f():", b")", b":\n ", b"x", count=2)
     assert [step.text for step in steps] == ["\n ", "x"]
     assert (session.stats().prompt_tokens, session.stats().new_tokens) == (4, 2)
-    # What the model wants does not fit; of equal tokens the first id does.
+    # The model's favourite does not fit; of equal tokens the first id is chosen.
     session, steps = healed("f():", b"x", b"y", count=1)
     assert session.tokens[3] == min(small(b")", b"):", b"):\n"))
 
@@ -357,7 +359,7 @@ def test_a_session_saved_after_its_first_step_goes_on(tmp_path: Path) -> None:
 
 
 def test_answers_written_side_by_side_have_room_for_the_cut() -> None:
-    """Its tokens take rows as well, which are not the answers'."""
+    """Checks that the tokens of the cut take rows too, which are not the answers'."""
     fitting: list[int] = []
     for max_tokens in range(1, 6):
         session = open_session(SMALL, script=small(b")", b":", *[b"x"] * 9), begins=1)
@@ -366,7 +368,7 @@ def test_answers_written_side_by_side_have_room_for_the_cut() -> None:
             fitting.append(max_tokens)
             options = GenerationOptions(max_tokens=max_tokens, sampling=GREEDY, begin_with=b"):")
             with session.branch_answers([1, 2], options) as branched:
-                while branched.going:
+                while branched.running:
                     run(branched.stepping())
                 branched.kept = 1
             assert list(session.tokens) == small(b"f", b")", b":", *[b"x"] * max_tokens)
@@ -407,7 +409,7 @@ def test_filters_see_the_allowed_tokens_only(
 
 
 def holed_rule() -> Rule:
-    """A rule whose prompts are healed; those of its holes end in the prefix."""
+    """Makes a rule whose prompts are healed; those of its holes end in the prefix."""
     rule = Rule(heals=True, infills=True)
     fim = FimTokens(prefix=3, suffix=4, middle=5, suffix_first=True)
     rule.tokenizer.control = replace(rule.tokenizer.control, fim=fim)
@@ -416,7 +418,7 @@ def holed_rule() -> Rule:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One session of such a rule."""
+    """Serves one session of such a rule."""
     rule = holed_rule()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
@@ -428,7 +430,7 @@ PROMPT = "def add(first, seco"
 
 
 def continued(count: int, *, heals: bool) -> str:
-    """What the rule makes of PROMPT, without a server."""
+    """Returns what the rule makes of PROMPT, without a server."""
     rule = Rule(heals=heals)
     ids, begin_with = heal(rule.tokenizer, rule.tokenizer.encode(PROMPT))
     assert bool(begin_with) == heals
@@ -438,7 +440,7 @@ def continued(count: int, *, heals: bool) -> str:
 
 
 def infilled(count: int, *, heals: bool) -> str:
-    """What the rule puts between PROMPT and a bracket, without a server."""
+    """Returns what the rule puts between PROMPT and a bracket, without a server."""
     rule = holed_rule()
     whole = infill_prompt(rule.tokenizer, PROMPT, ")", 500)
     ids, begin_with = heal(rule.tokenizer, whole) if heals else (whole, b"")
@@ -476,7 +478,7 @@ def test_text_prompts_are_healed_by_the_server_and_nothing_else(server: Server) 
         ),
     ):
         texts = [ask(server, path, body | more).json for more in ({}, off)]
-        shown = [one.get("content") or one["choices"][0]["text"] for one in texts]
+        shown = [reply.get("content") or reply["choices"][0]["text"] for reply in texts]
         assert shown == [infilled(4, heals=True), infilled(4, heals=False)]
         assert shown[0] != shown[1]
 
@@ -500,7 +502,7 @@ def test_a_healed_prompt_is_found_again(server: Server) -> None:
     body = {"n_predict": 6, "temperature": 0}
     first = ask(server, "/completion", body | {"prompt": PROMPT, "cache_prompt": False}).json
     again = ask(server, "/completion", body | {"prompt": PROMPT}).json
-    # What was cut is all there, its last token goes through the model for its logits.
+    # All that was cut is cached; its last token goes through the model for its logits.
     assert (first["tokens_cached"], again["tokens_cached"]) == (0, len(cut) - 1)
     assert again["content"] == first["content"]
 
@@ -516,7 +518,7 @@ def test_a_wrong_wish_is_refused_by_its_name(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def nano(shelf: Shelf) -> str:
-    """The small embedded model."""
+    """Opens the small embedded model."""
     return str(shelf.embedded("nano"))
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvq_runtime import huge_pages
+from kvq_runtime.machine import huge_pages
 
 SIZE = 32 << 20
 
 
 def huge_bytes(address: int) -> int:
-    """Bytes of huge pages in the mapping that holds `address`."""
+    """Returns the bytes of huge pages in the mapping that holds `address`."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         bounds = line.split(" ", 1)[0].split("-")

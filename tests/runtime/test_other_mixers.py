@@ -1,5 +1,8 @@
-"""Sessions of models most of whose layers do not attend: whatever is drafted, forgotten, saved or
-gone back to, the answers are those of decoding one token after the other."""
+"""Sessions of models most of whose layers do not attend.
+
+Whatever is drafted, forgotten, saved or gone back to, the answers are those of decoding one token
+after the other.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -9,34 +12,34 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq.config import FOLD_TOKENS
 from kvq.errors import BackendError, BundleError, UnsupportedModelError, UsageError
-from kvq.reference_linear import BlockFormat
+from kvq.reference.linear import BlockFormat
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
 from kvq_runtime.backends import Mode
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.graph_check import check_graph
 from kvq_runtime.engine import Engine
-from kvq_runtime.graph_check import check_graph
-from kvq_runtime.passes import forward_all
-from kvq_runtime.session import Session
+from kvq_runtime.sequence.passes import forward_all
+from kvq_runtime.session.session import Session
 from kvq_specdraft import drafter_named
 from logits import generated, prompt
 from sequences import advance
 from shelf import EIGHT, PLAIN, Shelf
-from traces import GoneBack, Told, traced
+from traces import AnsweredText, GoneBack, traced
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 CONTEXT = 700
 # Two conversations after one system prompt, and a text that shares nothing with them.
 SYSTEM = prompt(150)
 TEXTS = ([*SYSTEM, *prompt(40)], [*SYSTEM, *prompt(25)[::-1]], prompt(310)[::-1])
 STEPS = 24
-# Behind a message, where the answer begins.
+# After a message, where the answer begins.
 ANSWERS = [11, 12, 13]
-# What they remember tokens by in place of keys.
-OTHERS = {
+# How they remember tokens instead of by keys.
+MIXERS = {
     "lfm2": "convolutions",
     "qwen3-5": "delta nets",
     "lfm2-moe": "convolutions",
@@ -50,7 +53,7 @@ PARTS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module", params=OTHERS)
+@pytest.fixture(scope="module", params=MIXERS)
 def case(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -72,8 +75,8 @@ def engine(bundle: Path) -> Iterator[Engine]:
 
 
 def opened(engine: Engine, **options: Any) -> Session[Any]:
-    wanted = {"context_tokens": CONTEXT, "kv": "fp", "draft": lambda: None, "chunk_tokens": 64}
-    return engine.session(**wanted | options)
+    defaults = {"context_tokens": CONTEXT, "kv": "fp", "draft": lambda: None, "chunk_tokens": 64}
+    return engine.session(**defaults | options)
 
 
 def followed(engine: Engine, text: Sequence[int]) -> list[int]:
@@ -84,19 +87,19 @@ def followed(engine: Engine, text: Sequence[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def answers(engine: Engine) -> list[list[int]]:
-    """What follows each of `TEXTS`, decoded one by one in sessions of their own."""
-    found = [followed(engine, text) for text in TEXTS]
-    assert len({tuple(one) for one in found}) == len(TEXTS)
-    return found
+    """Returns what follows each of `TEXTS`, decoded one by one in sessions of their own."""
+    answers = [followed(engine, text) for text in TEXTS]
+    assert len({tuple(answer) for answer in answers}) == len(TEXTS)
+    return answers
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("case", [*OTHERS, "gpt-oss"], indirect=True)
+@pytest.mark.parametrize("case", [*MIXERS, "gpt-oss"], indirect=True)
 def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
-    """Bit for bit: products do not mix rows, and nothing else does; sinks and windows neither.
+    """Compares bit for bit: products do not mix rows, nor do sinks or windows.
 
-    So far from a multiple of 64 rows that no row of a path stands on its other side: attention adds
-    up so many at a time.
+    The texts end so far from a multiple of 64 rows that no row of a path stands on its other side,
+    as attention adds up so many at a time.
     """
     assert engine.backend.rows_agree
     ids, parents = [7, 8, 9, 10, 11, 12], [-1, 0, 0, 2, 1, 3]
@@ -104,11 +107,11 @@ def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
         for session in (tree, steps):
             session.prefill(TEXTS[0][:170])
         with tree.sequence.forward(ids, parents) as branch:
-            found = branch.logits.copy()
+            actual = branch.logits.copy()
         for path in ([0, 1, 4], [0, 2, 3, 5]):
             for row in path:
                 with steps.sequence.forward([ids[row]]) as branch:
-                    np.testing.assert_array_equal(branch.logits[0], found[row])
+                    np.testing.assert_array_equal(branch.logits[0], actual[row])
                     branch.commit([0])
             steps.rollback(len(path))
         # A committed path goes on as if it had been decoded.
@@ -120,7 +123,7 @@ def test_a_path_of_a_tree_has_the_logits_of_steps(engine: Engine) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", ["reference", "float"])
+@pytest.mark.parametrize("name", ["float"])
 def test_other_backends_answer_alike(
     bundle: Path, engine: Engine, answers: list[list[int]], name: str
 ) -> None:
@@ -129,26 +132,26 @@ def test_other_backends_answer_alike(
         with opened(engine) as ours:
             ours.prefill(TEXTS[0])
             for token in answers[0][:6]:
-                found, wanted = (one.sequence.encoding.logits for one in (session, ours))
-                assert np.abs(found - wanted).std() < 0.1 * wanted.std()
-                for one in (session, ours):
-                    one.sequence.append([token])
-                    advance(one.sequence)
+                actual, expected = (peer.sequence.encoding.logits for peer in (session, ours))
+                assert np.abs(actual - expected).std() < 0.1 * expected.std()
+                for peer in (session, ours):
+                    peer.sequence.append([token])
+                    advance(peer.sequence)
         before = session.sequence.encoding.logits
         with session.sequence.forward([1, 2, 3], [-1, 0, 0]) as branch:
-            found = branch.logits[2]
+            actual = branch.logits[2]
             branch.commit([0, 2])
         session.rollback(2)
         session.sequence.append([1, 3])
         advance(session.sequence)
-        np.testing.assert_allclose(session.sequence.encoding.logits, found, atol=1e-3)
+        np.testing.assert_allclose(session.sequence.encoding.logits, actual, atol=1e-3)
         session.rollback(2)
         advance(session.sequence)
         np.testing.assert_allclose(session.sequence.encoding.logits, before, atol=1e-3)
 
 
 def drafted(session: Session[Any], right: Sequence[int], draw: np.random.Generator) -> None:
-    """One round: a guess that is right for some tokens, alone or as a branch of a tree, checked."""
+    """Checks one round of a guess that is right for some tokens, as a chain or in a tree."""
     good = [*right[: int(draw.integers(5))]]
     ids, parents = list(good), list(range(-1, len(good) - 1))
     for _ in range(int(draw.integers(4))):
@@ -163,7 +166,7 @@ def drafted(session: Session[Any], right: Sequence[int], draw: np.random.Generat
 
 
 def goes_on(session: Session[Any], right: Sequence[int], draw: np.random.Generator) -> None:
-    """By a step, or twice as often by a round of guesses."""
+    """Goes on by a step, or twice as often by a round of guesses."""
     if draw.integers(3):
         drafted(session, right, draw)
     else:
@@ -175,36 +178,38 @@ def goes_on(session: Session[Any], right: Sequence[int], draw: np.random.Generat
 def test_random_traces_answer_as_plain_decoding_does(
     engine: Engine, answers: list[list[int]], case: str, tmp_path: Path, part: int
 ) -> None:
-    texts = [*map(Told, TEXTS, answers)]
+    texts = [*map(AnsweredText, TEXTS, answers)]
     for seed in range(20 * part, 20 * part + TRACES[case]):
         traced(lambda: opened(engine), texts, goes_on, seed, tmp_path / "one")
 
 
 @pytest.fixture(scope="module")
-def chats(engine: Engine) -> list[Told]:
-    """Three conversations, up to each of their answers; of two a message was changed."""
-    end, found = min(engine.backend.model.stop_ids), list[Told]()
+def chats(engine: Engine) -> list[AnsweredText]:
+    """Returns three conversations, up to each of their answers; two have a changed message."""
+    end, turns = min(engine.backend.model.stop_ids), list[AnsweredText]()
     for changed in (None, 1, 2):
         text = [*SYSTEM[:75], end]
         for turn in range(3):
             message = prompt(50 + 7 * turn, seed=turn)
             text += [*(message[::-1] if turn == changed else message), end, *ANSWERS]
-            found.append(Told([*text], followed(engine, text)))
-            text += [*found[-1].answer[: STEPS // 2], end]
-    return found
+            turns.append(AnsweredText([*text], followed(engine, text)))
+            text += [*turns[-1].answer[: STEPS // 2], end]
+    return turns
 
 
 @pytest.mark.sampled
 @PARTS
 def test_random_traces_of_chats_answer_as_plain_decoding_does(
-    engine: Engine, chats: list[Told], case: str, tmp_path: Path, part: int
+    engine: Engine, chats: list[AnsweredText], case: str, tmp_path: Path, part: int
 ) -> None:
-    """Messages are changed and answers written again: the ends of turns are gone back to."""
+    """Changes messages and writes answers again: the ends of turns are gone back to."""
     back = list[GoneBack]()
     for seed in range(20 * part, 20 * part + TRACES[case]):
         back += traced(lambda: opened(engine), chats, goes_on, seed, tmp_path / "one")
-    # Of few traces the share says little; without marks it is below half in every other part.
-    near = [one.lost < FOLD_TOKENS + len(ANSWERS) for one in back if one.tokens > 4 * FOLD_TOKENS]
+    # The share says little with few traces; without marks it is below half in the other parts.
+    near = [
+        step.lost < FOLD_TOKENS + len(ANSWERS) for step in back if step.tokens > 4 * FOLD_TOKENS
+    ]
     assert len(near) < 40 or np.mean(near) > 0.5
 
 
@@ -220,7 +225,7 @@ def test_a_prefix_is_computed_again_once(
         # A delta net remembers few places, of a prompt where its last chunk begins.
         due, first, second = {
             "convolutions": (1, 127, len(SYSTEM)), "delta nets": (14, 128, 144)
-        }[OTHERS[case]]  # fmt: skip
+        }[MIXERS[case]]  # fmt: skip
         assert len(session.sequence.due()) == due
         assert session.align(TEXTS[1]) == first
         assert generated(session, STEPS) == answers[1]
@@ -237,12 +242,12 @@ def test_drafters_change_nothing(engine: Engine, answers: list[list[int]], draft
             opened(engine, kv=kv, draft=lambda: drafter_named(drafter)) as session,
         ):
             for text in TEXTS:
-                wanted = []
-                for one in (plain, session):
-                    one.align(text)
-                    wanted.append(generated(one, STEPS))
-                assert wanted[0] == wanted[1]
-                assert kv != "fp" or wanted[0] == answers[TEXTS.index(text)]
+                generations = []
+                for peer in (plain, session):
+                    peer.align(text)
+                    generations.append(generated(peer, STEPS))
+                assert generations[0] == generations[1]
+                assert kv != "fp" or generations[0] == answers[TEXTS.index(text)]
 
 
 def test_several_sequences_share_a_pass(engine: Engine) -> None:
@@ -254,12 +259,12 @@ def test_several_sequences_share_a_pass(engine: Engine) -> None:
     passes = [
         branch.extend([5, 6, 7][:count]) for branch, count in zip(branches, (2, 1, 3), strict=True)
     ]
-    together = [one.logits for one in forward_all([next(one) for one in passes])]
+    together = [result.logits for result in forward_all([next(request) for request in passes])]
     for work in works:
         work.__exit__(None, None, None)
-    for session, count, found in zip(sessions, (2, 1, 3), together, strict=True):
+    for session, count, expected in zip(sessions, (2, 1, 3), together, strict=True):
         with session.sequence.forward([5, 6, 7][:count]) as branch:
-            np.testing.assert_array_equal(branch.logits, found)
+            np.testing.assert_array_equal(branch.logits, expected)
         session.close()
 
 
@@ -272,7 +277,7 @@ def test_an_edit_computes_what_follows_again(
         session.prefill(TEXTS[2])
         session.align(new, edits=True)
         assert session.sequence.encoding.edit_counts.recomputed_edits == 1
-        assert f"{OTHERS[case]} remember" in caplog.text
+        assert f"{MIXERS[case]} remember" in caplog.text
         assert session.sequence.encoding.staleness.stale == 0
         fresh.prefill(new)
         assert generated(session, STEPS) == generated(fresh, STEPS)
@@ -291,22 +296,22 @@ def test_a_tight_budget_gives_up_pages_and_no_rows(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_a_long_text_stays_finite_however_it_is_read(shelf: Shelf, case: str) -> None:
-    """8192 tokens in pieces of 64 and of 200, then some steps: the same logits, and no drift."""
+    """Reads 8192 tokens in pieces of 64 and of 200, then steps: the same logits, no drift."""
     source = shelf.family(case, max_position_embeddings=16384)
-    text, found = prompt(300) * 28, []
+    text, runs = prompt(300) * 28, []
     with Engine.open(shelf.exported(source, PLAIN), threads=1) as engine:
         for chunk in (64, 200):
-            wanted = {"context_tokens": 9000, "chunk_tokens": chunk, "kv_budget": "9000tok"}
-            with opened(engine, **wanted) as session:
+            options = {"context_tokens": 9000, "chunk_tokens": chunk, "kv_budget": "9000tok"}
+            with opened(engine, **options) as session:
                 session.prefill(text[:8192])
-                found.append([session.sequence.encoding.logits])
+                runs.append([session.sequence.encoding.logits])
                 for token in text[8192:8200]:
                     session.prefill([token])
-                    found[-1].append(session.sequence.encoding.logits)
-    one, other = (np.stack(logits) for logits in found)
-    assert np.isfinite(one).all()
-    assert 0.5 < one.std() < 20
-    np.testing.assert_allclose(one, other, atol=0.05 * one.std())
+                    runs[-1].append(session.sequence.encoding.logits)
+    first, second = (np.stack(logits) for logits in runs)
+    assert np.isfinite(first).all()
+    assert 0.5 < first.std() < 20
+    np.testing.assert_allclose(first, second, atol=0.05 * first.std())
 
 
 def test_what_going_back_computed_again_is_told(engine: Engine, case: str) -> None:
@@ -318,14 +323,14 @@ def test_what_going_back_computed_again_is_told(engine: Engine, case: str) -> No
         assert session.stats().recomputed_tokens == 0
         session.align([*turn, *prompt(50)])
         stats = session.stats()
-        # The place behind the first turn was marked before it was passed.
-        held = len(session.sequence.tokens) - len(session.sequence.due())
-        assert stats.recomputed_tokens == len(turn) - held
-        assert len(SYSTEM) + 1 - FOLD_TOKENS < held <= len(turn)
+        # The place after the first turn was marked before it was passed.
+        kept = len(session.sequence.tokens) - len(session.sequence.due())
+        assert stats.recomputed_tokens == len(turn) - kept
+        assert len(SYSTEM) + 1 - FOLD_TOKENS < kept <= len(turn)
 
 
 def test_the_ends_of_several_turns_are_gone_back_to(engine: Engine) -> None:
-    """Of a prompt that was read at once: the newest, the two before it and the first."""
+    """Goes back in a prompt read at once: to the newest turn, the two before it, the first."""
     end = min(engine.backend.model.stop_ids)
     text, ends = list[int](), list[int]()
     for count in (*(len(SYSTEM), 90, 70, 60, 50), 40):
@@ -334,12 +339,12 @@ def test_the_ends_of_several_turns_are_gone_back_to(engine: Engine) -> None:
     with opened(engine) as session, opened(engine) as fresh:
         session.prefill(text[:-1])
         for place in (ends[-2], ends[-3], ends[-4], ends[0]):
-            held = session.align([*text[:place], *prompt(30)])
-            assert place - FOLD_TOKENS < held <= place
+            kept = session.align([*text[:place], *prompt(30)])
+            assert place - FOLD_TOKENS < kept <= place
             fresh.align([])
             fresh.prefill(session.tokens)
             assert generated(session, 6) == generated(fresh, 6)
-        # One was marked no more: what follows the nearest place before it is computed again.
+        # One place is no longer marked: what follows the nearest place before it is computed again.
         session.align(text)
         advance(session.sequence)
         while session.sequence.due():
@@ -350,9 +355,8 @@ def test_the_ends_of_several_turns_are_gone_back_to(engine: Engine) -> None:
 def test_a_graph_of_other_layers_is_refused(bundle: Path) -> None:
     opened = Bundle.open(bundle)
     config, path = opened.config, opened.model_path
-    formats = {"linear": "kvq", "format_of": lambda name: opened.form(name).format}
-    check_graph(path, config, **formats)
-    one = BlockFormat(bits=8, block=64)
+    check_graph(path, config, format_of=lambda name: opened.form(name).format)
+    form = BlockFormat(bits=8, block=64)
     attends = [layer.attends for layer in config.layers].index(True)
     first, other = config.layers[0].mixer, config.layers[attends].mixer
     for change in ({0: other, attends: first}, {0: other}):
@@ -362,7 +366,7 @@ def test_a_graph_of_other_layers_is_refused(bundle: Path) -> None:
         )
         other = dataclasses.replace(config, layers=layers)
         with pytest.raises(BundleError, match="does not compute the model"):
-            check_graph(path, other, linear="kvq", format_of=lambda name: one)
+            check_graph(path, other, format_of=lambda name: form)
 
 
 @pytest.mark.sampled
@@ -370,15 +374,12 @@ def test_what_they_cannot_do_is_refused_by_name(
     engine: Engine, source: Path, tmp_path: Path
 ) -> None:
     config = engine.backend.bundle.config
-    for mode in (Mode(skipped=(1,)), Mode(predicted=(1, 2))):
-        with pytest.raises(BackendError, match=f"{config.model_type} model cannot be left out"):
-            engine.backend.check_mode(mode)
-    with pytest.raises(BackendError, match="cannot be left out"):
-        opened(engine, draft=lambda: drafter_named("skip"))
+    with pytest.raises(BackendError, match=f"{config.model_type} model cannot be predicted"):
+        engine.backend.check_mode(Mode(predicted=(1, 2)))
     for options in (ExportOptions(predict="2"), ExportOptions(predict_with=tmp_path)):
         with pytest.raises(UsageError, match="predict is of models whose layers are"):
             export_model(source, tmp_path / "predicting", options)
-    # llama.cpp computes no model of one of these families, and of the others none of such widths.
+    # llama.cpp computes none of these families, or not in these widths.
     wider = {
         "lfm2": "heads that together are not as wide",
         "lfm2_moe": "heads that together are not as wide",

@@ -1,4 +1,4 @@
-"""KV Prediction: what is predicted, what it is worth, and that it never passes for computed."""
+"""KV Prediction: what is predicted, how good it is, and that it never counts as computed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,25 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq.errors import UsageError
 from kvq_models.reference import PlainAttention, forward
 from kvq_runtime.backends import WHOLE, Mode
 from kvq_runtime.engine import Engine
-from kvq_runtime.prediction import prediction_named
-from kvq_runtime.session import Session
+from kvq_runtime.sequence.prediction import prediction_named
+from kvq_runtime.session.session import Session
 from logits import divergence, generated, prompt
 from shelf import EIGHT, Shelf
 
 LAYERS = 4
 TEXT = prompt(400)
-BOTH = pytest.mark.parametrize("backend", ["onnx", "reference"])
+BOTH = pytest.mark.parametrize("backend", ["onnx", "float"])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _native() -> None:
-    if not native.available():
-        pytest.skip(native.why_not())
+    if not native_library.available():
+        pytest.skip(native_library.why_not())
 
 
 @pytest.fixture(scope="module")
@@ -49,29 +49,29 @@ def test_what_is_asked_for_is_read_with_its_limits() -> None:
         num_layers, fitted_layers, name = 6, 4, "six"
 
     def layers(text: str) -> tuple[int, ...]:
-        found = prediction_named(text, Model())  # type: ignore[arg-type]
-        assert found is not None
-        return found.mode.predicted
+        prediction = prediction_named(text, Model())  # type: ignore[arg-type]
+        assert prediction is not None
+        return prediction.mode.predicted
 
     assert layers("50%") == layers("prefix") == layers("prefix:layers=3") == (3, 4, 5)
     assert layers("0%") == layers("prefix:layers=6") == ()
     assert layers("99%") == (1, 2, 3, 4, 5)
-    found = prediction_named("50%:tail=9,sink=1,least=5", Model())  # type: ignore[arg-type]
-    assert found is not None
-    assert found.piece(0, 100, going_on=False) == (1, WHOLE)
-    assert found.piece(1, 100, going_on=False) == (91, found.mode)
-    assert found.piece(91, 100, going_on=True) == (100, WHOLE)
-    assert found.piece(89, 100, going_on=True) == (91, found.mode)
-    assert found.piece(89, 100, going_on=False) == (100, WHOLE)
+    prediction = prediction_named("50%:tail=9,sink=1,least=5", Model())  # type: ignore[arg-type]
+    assert prediction is not None
+    assert prediction.piece(0, 100, continues=False) == (1, WHOLE)
+    assert prediction.piece(1, 100, continues=False) == (91, prediction.mode)
+    assert prediction.piece(91, 100, continues=True) == (100, WHOLE)
+    assert prediction.piece(89, 100, continues=True) == (91, prediction.mode)
+    assert prediction.piece(89, 100, continues=False) == (100, WHOLE)
     assert prediction_named("off", Model()) is None  # type: ignore[arg-type]
-    for wrong, told in (
+    for wrong, message in (
         ("100%", "share=1 is not possible"),
         ("half", "give off, auto, a share of the layers such as 50%"),
         ("prefix:layers=7", "1 to 6 of this model's layers"),
         ("50%:tail=0", "tail=1"),
         ("50%:tails=3", "possible: sink=..., tail=..., least=..., share=..., layers=..., maps=..."),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=message):
             prediction_named(wrong, Model())  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ def test_what_is_asked_for_is_read_with_its_limits() -> None:
 def test_nothing_predicted_equals_plain_prefill_bit_for_bit(
     bundle: Path, backend: str, exact: str
 ) -> None:
-    """KVP-5, on pages of four and two bits."""
+    """Checks KVP-5, on pages of four and two bits."""
     with Engine.open(bundle, backend=backend, threads=1) as engine:
         states = []
         for predict in (None, exact):
@@ -95,35 +95,35 @@ def test_nothing_predicted_equals_plain_prefill_bit_for_bit(
 def test_a_pass_predicts_what_the_reference_does(bundle: Path) -> None:
     caches: dict[str, list[np.ndarray]] = {}
     logits: dict[str, np.ndarray] = {}
-    for name in ("onnx", "reference"):
+    for name in ("onnx", "float"):
         with Engine.open(bundle, backend=name, threads=1) as engine:
             session = opened(engine, "50%:tail=5,sink=2", chunk_tokens=64)
             session.prefill(TEXT[:200])
-            cache = session.sequence.cache
+            cache = session.sequence.cache.parts[0]
             caches[name] = [
                 cache.tail(layer, 0)[side] for layer in range(LAYERS) for side in (0, 1)
             ]
             logits[name] = _last(session)
             assert session.stats().edits.predicted_tokens == 193
             session.close()
-    for mine, theirs in zip(caches["onnx"], caches["reference"], strict=True):
+    for mine, theirs in zip(caches["onnx"], caches["float"], strict=True):
         wide = theirs.astype(np.float32)
         assert np.sqrt(np.square(mine - wide).mean() / np.square(wide).mean()) < 0.05
-    assert divergence(logits["reference"][None], logits["onnx"][None]) < 0.01
+    assert divergence(logits["float"][None], logits["onnx"][None]) < 0.01
 
 
 def test_later_layers_get_keys_and_values_of_the_stream_that_enters_the_first(
     bundle: Path,
 ) -> None:
-    """KVP-1 for one layer: where layer 3 has the matrices of layer 2 it gets what that computes."""
-    with Engine.open(bundle, backend="reference", threads=1) as engine:
+    """Checks KVP-1 for one layer: layer 3 with the matrices of layer 2 gets what that computes."""
+    with Engine.open(bundle, backend="float", threads=1) as engine:
         files: Any = engine.files
         config = files.config
 
         def weight(name: str) -> np.ndarray:
             return files.read_weight(name.replace("layers.3.", "layers.2."))
 
-        def given(**mode: Any) -> list[np.ndarray]:
+        def inputs(**mode: Any) -> list[np.ndarray]:
             seen: list[np.ndarray] = []
 
             class Watched(PlainAttention):
@@ -135,7 +135,7 @@ def test_later_layers_get_keys_and_values_of_the_stream_that_enters_the_first(
             forward(config, weight, ids, np.arange(20), Watched(), **mode)
             return seen
 
-        whole, predicted = given(), given(predicted=(2, 3))
+        whole, predicted = inputs(), inputs(predicted=(2, 3))
     width = config.num_heads * config.head_dim
     for layer in (0, 1):
         np.testing.assert_array_equal(predicted[layer], whole[layer])
@@ -159,8 +159,8 @@ def test_a_prompt_is_read_in_any_pieces_alike(engine: Engine) -> None:
 
 
 def _after(count: int) -> Any:
-    asked = iter(range(count + 1))
-    return lambda: next(asked) == count
+    calls = iter(range(count + 1))
+    return lambda: next(calls) == count
 
 
 def test_predicted_tokens_are_counted_and_never_taken_for_computed_ones(
@@ -171,7 +171,7 @@ def test_predicted_tokens_are_counted_and_never_taken_for_computed_ones(
         first = generated(session, 4)
         stats = session.stats()
         assert stats.edits.predicted_tokens == len(TEXT) - 36
-        assert stats.edits.stale_tokens == len(TEXT) - 4 + 3  # what was computed from them, too
+        assert stats.edits.stale_tokens == len(TEXT) - 4 + 3  # with the tokens computed from them
         assert not session.exact
         session.save(tmp_path / "saved")
         exact.load(tmp_path / "saved")
@@ -205,9 +205,9 @@ def _last_of(engine: Engine, predict: str) -> np.ndarray:
         return _last(session)
 
 
-@pytest.mark.parametrize(("backend", "kv"), [("reference", "fp"), ("float", "8:8")])
+@pytest.mark.parametrize(("backend", "kv"), [("float", "fp"), ("float", "8:8")])
 def test_idle_time_makes_a_predicted_text_exact(bundle: Path, backend: str, kv: str) -> None:
-    """Left to right, in pieces that may be interrupted, answers between them."""
+    """Refreshes left to right, in interrupted pieces, with answers between them."""
     with (
         Engine.open(bundle, backend=backend, threads=1) as engine,
         opened(engine, "50%", kv=kv) as session,
@@ -227,8 +227,8 @@ def test_idle_time_makes_a_predicted_text_exact(bundle: Path, backend: str, kv: 
         generated(session, 1)
         with opened(engine, None, kv=kv) as plain:
             plain.prefill(session.tokens[:-1])
-            wanted, found = _last(plain), _last(session)
-        assert divergence(wanted[None], found[None]) < (1e-7 if kv == "fp" else 0.005)
+            expected, actual = _last(plain), _last(session)
+        assert divergence(expected[None], actual[None]) < (1e-7 if kv == "fp" else 0.005)
 
 
 def test_a_budget_too_small_for_the_prompt_is_kept(engine: Engine) -> None:
@@ -240,11 +240,11 @@ def test_a_budget_too_small_for_the_prompt_is_kept(engine: Engine) -> None:
 
 
 def test_prompts_are_predicted_and_answers_never(engine: Engine) -> None:
-    """KVP-3: a cache of as many tokens as the prompt has, and of one more for each written."""
+    """Checks KVP-3: the cache has as many tokens as the prompt, and one more for each written."""
     with opened(engine, "50%") as session:
         modes: list[Mode] = []
         forward = engine.backend.forward
-        watched: Any = lambda one: (modes.append(one.mode), forward(one))[1]  # noqa: E731
+        watched: Any = lambda batch: (modes.append(batch.mode), forward(batch))[1]  # noqa: E731
         engine.backend.forward = watched  # type: ignore[method-assign]
         try:
             session.prefill(TEXT)

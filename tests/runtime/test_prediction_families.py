@@ -1,4 +1,4 @@
-"""KV Prediction in families whose later layers look at less, and norm and scale more."""
+"""KV Prediction in families whose later layers see less, and norm and scale more."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvq import native
-from kvq_export.prediction import fit
-from kvq_runtime.bundle import Bundle
+from kvq import native_library
+from kvq_export.fit.prediction import fit
+from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.engine import Engine
 from logits import far, prompt
 from shelf import EIGHT, Shelf
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 # Windows of 24 and 20 tokens, in all layers, the later ones, or all but one; norms of keys, norms
 # around both branches or behind them alone; two sets of rotary frequencies.
 FAMILIES = {
@@ -41,30 +41,30 @@ def last_logits(engine: Engine, predict: str, *, refined: bool = False) -> np.nd
         while refined and session.refresh():
             pass
         assert session.exact == (refined or predict == "off")
-        found = session.sequence.state().logits
-    assert found is not None
-    return found[None]
+        logits = session.sequence.state().logits
+    assert logits is not None
+    return logits[None]
 
 
 @pytest.mark.sampled
 def test_prediction_is_the_references_and_is_made_exact(bundle: Path) -> None:
-    """What a window leaves out is predicted too: a later layer needs nothing that was not seen."""
-    found = dict[str, np.ndarray]()
-    for backend in ("onnx", "reference"):
+    """Predicts what a window leaves out too: a later layer needs no more than was seen."""
+    logits = dict[str, np.ndarray]()
+    for backend in ("onnx", "float"):
         with Engine.open(bundle, backend=backend, threads=1) as engine:
             layers = engine.model.num_layers
-            found[backend] = last_logits(engine, "prefix:layers=1,tail=5")
+            logits[backend] = last_logits(engine, "prefix:layers=1,tail=5")
             exact = last_logits(engine, "off")
             refined = last_logits(engine, "prefix:layers=1,tail=5", refined=True)
-            one = last_logits(engine, f"prefix:layers={layers - 1},tail=5")
+            last_predicted = last_logits(engine, f"prefix:layers={layers - 1},tail=5")
         assert far(refined, exact) < 1e-3
-        assert far(one, exact) < 1e-3  # the last layer's are its own
-        assert far(found[backend], exact) > 0.15
-    assert far(found["onnx"], found["reference"]) < 0.08
+        assert far(last_predicted, exact) < 1e-3  # the last layer's are its own
+        assert far(logits[backend], exact) > 0.15
+    assert far(logits["onnx"], logits["float"]) < 0.08
 
 
 def test_a_fit_starts_where_the_layers_own_matrix_is(bundle: Path) -> None:
-    """KVP-7: what is fitted is keys before their norm and rotation, whatever the layer has."""
+    """Checks KVP-7: keys are fitted before their norm and rotation, whatever the layer has."""
     opened = Bundle.open(bundle)
     config = opened.config
     if config.layers[0].norms == "after":
@@ -74,8 +74,8 @@ def test_a_fit_starts_where_the_layers_own_matrix_is(bundle: Path) -> None:
         first
     ]
     kept = slice(config.num_heads * config.head_dim, None)
-    own = opened.read_weight(f"layers.{first}.qkv", kept)
-    np.testing.assert_allclose(weights, own, atol=2e-4)
+    matrix = opened.read_weight(f"layers.{first}.qkv", kept)
+    np.testing.assert_allclose(weights, matrix, atol=2e-4)
     if config.layers[first].mixer.qkv_bias:
         own_bias = opened.read_weight(f"layers.{first}.qkv_bias")[kept]
         np.testing.assert_allclose(bias, own_bias, atol=2e-4)

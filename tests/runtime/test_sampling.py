@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.errors import BackendError, UsageError
+from kvq_runtime.answer.sampling import candidates, distribution, log_probability, sample
+from kvq_runtime.answer.stop_strings import StopStrings
 from kvq_runtime.config import Sampling
-from kvq_runtime.sampling import candidates, distribution, log_probability, sample
-from kvq_runtime.stop_strings import StopStrings
 
 # Probabilities 0.4, 0.3, 0.2, 0.1 in an order that no filter may rely on.
 PROBABILITIES = np.array([0.2, 0.4, 0.1, 0.3])
@@ -114,11 +114,11 @@ def test_large_vocabulary_top_p_is_the_shortest_run(spread: float) -> None:
     count = int(np.searchsorted(np.cumsum(probabilities[order]), 0.9)) + 1
     ids, _ = candidates(logits, plain(top_p=0.9), [])
     assert ids.tolist() == sorted(order[:count].tolist())
-    # Of these, what min-p leaves; with a top-k that all pass, in order of size.
+    # Min-p leaves some of these. With a top-k that all pass, they are in order of size.
     least = probabilities.max() * 0.2
-    both, found = candidates(logits, plain(top_p=0.9, min_p=0.2), [])
+    both, actual = candidates(logits, plain(top_p=0.9, min_p=0.2), [])
     assert both.tolist() == [i for i in ids if probabilities[i] >= least]
-    np.testing.assert_allclose(found, probabilities[both] / probabilities[both].sum(), rtol=1e-5)
+    np.testing.assert_allclose(actual, probabilities[both] / probabilities[both].sum(), rtol=1e-5)
     ranked, _ = candidates(logits, plain(top_p=0.9, top_k=19_999), [])
     assert ranked.tolist() == order[: len(ranked)].tolist()
     assert count - 1 <= len(ranked) <= count
@@ -163,18 +163,18 @@ def test_bad_bias_and_bad_logits_are_refused() -> None:
 
 
 def streamed(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
-    """What each piece let through, then what was held back, and the stop string found."""
+    """Returns what each piece let through, then what waited, and the stop string."""
     stream = StopStrings(stops)
     shown = []
     for piece in pieces:
         shown.append(stream.feed(piece))
-        if stream.found is not None:
-            return shown, stream.found
+        if stream.match is not None:
+            return shown, stream.match
     return [*shown, stream.flush()], None
 
 
 @pytest.mark.parametrize(
-    ("stops", "pieces", "shown", "found"),
+    ("stops", "pieces", "shown", "match"),
     [
         ([], ["any ", "text"], ["any ", "text", ""], None),
         (["END"], ["a b END c"], ["a b "], "END"),
@@ -189,9 +189,9 @@ def streamed(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None
     ],
 )
 def test_stop_strings(
-    stops: list[str], pieces: list[str], shown: list[str], found: str | None
+    stops: list[str], pieces: list[str], shown: list[str], match: str | None
 ) -> None:
-    assert streamed(stops, pieces) == (shown, found)
+    assert streamed(stops, pieces) == (shown, match)
 
 
 def test_empty_stop_string_is_refused() -> None:
@@ -218,9 +218,9 @@ def test_a_choice_depends_on_no_more_than_the_exact_rows(data: st.DataObject) ->
     logits = (3 * generator.standard_normal(size)).astype(np.float32)
     rough = logits.copy()
     order = np.argsort(-logits)
-    others = order[sampling.exact_rows :]
+    rest = order[sampling.exact_rows :]
     # all others change, but none becomes larger than the least of the exact ones
-    rough[others] = logits[order[sampling.exact_rows - 1]] - generator.random(len(others)) - 0.01
+    rough[rest] = logits[order[sampling.exact_rows - 1]] - generator.random(len(rest)) - 0.01
     np.testing.assert_array_equal(
         distribution(rough, sampling, history), distribution(logits, sampling, history)
     )

@@ -1,4 +1,4 @@
-"""The scheduler: order asserted by counts, no clock and no thread."""
+"""The scheduler: order asserted by counts, without clock and thread."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -39,15 +39,15 @@ def test_better_ranks_are_admitted_first_and_each_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "taken"),
+    ("slots", "limits"),
     [
         (1, {COMPLETION: 1, CHAT: 1, BATCH: 1}),
         (2, {COMPLETION: 2, CHAT: 1, BATCH: 1}),
         (4, {COMPLETION: 4, CHAT: 3, BATCH: 2}),
     ],
 )
-def test_long_work_leaves_slots_to_better_ranks(slots: int, taken: dict[int, int]) -> None:
-    for rank, count in taken.items():
+def test_long_work_leaves_slots_to_better_ranks(slots: int, limits: dict[int, int]) -> None:
+    for rank, count in limits.items():
         scheduler, _ = filled([rank] * 9, slots=slots)
         assert len(admitted(scheduler)) == count
     scheduler, jobs = filled([CHAT] * 9 + [BATCH] * 9 + [COMPLETION], slots=4)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError
+from kvq_runtime.answer.drafter import Draft, DraftContext, Drafter, Round
+from kvq_runtime.answer.generation import GenerationOptions, Vocabulary
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.drafter import Draft, DraftContext, Drafter, Round
-from kvq_runtime.generation import GenerationOptions, Vocabulary
-from kvq_runtime.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
-from kvq_runtime.passes import Work, run
-from kvq_runtime.sequence import TokenSequence
-from kvq_runtime.session import Session
+from kvq_runtime.sequence.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
+from kvq_runtime.sequence.passes import Work, run
+from kvq_runtime.sequence.sequence import TokenSequence
+from kvq_runtime.session.session import Session
 from rule_backend import RuleBackend, RuleCache
 from sequences import advance
 
@@ -26,7 +26,7 @@ END = 15
 
 
 def logits_after(tokens: Tokens[int]) -> np.ndarray:
-    """Logits [V] that depend on every token, with a few likely ones."""
+    """Returns logits [V] that depend on every token, with a few likely ones."""
     seed = [len(tokens), *tokens[-3:], sum(tokens)]
     return (3 * np.random.default_rng(seed).standard_normal(VOCABULARY)).astype(np.float32)
 
@@ -100,9 +100,9 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             with sequence.forward(value[:8]) as branch:
                 assert len(branch.logits) == len(value[:8])
         elif action == "become":
-            wanted = [token for i, token in enumerate(tokens) if i % 7 != value]
-            assert sequence.align(wanted, edits=True) <= len(wanted)
-            tokens = wanted
+            remaining = [token for i, token in enumerate(tokens) if i % 7 != value]
+            assert sequence.align(remaining, edits=True) <= len(remaining)
+            tokens = remaining
         elif action == "edit" and len(tokens) < 40:
             start = min(value[0], len(tokens))
             stop = min(start + value[1], len(tokens))
@@ -110,7 +110,7 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             tokens[start:stop] = value[2]
             assert kept == len(tokens) - sequence.pending_tokens
         elif action == "refresh":
-            # What was pending is stale where it sees what is.
+            # Pending tokens become stale where they see stale ones.
             stale = sequence.encoding.staleness.stale + sequence.pending_tokens
             assert sequence.refresh(value) <= stale
         elif action == "fork":
@@ -122,15 +122,15 @@ def test_any_history_is_that_of_a_list(history: list[tuple[str, object]]) -> Non
             followed[kept:] = new
             assert followed == tokens
         assert sequence.tokens == tuple(tokens)
-        held = tokens[: sequence.cache.tokens]
+        expected = tokens[: sequence.cache.tokens]
         for start, stop in sequence.encoding.staleness.gaps:
-            held[start:stop] = [-1] * (stop - start)
-        assert list(sequence.cache.ids) == held
+            expected[start:stop] = [-1] * (stop - start)
+        assert list(sequence.cache.ids) == expected
     if tokens:
         while advance(sequence):
             pass
-        with sequence.forward([], rows=[-1]) as held:
-            np.testing.assert_array_equal(held.logits[0], logits_after(tokens))
+        with sequence.forward([], rows=[-1]) as branch:
+            np.testing.assert_array_equal(branch.logits[0], logits_after(tokens))
 
 
 @settings(max_examples=200, deadline=None)
@@ -145,17 +145,17 @@ def test_hunks_make_one_text_of_another(
     after = list(before)
     for start, count, new in changes:
         after[start : start + count] = new
-    made, found = list(before), hunks(before, after, window=window)
-    for start, stop, new in reversed(found):
+    made, edits = list(before), hunks(before, after, window=window)
+    for start, stop, new in reversed(edits):
         made[start:stop] = new
     assert made == after
     made = list(before)
-    for start, stop, new in one_by_one(found):
+    for start, stop, new in one_by_one(edits):
         made[start:stop] = new
         assert len(made) <= max(len(before), len(after))
     assert made == after
-    assert len(found) <= MOST_HUNKS
-    assert [hunk.start for hunk in found] == sorted(hunk.start for hunk in found)
+    assert len(edits) <= MOST_HUNKS
+    assert [hunk.start for hunk in edits] == sorted(hunk.start for hunk in edits)
 
 
 def test_hunks_leave_out_what_is_alike() -> None:
@@ -163,7 +163,7 @@ def test_hunks_leave_out_what_is_alike() -> None:
     after = [*before[:100], 7, *before[100:400], *before[420:], 5]
     assert hunks(before, after) == [(100, 100, [7]), (400, 420, []), (1000, 1000, [5])]
     long = [*range(3000)]
-    # However far apart two changes are, what stands between them is kept.
+    # Text between two changes is kept, however far apart they are.
     far = [*long[:5], 1, *long[6:2900], 2, *long[2900:]]
     assert hunks(long, far) == [(5, 6, [1]), (2900, 2900, [2])]
     # A block that is moved, as the order suffix, prefix does at a jump, is all that is new.
@@ -187,12 +187,12 @@ def test_a_tree_keeps_one_path_and_its_logits() -> None:
         branch.commit([0, 3])
     assert sequence.tokens == (1, 2, 3, 4, 7)
     assert sequence.due() == []
-    with sequence.forward([], rows=[-1]) as held:
-        np.testing.assert_array_equal(held.logits[0], logits_after([1, 2, 3, 4, 7]))
+    with sequence.forward([], rows=[-1]) as branch:
+        np.testing.assert_array_equal(branch.logits[0], logits_after([1, 2, 3, 4, 7]))
 
 
 def test_what_is_due_is_told_without_changing_anything() -> None:
-    """The last token, after a rollback that dropped its logits; to be ready for it is another."""
+    """Checks the last token after a rollback that dropped its logits; `ready` does change it."""
     sequence = open_sequence()
     sequence.append([1, 2, 3, 4])
     advance(sequence)
@@ -231,7 +231,7 @@ def test_rows_of_mixed_embeddings_cannot_be_kept() -> None:
 
 
 class Guesser(Drafter):
-    """Drafts trees that are right as often as `luck` says, and remembers what it was told."""
+    """Drafts trees that are right as often as `luck` says, and records its calls."""
 
     def __init__(self, seed: int, luck: float, *, trees: bool, greedy: list[int]) -> None:
         self.random = np.random.default_rng(seed)
@@ -325,18 +325,18 @@ def test_any_draft_leads_to_the_answer_of_plain_decoding(
     )
     plain, tokens, pending, passes = answer(None, options, seed)
     drafter = Guesser(seed, luck, trees=trees, greedy=list(tokens))
-    found, drafted_tokens, drafted_pending, drafted_passes = answer(drafter, options, seed)
-    assert found == plain
+    actual, drafted_tokens, drafted_pending, drafted_passes = answer(drafter, options, seed)
+    assert actual == plain
     assert (drafted_tokens, drafted_pending) == (tokens, pending)
     assert drafted_passes <= passes
-    told = [token for outcome in drafter.rounds for token in outcome.tokens]
+    observed = [token for outcome in drafter.rounds for token in outcome.tokens]
     # the first token is chosen from the prompt's logits, without a pass
-    assert told == list(tokens[4:])
+    assert observed == list(tokens[4:])
     # and before every one of these it was told the text
     last = drafter.rounds[-1].tokens if drafter.rounds else tokens[3:]
     assert drafter.text == ([] if not drafter.rounds else list(tokens[: -len(last)]))
-    assert all(len(one.tokens) == one.accepted + 1 for one in drafter.rounds)
-    assert all(one.rows == 1 + one.drafted for one in drafter.rounds)
+    assert all(len(outcome.tokens) == outcome.accepted + 1 for outcome in drafter.rounds)
+    assert all(outcome.rows == 1 + outcome.drafted for outcome in drafter.rounds)
     assert all(1 <= room <= 6 for room in drafter.rooms)
 
 
@@ -350,7 +350,7 @@ def test_a_right_draft_saves_its_passes() -> None:
         def propose(self, room: int) -> Draft:
             return Draft(ids=tuple(self.answer[len(self.text) : len(self.text) + room]))
 
-    found, drafted, _, drafted_passes = answer(
+    actual, drafted, _, drafted_passes = answer(
         Oracle(0, 1, trees=False, greedy=list(tokens)), options, 5
     )
     assert drafted == tokens
@@ -361,7 +361,7 @@ def test_a_right_draft_saves_its_passes() -> None:
     assert stats.tokens_per_round == 21 / 4
     # one token is due in every pass but the first, five or six are drafted, one more is chosen
     assert (passes, drafted_passes) == (22, 5)
-    assert len(found) == 22
+    assert len(actual) == 22
 
 
 def test_a_drafter_follows_rollback_align_and_restore() -> None:
@@ -376,9 +376,9 @@ def test_a_drafter_follows_rollback_align_and_restore() -> None:
         if step == 1:
             session.align([1, 2, 9, 9])
         if step == 2:
-            held = session.capture()
+            capture = session.capture()
             session.align([5])
-            session.restore(held)
+            session.restore(capture)
     late = Guesser(0, 0.5, trees=True, greedy=[])
     session.drafter = late
     list(session.generate(5, stop_ids=()))
@@ -415,8 +415,10 @@ def test_a_model_that_guesses_for_itself_is_always_right(temperature: float) -> 
     session = open_session(backend(), drafter, 2)
     sampling = Sampling(temperature=temperature, repeat_penalty=1.2)
     steps = list(session.generate(16, sampling=sampling, stop_ids=()))
-    assert [one.drafted for one in drafter.rounds] == [one.accepted for one in drafter.rounds]
-    assert {one.drafted for one in drafter.rounds[:-1]} == {5}
+    assert [outcome.drafted for outcome in drafter.rounds] == [
+        outcome.accepted for outcome in drafter.rounds
+    ]
+    assert {outcome.drafted for outcome in drafter.rounds[:-1]} == {5}
     if temperature == 0:
         _, tokens, _, _ = answer(
             None, GenerationOptions(max_tokens=16, sampling=sampling, stop_ids=frozenset()), 2
@@ -470,7 +472,7 @@ def test_a_drafter_that_wants_a_pause_is_left_alone() -> None:
     drafter = Tired(0, 0, trees=False, greedy=[])
     session = open_session(backend(), drafter, 1)
     list(session.generate(14, stop_ids=()))
-    # 13 rounds with a pass: it is told of one of four, and asked while there is room for a guess.
+    # 13 rounds with a pass: the drafter learns of one in four, and drafts while there is room.
     assert (len(drafter.rooms), len(drafter.rounds)) == (3, 4)
     assert drafter.text == list(session.tokens[: len(drafter.text)]) != []
 
@@ -487,11 +489,11 @@ def test_who_stops_asking_leaves_no_guess_that_nobody_saw() -> None:
     tokens = list(answer(None, options, 2)[1])
     session = open_session(backend(), Guesser(0, 1.0, trees=False, greedy=tokens), 2)
     for count in (4, 5):
-        held, steps = len(session.tokens), session.generate(12, sampling=greedy, stop_ids=())
+        before, steps = len(session.tokens), session.generate(12, sampling=greedy, stop_ids=())
         seen = [step.token for _, step in zip(range(count), steps, strict=False)]
         steps.close()
-        assert seen == tokens[held : held + count]
-        assert list(session.tokens) == tokens[: held + count]
+        assert seen == tokens[before : before + count]
+        assert list(session.tokens) == tokens[: before + count]
     steps = session.generate(12, stop_ids=())
     next(steps)
     session.close()
@@ -499,7 +501,7 @@ def test_who_stops_asking_leaves_no_guess_that_nobody_saw() -> None:
 
 
 def test_a_refused_drafter_leaves_the_old_one_at_work() -> None:
-    """Whoever puts the old one back, as a pool does after each request, changes nothing."""
+    """Checks that putting the old one back, as a pool does after requests, changes nothing."""
     drafter, rule = Itself(0, 0, trees=False, greedy=[]), backend()
     session = open_session(rule, drafter, 2)
     rule.takes_trees = False

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,11 @@ import pytest
 
 from kvq.config import KvPlan
 from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
+from kvq_runtime.answer.generation import GenerationOptions, Step, Vocabulary
 from kvq_runtime.backends import Pass
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.generation import GenerationOptions, Step, Vocabulary
-from kvq_runtime.passes import run, run_all
-from kvq_runtime.session import Session
+from kvq_runtime.sequence.passes import run, run_all
+from kvq_runtime.session.session import Session
 from rule_backend import RULE_LOGIT, RuleBackend, RuleCache
 
 VOCABULARY = 64
@@ -23,7 +24,7 @@ GREEDY = Sampling(temperature=0)
 
 
 class Letters:
-    """Token n is a letter; token 40 and 41 are the two halves of one character."""
+    """Makes token n a letter; tokens 40 and 41 are the two halves of one character."""
 
     def __init__(self) -> None:
         self.half = False
@@ -42,7 +43,7 @@ class Letters:
 
 
 def rule_backend(capacity_tokens: int = 10_000) -> RuleBackend:
-    """The next token is the sum of all tokens so far, modulo the vocabulary."""
+    """Makes the next token the sum of all tokens so far, modulo the vocabulary."""
     return RuleBackend(
         lambda tokens: sum(tokens) % VOCABULARY,
         vocab_size=VOCABULARY,
@@ -62,7 +63,7 @@ def open_session(
     encode: Callable[..., list[int]] | None = None,
     **facts: object,
 ) -> Session[RuleCache]:
-    """A session of `backend`, or of a `rule_backend` of its own."""
+    """Opens a session of `backend`, or of a `rule_backend` of its own."""
     if backend is None:
         backend = rule_backend(capacity_tokens)
         backend.on_pass = on_pass
@@ -81,14 +82,14 @@ def open_session(
 
 
 def rule(prompt: list[int], count: int) -> list[int]:
-    """What greedy generation must give."""
+    """Returns what greedy generation must give."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(sum(tokens) % VOCABULARY)
     return tokens[len(prompt) :]
 
 
-def taken(steps: Iterator[Step]) -> list[int]:
+def tokens_of(steps: Iterator[Step]) -> list[int]:
     return [step.token for step in steps]
 
 
@@ -97,14 +98,14 @@ def test_chunks_do_not_change_the_tokens(chunk_tokens: int) -> None:
     session = open_session(chunk_tokens=chunk_tokens)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert session.prefill(prompt)
-    assert taken(session.generate(5, sampling=GREEDY)) == rule(prompt, 5)
+    assert tokens_of(session.generate(5, sampling=GREEDY)) == rule(prompt, 5)
     assert session.tokens == (*prompt, *rule(prompt, 5))
 
 
 def test_every_pass_is_begun_and_committed() -> None:
     session = open_session(chunk_tokens=4)
     session.prefill([1, 2, 3, 4, 5, 6])
-    taken(session.generate(3, sampling=GREEDY))
+    tokens_of(session.generate(3, sampling=GREEDY))
     assert session.sequence.cache.calls == [
         *("begin 4", "commit 4", "begin 2", "commit 2"),
         *("begin 1", "commit 1", "begin 1", "commit 1"),
@@ -115,9 +116,9 @@ def test_every_pass_is_begun_and_committed() -> None:
 def test_a_second_prompt_continues_after_the_answer() -> None:
     session = open_session()
     session.prefill([1, 2])
-    first = taken(session.generate(2, sampling=GREEDY))
+    first = tokens_of(session.generate(2, sampling=GREEDY))
     session.prefill([7, 8])
-    assert taken(session.generate(2, sampling=GREEDY)) == rule([1, 2, *first, 7, 8], 2)
+    assert tokens_of(session.generate(2, sampling=GREEDY)) == rule([1, 2, *first, 7, 8], 2)
 
 
 def test_progress_counts_to_the_end() -> None:
@@ -135,14 +136,14 @@ def test_a_cancelled_prefill_goes_on_where_it_stopped() -> None:
     assert session.tokens == tuple(prompt)
     assert session.prefill()
     assert session.pending_tokens == 0
-    assert taken(session.generate(3, sampling=GREEDY)) == rule(prompt, 3)
+    assert tokens_of(session.generate(3, sampling=GREEDY)) == rule(prompt, 3)
 
 
 def test_generate_finishes_a_cancelled_prefill_or_yields_nothing() -> None:
     session = open_session()
     session.prefill([3] * 10, cancel=lambda: True)
     assert list(session.generate(3, sampling=GREEDY, cancel=lambda: True)) == []
-    assert taken(session.generate(2, sampling=GREEDY)) == rule([3] * 10, 2)
+    assert tokens_of(session.generate(2, sampling=GREEDY)) == rule([3] * 10, 2)
 
 
 def test_a_failed_pass_leaves_the_session_as_it_was() -> None:
@@ -159,7 +160,7 @@ def test_a_failed_pass_leaves_the_session_as_it_was() -> None:
     assert session.tokens == (1, 2, 3)
     assert session.sequence.cache.calls[-1] == "rewind 0"
     most = 100
-    assert taken(session.generate(4, sampling=GREEDY)) == rule([1, 2, 3], 4)
+    assert tokens_of(session.generate(4, sampling=GREEDY)) == rule([1, 2, 3], 4)
 
 
 def test_a_budget_refused_midway_leaves_the_session_as_it_was() -> None:
@@ -209,7 +210,7 @@ def test_cancel_ends_after_the_step_at_hand() -> None:
 def answers_of_three(
     on_pass: Callable[[Pass[RuleCache]], None],
 ) -> tuple[list[Session[RuleCache]], Iterator[Any]]:
-    """Sessions of one model that have read a prompt, and their answers, two at a time."""
+    """Returns sessions of one model that have read a prompt, and their answers, two at a time."""
     backend = rule_backend()
     sessions = [open_session(backend=backend) for _ in range(3)]
     for place, session in enumerate(sessions):
@@ -225,8 +226,8 @@ def answers_of_three(
 def test_answers_that_share_passes_are_those_written_alone() -> None:
     rows: list[int] = []
     _, answers = answers_of_three(lambda made: rows.append(len(made.rows)))
-    found = [(place, taken(iter(steps))) for place, steps in answers]
-    assert found == [(1, rule([1, 3], 2)), (0, rule([1, 2], 5)), (2, rule([1, 4], 4))]
+    actual = [(place, tokens_of(iter(steps))) for place, steps in answers]
+    assert actual == [(1, rule([1, 3], 2)), (0, rule([1, 2], 5)), (2, rule([1, 4], 4))]
     assert rows == [2, 2, 2, 2]
 
 
@@ -243,7 +244,7 @@ def test_a_failed_pass_of_several_leaves_each_session_as_it_was() -> None:
     for place, begun in enumerate((2, 2, 1)):
         session, expected = sessions[place], rule([1, 2 + place], 4)
         assert session.tokens == (1, 2 + place, *expected[:begun])
-        assert taken(session.generate(4 - begun, sampling=GREEDY)) == expected[begun:]
+        assert tokens_of(session.generate(4 - begun, sampling=GREEDY)) == expected[begun:]
 
 
 def test_text_is_whole_characters_and_stops_before_a_stop_string() -> None:
@@ -280,11 +281,11 @@ def test_rollback_then_the_same_again(count: int) -> None:
     session = open_session()
     prompt = [1, 2, 3, 4, 5]
     session.prefill(prompt)
-    taken(session.generate(3, sampling=GREEDY))
+    tokens_of(session.generate(3, sampling=GREEDY))
     session.rollback(count)
     kept = [*prompt, *rule(prompt, 3)][: 8 - count]
     assert session.tokens == tuple(kept)
-    assert taken(session.generate(4, sampling=GREEDY)) == rule(kept, 4)
+    assert tokens_of(session.generate(4, sampling=GREEDY)) == rule(kept, 4)
 
 
 def test_a_cache_that_cannot_go_back_is_filled_again_in_pieces() -> None:
@@ -344,7 +345,7 @@ def test_seeds_repeat_and_reseed() -> None:
 
     def draw(session: Session) -> list[int]:
         session.prefill([1, 2, 3])
-        return taken(session.generate(12, sampling=hot, stop_ids=[]))
+        return tokens_of(session.generate(12, sampling=hot, stop_ids=[]))
 
     assert draw(open_session(seed=1)) == draw(open_session(seed=1))
     assert draw(open_session(seed=1)) != draw(open_session(seed=2))
@@ -374,7 +375,7 @@ def test_logits_of_every_token() -> None:
 def test_stats_count_prompt_and_new_tokens() -> None:
     session = open_session()
     session.prefill([1, 2, 3, 4, 5])
-    taken(session.generate(4, sampling=GREEDY))
+    tokens_of(session.generate(4, sampling=GREEDY))
     stats = session.stats()
     assert (stats.prompt_tokens, stats.new_tokens) == (5, 4)
     assert (stats.kv_budget, stats.kv_bytes_peak, stats.bytes_per_token) == (1000, 64, 8.0)
@@ -398,7 +399,7 @@ def test_saving_right_after_prefill_keeps_the_logits(tmp_path: Path) -> None:
     session.save(tmp_path / "one.kvq")
     other = open_session()
     other.load(tmp_path / "one.kvq")
-    assert taken(other.generate(3, sampling=GREEDY)) == rule([1, 2, 3], 3)
+    assert tokens_of(other.generate(3, sampling=GREEDY)) == rule([1, 2, 3], 3)
     # The first token needs no pass, the last one has had none.
     assert sum(call.startswith("begin") for call in other.sequence.cache.calls) == 2
 
@@ -481,3 +482,45 @@ def test_closing_frees_the_cache() -> None:
             use()
     session.close()
     assert cache.calls.count("close") == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda session: session.prefill([1, 2]),
+        lambda session: session.align([1, 2]),
+        lambda session: session.edit(0, 1, [3]),
+        lambda session: session.refresh(),
+        lambda session: list(session.generate(1)),
+        lambda session: session.drafts(1, 1),
+        lambda session: list(session.logits([1])),
+        lambda session: session.rollback(1),
+        lambda session: session.capture(),
+    ],
+)
+def test_a_second_thread_is_told_that_a_session_serves_one(
+    call: Callable[[Session[Any]], object],
+) -> None:
+    session = open_session()
+    session.prefill([1, 2, 3])
+    refusals: list[str] = []
+
+    def ask() -> None:
+        try:
+            call(session)
+        except UsageError as error:
+            refusals.append(str(error))
+
+    def beside(_done: int, _total: int) -> None:
+        thread = Thread(target=ask)
+        thread.start()
+        thread.join(10)
+
+    tokens = session.tokens
+    session.prefill([4], progress=beside)
+    refusal = refusals.pop()
+    assert "another thread uses this session now; a session serves one thread at a time" in refusal
+    assert session.tokens == (*tokens, 4)
+    # One after another they may.
+    beside(0, 0)
+    assert not any("another thread" in refusal for refusal in refusals)

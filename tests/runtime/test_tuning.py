@@ -1,4 +1,4 @@
-"""What was measured on a machine: kept, read again, and never a part of a result."""
+"""What was measured on a machine is kept and read again, and changes no result."""
 
 import json
 import logging
@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 from tests.support.matrices import activations, matrix
 
-from kvq import native, native_linear
+from kvq import native_library, native_linear
 from kvq.errors import BackendError, DataError
-from kvq.reference_linear import PanelFormat
-from kvq_runtime import device, tuning
-from kvq_runtime.tuning import (
+from kvq.reference.linear import PanelFormat
+from kvq_runtime.machine import device, tuning
+from kvq_runtime.machine.tuning import (
     MOST_AHEAD_BYTES,
     BuiltIn,
     Processor,
     built_in,
     built_in_of,
     default_threads,
-    keep,
-    kept,
+    load_tuning,
+    save_tuning,
 )
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="no native library")
+pytestmark = pytest.mark.skipif(not native_library.available(), reason="no native library")
 
 
 @pytest.fixture(autouse=True)
@@ -34,21 +34,21 @@ def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_kept_is_used_and_removing_it_goes_back_to_what_is_built_in() -> None:
-    assert kept() is None
+    assert load_tuning() is None
     assert default_threads() == device.physical_cores()
-    found = replace(built_in(), threads=1, past_caches=False, ahead_bytes=4096)
-    keep(found)
-    assert kept() == found
+    saved = replace(built_in(), threads=1, second_level=False, ahead_bytes=4096)
+    save_tuning(saved)
+    assert load_tuning() == saved
     assert default_threads() == 1
     tuning.tuning_path().unlink()
-    assert kept() is None
+    assert load_tuning() is None
     assert default_threads() == device.physical_cores()
 
 
 @pytest.mark.parametrize("other", [{"processor": "another"}, {"hardware_threads": 4096}])
 def test_a_file_of_another_machine_is_not_used(other: dict[str, object]) -> None:
-    keep(replace(built_in(), threads=1, **other))
-    assert kept() is None
+    save_tuning(replace(built_in(), threads=1, **other))
+    assert load_tuning() is None
     assert default_threads() == device.physical_cores()
 
 
@@ -58,7 +58,7 @@ def test_a_file_of_another_machine_is_not_used(other: dict[str, object]) -> None
         {"threads": 0},
         {"threads": 1 << 20},
         {"threads": True},
-        {"past_caches": 1},
+        {"second_level": 1},
         {"ahead_bytes": -1},
         {"ahead_bytes": MOST_AHEAD_BYTES + 1},
         {"hardware_threads": "2"},
@@ -72,7 +72,7 @@ def test_a_damaged_file_is_said_and_not_used(
     tuning.tuning_path().parent.mkdir(parents=True)
     tuning.tuning_path().write_text(json.dumps(content))
     with pytest.raises(DataError, match="remove it, or write it anew"):
-        kept()
+        load_tuning()
     with caplog.at_level(logging.WARNING, "kvq"):
         assert default_threads() == device.physical_cores()
     assert str(tuning.tuning_path()) in caplog.text
@@ -85,11 +85,13 @@ def test_no_result_depends_on_how_weights_are_fetched(bits: int) -> None:
     try:
         for count in (1, 5):
             usual = native_linear.linear(form, panels, rows[:count])
-            for past in (None, False, True):
+            for level in (None, False, True):
                 for ahead in (0, 64, MOST_AHEAD_BYTES):
-                    tuning.set_prefetching(replace(built_in(), past_caches=past, ahead_bytes=ahead))
-                    found = native_linear.linear(form, panels, rows[:count])
-                    np.testing.assert_array_equal(found, usual)
+                    tuning.set_prefetching(
+                        replace(built_in(), second_level=level, ahead_bytes=ahead)
+                    )
+                    actual = native_linear.linear(form, panels, rows[:count])
+                    np.testing.assert_array_equal(actual, usual)
     finally:
         tuning.apply()
 
@@ -100,9 +102,9 @@ def test_the_library_refuses_to_fetch_from_too_far() -> None:
 
 
 @pytest.mark.parametrize(
-    ("maker", "level2_kib", "past_caches", "panel_kib", "row_kib"),
+    ("maker", "level2_kib", "second_level", "panel_kib", "row_kib"),
     [
-        # Zen 3 and Zen 4, as they always were.
+        # Zen 3 and Zen 4.
         ("AuthenticAMD", 512, True, 32, 256),
         ("AuthenticAMD", 1024, True, 32, 256),
         ("HygonGenuine", 512, True, 32, 256),
@@ -116,11 +118,11 @@ def test_the_library_refuses_to_fetch_from_too_far() -> None:
     ],
 )
 def test_what_is_built_in_goes_by_the_maker_and_the_cache(
-    maker: str, level2_kib: int, past_caches: bool, panel_kib: int, row_kib: int
+    maker: str, level2_kib: int, second_level: bool, panel_kib: int, row_kib: int
 ) -> None:
     of = Processor(maker=maker, level2_bytes=level2_kib << 10)
     assert built_in_of(of) == BuiltIn(
-        past_caches=past_caches,
+        second_level=second_level,
         ahead_bytes=8 << 10,
         panel_bytes=panel_kib << 10,
         row_bytes=row_kib << 10,
@@ -128,17 +130,17 @@ def test_what_is_built_in_goes_by_the_maker_and_the_cache(
     said = tuning.reason(of)
     assert (maker or "does not name") in said
     assert (f"{level2_kib} KiB" if level2_kib else "not known") in said
-    assert ("which pays on AMD's design" in said) == past_caches
+    assert ("which pays on AMD's design" in said) == second_level
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of the processor")
 def test_a_processor_says_who_made_it_and_what_its_cache_holds() -> None:
-    found = tuning.processor()
+    processor = tuning.processor()
     said = Path("/proc/cpuinfo").read_text()
-    assert f"vendor_id\t: {found.maker}\n" in said or "vendor_id" not in said
+    assert f"vendor_id\t: {processor.maker}\n" in said or "vendor_id" not in said
     sizes = {
         folder.joinpath("size").read_text().strip()
         for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")
         if folder.joinpath("level").read_text().strip() == "2"
     }
-    assert sizes <= {f"{found.level2_bytes >> 10}K"}
+    assert sizes <= {f"{processor.level2_bytes >> 10}K"}

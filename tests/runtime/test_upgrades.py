@@ -1,8 +1,8 @@
-"""What other versions of kvq wrote, met by this one: opened, or refused by its version.
+"""Files of other versions of kvq: this one opens them, or refuses them by their version.
 
-`written/B-S` holds a bundle of version B, a session of version S saved with it, and the logits
-that they led to then, float32 [2, V]. A commit that raises a version runs this file as a program:
-it writes what this version writes beside what is there.
+`written/B-S` holds a bundle of version B, a session of version S saved with it, and the logits that
+they led to then, float32 [2, V]. A commit that raises a version runs this file as a program: it
+writes what this version writes beside what is there.
 """
 
 import json
@@ -13,37 +13,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq.errors import BundleError, SnapshotError
-from kvq_apps import trust
-from kvq_apps.pulling import pulled
+from kvq_apps.names import pull_records
 from kvq_apps.serve import instances
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime import bundle, manifest, snapshot
+from kvq_runtime.bundle import bundle, manifest
 from kvq_runtime.engine import Engine
-from kvq_runtime.session import Session
+from kvq_runtime.session import snapshot
+from kvq_runtime.session.session import Session
 from logits import divergence, prompt
 from tiny import make_llama_checkpoint
 
 WRITTEN = Path(__file__).parent / "written"
 TEXT = prompt(200)
 SESSION = {"context_tokens": 256, "kv": "4:2", "kv_budget": "256KiB"}
-# Other kernels round otherwise: 2e-3 nats. What is read wrongly is nats away.
+# Other kernels round differently, by 2e-3 nats. A file that is read wrongly is nats away.
 MOST_NATS = 0.02
 
-needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+needs_native = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 written = pytest.mark.parametrize("folder", sorted(WRITTEN.iterdir()), ids=lambda path: path.name)
 
 
 def versions(folder: Path) -> tuple[int, int]:
-    """Of the bundle and of the session."""
+    """Returns the versions of the bundle and of the session."""
     of_bundle, of_session = folder.name.split("-")
     return int(of_bundle), int(of_session)
 
 
 def after(session: Session, ids: list[int]) -> np.ndarray:
-    """Logits [1, V] after the session's text and `ids`."""
+    """Returns logits [1, V] after the session's text and `ids`."""
     return np.concatenate(list(session.logits(ids)))[-1:]
 
 
@@ -56,9 +56,9 @@ def test_a_bundle_computes_what_it_did_or_is_refused_by_its_version(folder: Path
             bundle.Bundle.open(folder / "bundle")
         return
     with Engine.open(folder / "bundle", threads=1) as engine, engine.session(kv="fp") as session:
-        found = after(session, TEXT)
-    assert divergence(expected, found) < MOST_NATS
-    assert divergence(expected, np.roll(found, 1)) > 1
+        actual = after(session, TEXT)
+    assert divergence(expected, actual) < MOST_NATS
+    assert divergence(expected, np.roll(actual, 1)) > 1
 
 
 @needs_native
@@ -77,17 +77,17 @@ def test_a_session_goes_on_or_is_refused_by_its_version(folder: Path) -> None:
         with engine.session(**SESSION) as session:
             session.load(folder / "session.kvq")
             assert list(session.tokens) == TEXT
-            found = after(session, [7])
+            actual = after(session, [7])
         with engine.session(**SESSION) as session:
             session.prefill(TEXT)
             fresh = after(session, [7])
-    assert divergence(expected, found) < MOST_NATS
-    # It is the text that was saved which the answer goes on from.
-    assert divergence(fresh, found) < MOST_NATS
+    assert divergence(expected, actual) < MOST_NATS
+    # The answer goes on from the text that was saved.
+    assert divergence(fresh, actual) < MOST_NATS
 
 
 def test_this_version_is_among_them() -> None:
-    """Else run this file as a program, and commit what it writes."""
+    """Fails until this file was run as a program and its output committed."""
     assert (manifest.VERSION, snapshot.VERSION) in [
         versions(folder) for folder in WRITTEN.iterdir()
     ]
@@ -102,30 +102,25 @@ def test_notes_of_another_version_are_read_as_far_as_they_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with instances.announced(instances.Instance(pid=1, url="http://127.0.0.1:1")):
+    with instances.announce(instances.Instance(pid=1, url="http://127.0.0.1:1")):
         (file,) = (tmp_path / "kvq/servers").glob("*.json")
         with file.open("r+") as stream:
             stream.write(json.dumps({"pid": 1, "url": "http://127.0.0.1:9", "moons": 2}))
             stream.truncate()
-        (one,) = instances.running()
-        assert (one.url, one.version, one.protocol) == ("http://127.0.0.1:9", "?", 0)
-    # Who trusts a file is asked again rather than guessed at.
-    project = tmp_path / ".kvq.toml"
-    trust.trust(project, "digest")
-    assert trust.is_trusted(project, "digest")
-    (note,) = (tmp_path / "kvq/trust").glob("*.json")
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"until": 2030}))
-    assert not trust.is_trusted(project, "digest")
+        (instance,) = instances.running()
+        assert (instance.url, instance.version, instance.protocol) == ("http://127.0.0.1:9", "?", 0)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "kvq.json").touch()
     record = {"source": "the hub", "license": "MIT", "pulled_s": 5, "stars": 3}
     (folder / "pulled.json").write_text(json.dumps(record))
-    assert pulled.record_of(folder) == pulled.Record(source="the hub", license="MIT", pulled_s=5.0)
+    assert pull_records.record_of(folder) == pull_records.PullRecord(
+        source="the hub", license="MIT", pulled_s=5.0
+    )
 
 
 def write(folder: Path) -> None:
-    """What this version writes."""
+    """Writes what this version writes."""
     tiny = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     small = {"num_key_value_heads": 1, "tie_word_embeddings": True, "max_position_embeddings": 256}
     checkpoint = make_llama_checkpoint(folder / "checkpoint", **tiny, **small)

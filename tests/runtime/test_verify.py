@@ -8,11 +8,11 @@ import pytest
 from numpy.typing import NDArray
 
 from answers import LIMITS, chi_square
+from kvq_runtime.answer.drafter import Draft, Foresight
+from kvq_runtime.answer.generation import IDS_ONLY, Generation, GenerationOptions
+from kvq_runtime.answer.sampling import distribution
+from kvq_runtime.answer.verify import accept
 from kvq_runtime.config import Sampling
-from kvq_runtime.drafter import Draft, Foresight
-from kvq_runtime.generation import IDS_ONLY, Generation, GenerationOptions
-from kvq_runtime.sampling import distribution
-from kvq_runtime.verify import accept
 
 SIZE = 8
 IDS = np.arange(SIZE)
@@ -25,7 +25,7 @@ def distributions(seed: int, count: int) -> NDArray[np.float64]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("siblings", [1, 2, 3])
 def test_drawn_guesses_leave_the_distribution_as_it_is(siblings: int) -> None:
-    """Guesses of one place are drawn without replacement, as trees by a drafter's chances are."""
+    """Draws guesses of one place without replacement, as a drafter does by its chances."""
     random = np.random.default_rng(siblings)
     p, q = distributions(siblings, 2)
     rows = [q]
@@ -78,7 +78,7 @@ def test_certain_guesses_are_kept_as_often_as_the_model_says_the_same() -> None:
     ],
 )  # fmt: skip
 def test_two_tokens_have_their_joint_distribution(sampling: Sampling) -> None:
-    """Filters, bias and penalties look at what was guessed before, for the draft and the model."""
+    """Lets filters, bias and penalties see what was guessed before, for draft and model."""
     random = np.random.default_rng(1)
     # Rows: after the text, and after each token that may come first.
     model, drafter = random.normal(size=(2, 1 + SIZE, SIZE)).astype(np.float32) * 1.5
@@ -93,18 +93,18 @@ def test_two_tokens_have_their_joint_distribution(sampling: Sampling) -> None:
             generator=random,
         )
         draft = drawn(generation.foresight(), drafter)
-        taken = generation.take(model[[0, 1 + draft.ids[0], 0]], draft)
-        tokens = [*(draft.ids[place] for place in taken.path), taken.token]
+        accepted = generation.take(model[[0, 1 + draft.ids[0], 0]], draft)
+        tokens = [*(draft.ids[place] for place in accepted.path), accepted.token]
         if len(tokens) == 1:
             tokens.append(generation.take(model[[1 + tokens[0]]]).token)
         seen[tokens[0], tokens[1]] += 1
     first = distribution(model[0], sampling, history)
-    second = [distribution(model[1 + one], sampling, [*history, one]) for one in range(SIZE)]
+    second = [distribution(model[1 + token], sampling, [*history, token]) for token in range(SIZE)]
     assert chi_square(seen.ravel(), (first[:, None] * np.array(second)).ravel()) < LIMITS[63]
 
 
 def drawn(foresight: Foresight, logits: NDArray[np.float32]) -> Draft:
-    """A chain of two tokens by a model of its own."""
+    """Makes a chain of two tokens by another model."""
     first, q = foresight.choose(logits[0])
     second, r = foresight.choose(logits[1 + first])
     assert q is not None
@@ -125,16 +125,18 @@ def test_a_greedy_choice_asks_for_no_chances() -> None:
     logits = np.eye(SIZE, dtype=np.float32)
     assert generation.foresight().choose(logits[3]) == (3, None)
     uniform = np.full((2, SIZE), 1 / SIZE)
-    taken = generation.take(logits[[3, 4, 5]], Draft(ids=(3, 1), probabilities=uniform))
-    assert (taken.path, taken.token) == ((0,), 4)
+    accepted = generation.take(logits[[3, 4, 5]], Draft(ids=(3, 1), probabilities=uniform))
+    assert (accepted.path, accepted.token) == ((0,), 4)
     assert random.bit_generator.state == state
 
 
 @pytest.mark.parametrize("parents", [None, (-1, 0, 0, 1, -1)])
 def test_places_after_a_place(parents: Sequence[int] | None) -> None:
     draft = Draft(ids=(7, 8, 9, 9, 8), parents=None if parents is None else tuple(parents))
-    wanted = [[0], [1], [2], [3], [4], []] if parents is None else [[0, 4], [1, 2], [3], [], [], []]
-    assert [draft.places_after(place) for place in range(-1, 5)] == wanted
+    expected = (
+        [[0], [1], [2], [3], [4], []] if parents is None else [[0, 4], [1, 2], [3], [], [], []]
+    )
+    assert [draft.places_after(place) for place in range(-1, 5)] == expected
     assert draft.after(-1, 8) == (None if parents is None else 4)
     first = draft.first(3)
     assert first.ids == (7, 8, 9)

@@ -1,4 +1,4 @@
-"""`--weights-budget`: what a model's experts take in memory, and that answers are the same."""
+"""`--weights-budget`: the memory of a model's experts; answers stay the same."""
 
 import json
 import re
@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq.errors import BackendError, UsageError
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions, WeightFormat
-from kvq_export.random_bundle import random_bundle
+from kvq_export.write.random_bundle import random_bundle
 from kvq_models.registry import family_for
 from kvq_runtime.backends import bounded_experts
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import DATA_FILE
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.manifest import DATA_FILE
 from logits import prompt
 from mapped import bytes_in_memory
 from shelf import Shelf
 
 pytestmark = [
-    pytest.mark.skipif(not native.available(), reason=native.why_not()),
+    pytest.mark.skipif(not native_library.available(), reason=native_library.why_not()),
     pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="no /proc here"),
 ]
 SHAPE = {
@@ -66,7 +66,7 @@ def answered(engine: Engine, text: list[int]) -> list[int]:
 
 
 def experts_in_memory(bundle: Bundle) -> int:
-    """Of the pages with nothing but experts, the bytes in memory, wherever they are mapped."""
+    """Returns the bytes in memory of pages with nothing but experts, wherever they are mapped."""
     places = [
         (
             -(-tensor.offset // PAGESIZE) * PAGESIZE,
@@ -77,7 +77,7 @@ def experts_in_memory(bundle: Bundle) -> int:
         for tensor in [value.const_value]
     ]
     assert len(places) == 4
-    found = 0
+    total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if not line.endswith(f"{bundle.path.name}/{DATA_FILE}"):
             continue
@@ -87,12 +87,12 @@ def experts_in_memory(bundle: Bundle) -> int:
         for first, last in places:
             inside = max(begin, first + shift), min(end, last + shift)
             if inside[0] < inside[1]:
-                found += bytes_in_memory(*inside)
-    return found
+                total += bytes_in_memory(*inside)
+    return total
 
 
-@pytest.mark.parametrize("held", [1, 7])
-def test_memory_keeps_to_the_budget_and_answers_are_the_same(path: Path, held: int) -> None:
+@pytest.mark.parametrize("count", [1, 7])
+def test_memory_keeps_to_the_budget_and_answers_are_the_same(path: Path, count: int) -> None:
     text = prompt(40)
     with Engine.open(path, threads=2) as engine:
         expected = answered(engine, text)
@@ -101,40 +101,40 @@ def test_memory_keeps_to_the_budget_and_answers_are_the_same(path: Path, held: i
         assert isinstance(bundle, Bundle)
         assert bundle.experts is not None
         assert experts_in_memory(bundle) > 20 * bundle.experts.largest
-    budget = held * bundle.experts.largest
+    budget = count * bundle.experts.largest
     with Engine.open(path, threads=2, weights_budget=budget) as engine:
         assert answered(engine, text) == expected
-        told = engine.resident()
-        assert told is not None
-        assert told.budget_bytes == budget
-        assert budget - bundle.experts.largest < told.held_bytes <= budget
-        assert 0 < experts_in_memory(bundle) <= told.held_bytes
-        assert 0 <= told.hit_share < 1
-        assert told.chosen >= 24 * 2 * 2
+        resident = engine.resident()
+        assert resident is not None
+        assert resident.budget_bytes == budget
+        assert budget - bundle.experts.largest < resident.held_bytes <= budget
+        assert 0 < experts_in_memory(bundle) <= resident.held_bytes
+        assert 0 <= resident.hit_share < 1
+        assert resident.chosen >= 24 * 2 * 2
 
 
 def test_two_models_have_a_budget_each(path: Path) -> None:
-    one = Bundle.open(path).experts
-    assert one is not None
+    experts = Bundle.open(path).experts
+    assert experts is not None
     with (
-        Engine.open(path, weights_budget=2 * one.largest) as small,
-        Engine.open(path, weights_budget=one.stored * 2) as large,
+        Engine.open(path, weights_budget=2 * experts.largest) as small,
+        Engine.open(path, weights_budget=experts.stored * 2) as large,
     ):
         assert answered(small, prompt(20)) == answered(large, prompt(20))
-        told = small.resident(), large.resident()
-        assert told[0] is not None and told[1] is not None  # noqa: PT018
-        assert told[0].held_bytes <= 2 * one.largest < told[1].held_bytes
-        assert told[0].fetched > told[1].fetched
+        resident = small.resident(), large.resident()
+        assert resident[0] is not None and resident[1] is not None  # noqa: PT018
+        assert resident[0].held_bytes <= 2 * experts.largest < resident[1].held_bytes
+        assert resident[0].fetched > resident[1].fetched
 
 
 def test_bytes_of_experts_are_those_of_their_matrices(path: Path) -> None:
     bundle = Bundle.open(path)
     forms = [bundle.form(f"layers.0.{name}") for name in ("experts_gate_up", "experts_down")]
     layer = sum(form.panels * form.panel_bytes for form in forms)
-    found = bundle.experts
-    assert found is not None
-    assert (found.stored, found.chosen) == (2 * layer, 2 * layer // 8)
-    assert layer / 16 < found.largest < layer / 16 + 4 * 65536
+    experts = bundle.experts
+    assert experts is not None
+    assert (experts.stored, experts.chosen) == (2 * layer, 2 * layer // 8)
+    assert layer / 16 < experts.largest < layer / 16 + 4 * 65536
 
 
 def test_what_cannot_be_is_refused_by_name(path: Path, shelf: Shelf) -> None:
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused_by_name(path: Path, shelf: Shelf) -> None:
     with pytest.raises(BackendError, match="has none that are mapped: every token reads all"):
         Engine.open(shelf.bundle(), weights_budget="1GiB")
     with pytest.raises(BackendError, match="is for bundles on the onnx backend"):
-        Engine.open(path, backend="reference", weights_budget="1GiB")
+        Engine.open(path, backend="float", weights_budget="1GiB")
     with pytest.raises(UsageError, match="weights_budget '12tok' is not possible: give bytes"):
         Engine.open(path, weights_budget="12tok")
 
@@ -164,7 +164,7 @@ def test_commands_tell_what_experts_take(path: Path, capsys: pytest.CaptureFixtu
     part = shown(capsys, "inspect", str(path), "--estimate", "--weights-budget", "1MiB")
     less = whole["estimate"]["weight_bytes"] - part["estimate"]["weight_bytes"]
     assert less == experts.stored - (1 << 20)
-    assert main(["inspect", str(path)]) == 0
+    assert main(["inspect", str(path), "-v"]) == 0
     assert "--weights-budget from" in capsys.readouterr().out
     assert shown(capsys, "doctor", "-m", str(path))["model"]["experts"] == experts.to_json()
 
@@ -172,7 +172,7 @@ def test_commands_tell_what_experts_take(path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("command", ["run", "chat", "serve", "complete", "lsp", "bench"])
 def test_commands_take_the_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main([command, "--help-all"])
     assert "--weights-budget SIZE" in capsys.readouterr().out
 
 

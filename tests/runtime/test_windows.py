@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 from logits import prompt
 from shelf import EIGHT, Shelf
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
+pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 CONTEXT = 2400
 TEXT = prompt(2000)
 GREEDY = Sampling(temperature=0)
@@ -21,15 +21,15 @@ GREEDY = Sampling(temperature=0)
 
 @pytest.fixture(params=["gemma3", "mistral-window"], scope="module")
 def engine(request: pytest.FixtureRequest, shelf: Shelf) -> Iterator[Engine]:
-    """Three layers of four with a window, and all of them."""
+    """Opens models with a window in three layers of four, and in all of them."""
     source = shelf.family(request.param, max_position_embeddings=CONTEXT)
     with Engine.open(shelf.exported(source, EIGHT), threads=1) as opened:
         yield opened
 
 
 def opened(engine: Engine, **options: Any) -> Session[Any]:
-    wanted = {"context_tokens": CONTEXT, "kv_budget": f"{CONTEXT}tok", "chunk_tokens": 64}
-    return engine.session(**wanted | options)
+    defaults = {"context_tokens": CONTEXT, "kv_budget": f"{CONTEXT}tok", "chunk_tokens": 64}
+    return engine.session(**defaults | options)
 
 
 def goes_on(session: Session[Any], tokens: int = 24) -> list[int]:
@@ -47,7 +47,7 @@ def test_what_windows_leave_behind_changes_no_token(engine: Engine) -> None:
 
 @pytest.mark.parametrize("back", [100, 1500])
 def test_a_rollback_is_exact_or_computes_again(engine: Engine, back: int) -> None:
-    """As one in a cache that keeps everything, or as a session that never read further."""
+    """Compares with a cache that keeps everything, and a session that never read further."""
     with opened(engine) as session, opened(engine, edits=True) as full, opened(engine) as fresh:
         for each in (session, full):
             each.prefill(TEXT)

@@ -14,30 +14,30 @@ import pytest
 
 from answers import LIMITS, chi_square
 from draft_heads import HEAD, WALK, drafting_weights, make_drafting, make_walker, stacked
-from kvq import native
+from kvq import native_library
 from kvq.errors import BackendError, BudgetError, BundleError, KvqError, UsageError
 from kvq_export.export import export_model
 from kvq_models.config import ModelConfig
 from kvq_models.products import products
 from kvq_models.reference import PlainAttention, Weights, forward
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.answer.drafter import Round
+from kvq_runtime.answer.sampling import distribution
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.file_hashes import file_sha256
+from kvq_runtime.bundle.manifest import DRAFT_FILE, checksum
 from kvq_runtime.config import Sampling
-from kvq_runtime.drafter import Round
 from kvq_runtime.engine import Engine
-from kvq_runtime.file_hashes import file_sha256
-from kvq_runtime.manifest import DRAFT_FILE, checksum
-from kvq_runtime.passes import Passed, forward_all, run
-from kvq_runtime.sampling import distribution
-from kvq_runtime.session import Session
+from kvq_runtime.sequence.passes import PassResult, forward_all, run
+from kvq_runtime.session.session import Session
 from kvq_specdraft import drafter_named
 from kvq_specdraft.mtp import Mtp
 from kvq_specdraft.relay import Relay
 from logits import prompt
 from shelf import EIGHT, Shelf
 from tiny import make_checkpoint, read_safetensors, write_safetensors
-from traces import Told, traced
+from traces import AnsweredText, traced
 
-needs_native = pytest.mark.skipif(not native.available(), reason=native.why_not())
+needs_native = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 GREEDY = Sampling(temperature=0)
 TEXT = prompt(150)
 ALWAYS = "mtp:least=1e-9,most=5"
@@ -74,20 +74,20 @@ def engine(bundle: Path) -> Iterator[Engine]:
 
 
 def opened(engine: Engine, draft: str | None = ALWAYS, **options: Any) -> Session[Any]:
-    wanted = {"context_tokens": 500, "kv": "8:8", "chunk_tokens": 64} | options
-    return engine.session(draft=lambda: drafter_named(draft) if draft else None, **wanted)
+    settings = {"context_tokens": 500, "kv": "8:8", "chunk_tokens": 64} | options
+    return engine.session(draft=lambda: drafter_named(draft) if draft else None, **settings)
 
 
 def goes_on(session: Session[Any], tokens: int, **options: Any) -> list[int]:
-    wanted = {"sampling": GREEDY, "stop_ids": []} | options
-    return [step.token for step in session.generate(tokens, **wanted)]
+    settings = {"sampling": GREEDY, "stop_ids": []} | options
+    return [step.token for step in session.generate(tokens, **settings)]
 
 
 # What it computes
 
 
 def torch_head(folder: Path, ids: np.ndarray, rounds: int) -> list[np.ndarray]:
-    """Logits [T - 1, V] of the head's first guesses after each token but the last, and so on.
+    """Returns logits [T - 1, V] of the head's first guesses after each token, and of further.
 
     Round r reads the states of round r - 1 instead of the model's, one token further. Written from
     the formula over transformers' own layer: fc[norm(embedding) | norm(state)], layer, norm, head.
@@ -101,30 +101,38 @@ def torch_head(folder: Path, ids: np.ndarray, rounds: int) -> list[np.ndarray]:
     config, parts = model.config, sys.modules[type(model).__module__]
 
     def part(name: str) -> Any:
-        (found,) = (own for own in vars(parts) if own.endswith(name) and own.startswith("Qwen"))
-        return getattr(parts, found)
+        (class_name,) = (
+            candidate
+            for candidate in vars(parts)
+            if candidate.endswith(name) and candidate.startswith("Qwen")
+        )
+        return getattr(parts, class_name)
 
     tensors = {
-        name.removeprefix(HEAD): torch.from_numpy(np.array(one))
-        for name, one in stacked(read_safetensors(folder / "model.safetensors")).items()
+        name.removeprefix(HEAD): torch.from_numpy(np.array(tensor))
+        for name, tensor in stacked(read_safetensors(folder / "model.safetensors")).items()
         if name.startswith(HEAD)
     }
     attends = config.layer_types.index("full_attention")
     layer = part("DecoderLayer")(config, attends)
     layer.load_state_dict(
-        {name.removeprefix("layers.0."): one for name, one in tensors.items() if "layers." in name}
+        {
+            name.removeprefix("layers.0."): tensor
+            for name, tensor in tensors.items()
+            if "layers." in name
+        }
     )
 
     def norm(name: str, x: "torch.Tensor") -> "torch.Tensor":
-        own = part("RMSNorm")(config.hidden_size, eps=config.rms_norm_eps)
-        own.load_state_dict({"weight": tensors[f"{name}.weight"]})
-        return own(x)
+        final_norm = part("RMSNorm")(config.hidden_size, eps=config.rms_norm_eps)
+        final_norm.load_state_dict({"weight": tensors[f"{name}.weight"]})
+        return final_norm(x)
 
-    found: list[np.ndarray] = []
+    outputs: list[np.ndarray] = []
     with torch.no_grad():
-        given = torch.from_numpy(ids)[None]
-        states = model.model(given).last_hidden_state
-        embedded = model.get_input_embeddings()(given)
+        tokens = torch.from_numpy(ids)[None]
+        states = model.model(tokens).last_hidden_state
+        embedded = model.get_input_embeddings()(tokens)
         for _ in range(rounds):
             embedded, states = embedded[:, 1:], states[:, :-1]
             both = [norm("pre_fc_norm_embedding", embedded), norm("pre_fc_norm_hidden", states)]
@@ -134,24 +142,24 @@ def torch_head(folder: Path, ids: np.ndarray, rounds: int) -> list[np.ndarray]:
             mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
             rotary = model.model.rotary_emb(x, positions)
             states = norm("norm", layer(x, position_embeddings=rotary, attention_mask=mask))
-            found.append(model.lm_head(states)[0].numpy())
-    return found
+            outputs.append(model.lm_head(states)[0].numpy())
+    return outputs
 
 
 def head_logits(
     config: ModelConfig, weight: Weights, of_head: Weights, ids: np.ndarray, rounds: int
 ) -> list[np.ndarray]:
-    """The same by the reference."""
+    """Returns the same as `torch_head`, by the reference."""
     states, head = np.empty((len(ids), config.hidden_size), np.float32), config.drafting
     assert head is not None
     forward(config, weight, ids, np.arange(len(ids)), PlainAttention(), states=states)
-    found: list[np.ndarray] = []
+    outputs: list[np.ndarray] = []
     for _ in range(rounds):
         ids, joined = ids[1:], states[:-1]
         states, at = np.empty_like(joined), np.arange(len(ids))
         attend = PlainAttention()
-        found.append(forward(head, of_head, ids, at, attend, joined=joined, states=states))
-    return found
+        outputs.append(forward(head, of_head, ids, at, attend, joined=joined, states=states))
+    return outputs
 
 
 def reference_head(bundle: Bundle, ids: np.ndarray, rounds: int = 1) -> list[np.ndarray]:
@@ -163,15 +171,15 @@ def reference_head(bundle: Bundle, ids: np.ndarray, rounds: int = 1) -> list[np.
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_head_computes_what_its_formula_says(shelf: Shelf, kind: str) -> None:
-    """Over three rounds, each of which reads what the one before made."""
+    """Compares three rounds, each of which reads what the one before made."""
     source = source_of(shelf, kind)
     bundle, ids = shelf.exported(source, EIGHT), np.array(TEXT[:80])
-    wanted = torch_head(source, ids, 3)
-    found = head_logits(*drafting_weights(source), ids, 3)
+    expected = torch_head(source, ids, 3)
+    actual = head_logits(*drafting_weights(source), ids, 3)
     rounded = reference_head(Bundle.open(bundle), ids, 3)
-    for one, other, of_8_bits in zip(found, wanted, rounded, strict=True):
+    for actual_logits, other, of_8_bits in zip(actual, expected, rounded, strict=True):
         assert other.std() > 1
-        np.testing.assert_allclose(one, other, atol=2e-3)
+        np.testing.assert_allclose(actual_logits, other, atol=2e-3)
         assert np.abs(of_8_bits - other).mean() < 0.15 * other.std()
 
 
@@ -179,34 +187,34 @@ def test_a_head_computes_what_its_formula_says(shelf: Shelf, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dense", "mixed"])
 @pytest.mark.parametrize("name", ["onnx", "float"])
 def test_backends_compute_what_the_reference_does(shelf: Shelf, name: str, kind: str) -> None:
-    """States of a text that comes in pieces, and the head over them in pieces."""
+    """HiddenStates of a text that comes in pieces, and the head over them in pieces."""
     bundle, ids = shelf.exported(source_of(shelf, kind), EIGHT), np.array(TEXT[:80])
-    (wanted,) = reference_head(Bundle.open(bundle), ids, 1)
+    (expected,) = reference_head(Bundle.open(bundle), ids, 1)
     with Engine.open(bundle, threads=1, backend=name) as engine, opened(engine, kv="fp") as session:
         head = engine.backend.paged.draft_head
         drafter = session.drafter
         assert isinstance(drafter, Mtp)
-        assert session.sequence.states is not None
-        told: list[np.ndarray] = []
+        assert session.sequence.hidden_states is not None
+        state_rows: list[np.ndarray] = []
         for start, stop in ((0, 50), (50, 51), (51, 80)):
             session.sequence.append(ids[start:stop].tolist())
             with session.sequence.branch() as branch:
                 due = session.sequence.due()
                 passed = run(branch.extend(due, rows=[-1 + len(due)]))
-                told.append(passed.states)
+                state_rows.append(passed.hidden_states)
                 branch.commit(range(len(due)))
-        states = np.concatenate(told)
+        states = np.concatenate(state_rows)
         assert states.shape == (80, engine.backend.bundle.config.hidden_size)
-        own = drafter._opened
-        found: list[np.ndarray] = []
+        sequence = drafter._opened
+        outputs: list[np.ndarray] = []
         for start, stop in ((0, 30), (30, 79)):
-            with own.branch() as branch:
-                given = ids[start + 1 : stop + 1].tolist()
-                passed = run(branch.extend(given, joined=states[start:stop]))
-                branch.commit(range(len(given)))
-                found.append(passed.logits)
-        assert head.model.vocab_size == wanted.shape[1]
-        assert np.abs(np.concatenate(found) - wanted).mean() < 0.1 * wanted.std()
+            with sequence.branch() as branch:
+                tokens = ids[start + 1 : stop + 1].tolist()
+                passed = run(branch.extend(tokens, joined=states[start:stop]))
+                branch.commit(range(len(tokens)))
+                outputs.append(passed.logits)
+        assert head.model.vocab_size == expected.shape[1]
+        assert np.abs(np.concatenate(outputs) - expected).mean() < 0.1 * expected.std()
 
 
 # What sessions make of it
@@ -218,14 +226,14 @@ def test_backends_compute_what_the_reference_does(shelf: Shelf, name: str, kind:
     ("case", "reads", "backend"),
     [
         ("qwen3-5", "token", "onnx"),
-        ("qwen3-5", "token", "reference"),
+        ("qwen3-5", "token", "float"),
         ("qwen3-5", "state", "onnx"),
-        ("qwen3-5", "state", "reference"),
+        ("qwen3-5", "state", "float"),
         ("qwen3-5-moe", "state", "onnx"),
     ],
 )
 def test_a_head_that_knows_is_right(shelf: Shelf, case: str, reads: str, backend: str) -> None:
-    """Every guess, round after round, after prompts in pieces, rollbacks and other prompts."""
+    """Checks every guess, in all rounds, after prompts in pieces, rollbacks and other prompts."""
     made = f"walker {case} {reads}"
     source = shelf.once("source", made, lambda path: make_walker(path, reads, case))
     with Engine.open(shelf.exported(source, EIGHT), threads=1, backend=backend) as engine:
@@ -257,7 +265,9 @@ def test_experts_of_a_head_are_within_the_models_budget(shelf: Shelf) -> None:
     assert head.experts is not None
     assert head.experts.stored == experts.stored // 3
     read = [
-        head.form(one.weight) for one in products(head.config) if not one.exact and one.count == 1
+        head.form(product.weight)
+        for product in products(head.config)
+        if not product.exact and product.count == 1
     ]
     dense = sum(form.panels * form.panel_bytes for form in read)
     assert head.weight_bytes_per_step == dense + head.experts.chosen
@@ -281,7 +291,7 @@ def test_experts_of_a_head_are_within_the_models_budget(shelf: Shelf) -> None:
 def test_random_traces_answer_as_plain_decoding_does(
     engine: Engine, part: int, tmp_path: Path
 ) -> None:
-    """Draft, reject, roll back, take another text, save and load: tokens are plain decoding's."""
+    """Drafts, rejects, rolls back, takes another text, saves and loads at random."""
     draw = np.random.default_rng(part)
     bits = ("fp", "8:8", "4:2")[part % 3]
     free = "auto+mtp:least=1e-9" if part % 2 else ALWAYS
@@ -308,11 +318,11 @@ def test_random_traces_answer_as_plain_decoding_does(
             for session in (drafted, plain):
                 cache = session.sequence.cache
                 assert cache.peak_bytes <= cache.budget_bytes
-            held = drafted.drafter
-            held = held.second if isinstance(held, Relay) else held
-            assert isinstance(held, Mtp)
-            own = held._opened.cache
-            assert own.peak_bytes <= own.budget_bytes
+            drafter = drafted.drafter
+            drafter = drafter.second if isinstance(drafter, Relay) else drafter
+            assert isinstance(drafter, Mtp)
+            draft_cache = drafter._opened.cache
+            assert draft_cache.peak_bytes <= draft_cache.budget_bytes
         assert drafted.stats().rounds.drafted_tokens > 0
 
 
@@ -347,21 +357,21 @@ def answers(session: Session[Any], right: Sequence[int], draw: np.random.Generat
     count = int(draw.integers(1, min(9, len(right))))
     assert goes_on(session, count, sampling=FEW) == [*right[:count]]
     assert isinstance(session.drafter, Mtp)
-    own = session.drafter._opened.cache
-    assert own.peak_bytes <= own.budget_bytes
+    cache = session.drafter._opened.cache
+    assert cache.peak_bytes <= cache.budget_bytes
 
 
 def guesses(engine: Engine, text: Sequence[int], base: int) -> np.ndarray:
-    """What a head that reads the text from `base` on at once guesses after each token there."""
+    """Returns what a head that reads the text from `base` on at once guesses after each token."""
     with opened(engine, kv="fp", chunk_tokens=256) as session:
         drafter = session.drafter
         assert isinstance(drafter, Mtp)
         session.sequence.append(text)
         with session.sequence.branch() as branch:
-            states = run(branch.extend(text, rows=[len(text) - 1])).states
+            states = run(branch.extend(text, rows=[len(text) - 1])).hidden_states
         assert states is not None
-        own = drafter._opened
-        with own.branch() as branch:
+        sequence = drafter._opened
+        with sequence.branch() as branch:
             joined = states[base - 1 : -1]
             logits = run(branch.extend(text[base:], joined=joined)).logits
     chosen = [*FEW.logit_bias]
@@ -369,18 +379,18 @@ def guesses(engine: Engine, text: Sequence[int], base: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def told(engine: Engine) -> list[Told]:
-    """A chat up to three of its answers, the same with another message, and a text that is none."""
-    end, found = min(engine.backend.model.stop_ids), list[Told]()
+def chats(engine: Engine) -> list[AnsweredText]:
+    """Returns a chat up to three of its answers, the same with another message, and a text."""
+    end, results = min(engine.backend.model.stop_ids), list[AnsweredText]()
     for messages in ((30, 20, 25), (30, 21, 25), (90,)):
         text = list[int]()
         for message in messages:
             text += [*prompt(message, seed=message), end, 11, 12]
             with opened(engine, None, kv="fp") as session:
                 session.prefill(text)
-                found.append(Told([*text], goes_on(session, STEPS, sampling=FEW)))
-            text += [*found[-1].answer[:12], end]
-    return found
+                results.append(AnsweredText([*text], goes_on(session, STEPS, sampling=FEW)))
+            text += [*results[-1].answer[:12], end]
+    return results
 
 
 @needs_native
@@ -388,13 +398,13 @@ def told(engine: Engine) -> list[Told]:
     "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))]
 )
 def test_random_traces_are_guessed_from_all_that_was_read(
-    engine: Engine, told: list[Told], tmp_path: Path, part: int
+    engine: Engine, chats: list[AnsweredText], tmp_path: Path, part: int
 ) -> None:
     """Tokens are plain decoding's, and guesses those of a head that reads the text at once."""
     watched = Watched(engine)
     for seed in range(20 * part, 20 * part + 20):
-        traced(watched.opened, told, answers, seed, tmp_path / "one")
-    ends, known = [[*text, *answer] for text, answer in told], dict[tuple[int, int], np.ndarray]()
+        traced(watched.opened, chats, answers, seed, tmp_path / "one")
+    ends, known = [[*text, *answer] for text, answer in chats], dict[tuple[int, int], np.ndarray]()
     for text, base, outcome in watched.rounds:
         which = next(at for at, end in enumerate(ends) if end[: len(text)] == text)
         if (which, base) not in known:
@@ -412,7 +422,7 @@ def test_random_traces_are_guessed_from_all_that_was_read(
 
 @needs_native
 def test_sampled_answers_keep_their_distribution(engine: Engine) -> None:
-    """Four tokens that are one of two each, by chi-square; the head's own chances are others."""
+    """Draws four tokens that are one of two each, by chi-square; the head's chances differ."""
     either = {5: 100.0, 6: 100.0}
     sampling = Sampling(temperature=6, top_k=0, top_p=1, min_p=0, logit_bias=either)
     paths = list(itertools.product(either, repeat=4))
@@ -425,7 +435,7 @@ def test_sampled_answers_keep_their_distribution(engine: Engine) -> None:
         stats = session.stats()
     assert stats.rounds.drafted_tokens > 350
     assert 0.2 < stats.rounds.accepted_tokens / stats.rounds.drafted_tokens < 0.95
-    wanted = np.ones(len(paths))
+    expected = np.ones(len(paths))
     with opened(engine, None) as plain:
         for place, path in enumerate(paths):
             for count, token in enumerate(path):
@@ -433,9 +443,9 @@ def test_sampled_answers_keep_their_distribution(engine: Engine) -> None:
                 plain.prefill()
                 logits = plain.sequence.encoding.logits
                 assert logits is not None
-                wanted[place] *= distribution(logits, sampling, plain.tokens)[token]
-    assert wanted.max() < 0.6
-    assert chi_square(np.array([*counts.values()]), wanted) < LIMITS[15]
+                expected[place] *= distribution(logits, sampling, plain.tokens)[token]
+    assert expected.max() < 0.6
+    assert chi_square(np.array([*counts.values()]), expected) < LIMITS[15]
 
 
 # What it costs, and where it is refused
@@ -443,15 +453,18 @@ def test_sampled_answers_keep_their_distribution(engine: Engine) -> None:
 
 @needs_native
 def test_its_cache_is_part_of_the_budget(engine: Engine) -> None:
-    for asked in ("800KiB", "200tok", "90%"):
-        with opened(engine, kv_budget=asked) as session, opened(engine, None, kv_budget=asked) as p:
-            own, whole = session.draft_bytes, p.config.budget_bytes
-            assert own > 0
-            together = session.config.budget_bytes + own
-            assert together == whole if asked == "800KiB" else together > whole
+    for budget in ("800KiB", "200tok", "90%"):
+        with (
+            opened(engine, kv_budget=budget) as session,
+            opened(engine, None, kv_budget=budget) as p,
+        ):
+            draft_bytes, whole = session.draft_bytes, p.config.budget_bytes
+            assert draft_bytes > 0
+            together = session.config.budget_bytes + draft_bytes
+            assert together == whole if budget == "800KiB" else together > whole
             session.prefill(TEXT)
             goes_on(session, 4)
-            assert session.stats().draft_bytes == own
+            assert session.stats().draft_bytes == draft_bytes
     with pytest.raises(BudgetError) as refused:
         opened(engine, kv_budget="1KiB")
     with pytest.raises(BudgetError) as alone:
@@ -460,20 +473,20 @@ def test_its_cache_is_part_of_the_budget(engine: Engine) -> None:
 
 
 def test_an_answer_has_no_head_of_its_own(engine: Engine) -> None:
-    """A head reads the states of a whole text, which an answer in its middle has not seen."""
+    """Refuses a head for an answer, since it reads the states of a whole text."""
     with opened(engine, None) as session, pytest.raises(UsageError, match="give it to the session"):
-        session.aids(drafter_named("mtp"))
+        session.helpers(drafter_named("mtp"))
 
 
 def test_a_bundle_names_its_graph_and_counts_its_weights(bundle: Path, shelf: Shelf) -> None:
-    found = Bundle.open(bundle)
-    assert DRAFT_FILE in found.manifest.files
-    assert found.manifest.weights is not None
-    own = {name for name in found.manifest.weights.formats if name.startswith("draft.")}
-    assert own == {f"draft.{name}" for name in ("join", "layers.0.qkv", "layers.0.o")} | {
+    opened = Bundle.open(bundle)
+    assert DRAFT_FILE in opened.manifest.files
+    assert opened.manifest.weights is not None
+    draft_names = {name for name in opened.manifest.weights.formats if name.startswith("draft.")}
+    assert draft_names == {f"draft.{name}" for name in ("join", "layers.0.qkv", "layers.0.o")} | {
         f"draft.layers.0.{name}" for name in ("gate_up", "down")
     }
-    head = found.draft_head
+    head = opened.draft_head
     assert head is not None
     drafts = sum(
         head.form(name).panels * head.form(name).panel_bytes
@@ -481,8 +494,8 @@ def test_a_bundle_names_its_graph_and_counts_its_weights(bundle: Path, shelf: Sh
     )
     without = Bundle.open(shelf.exported(shelf.family("qwen3-5"), EIGHT))
     assert without.draft_head is None
-    more = found.weight_bytes_per_step - without.weight_bytes_per_step
-    stored = found.manifest.weights.num_bytes - without.manifest.weights.num_bytes
+    more = opened.weight_bytes_per_step - without.weight_bytes_per_step
+    stored = opened.manifest.weights.num_bytes - without.manifest.weights.num_bytes
     assert stored > drafts > 0
     assert more == stored - drafts
 
@@ -516,18 +529,20 @@ def test_models_without_a_head_are_refused(shelf: Shelf) -> None:
 def test_heads_that_are_not_computed_are_left_out(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of two layers; a line says so. Of an incomplete one what is missing."""
+    """Leaves out a head of two layers with a message, and names what an incomplete one lacks."""
     tensors = read_safetensors(source / "model.safetensors")
     two = Path(shutil.copytree(source, tmp_path / "two"))
-    more = {name.replace("s.0.", "s.1."): one for name, one in tensors.items() if HEAD in name}
+    more = {
+        name.replace("s.0.", "s.1."): tensor for name, tensor in tensors.items() if HEAD in name
+    }
     write_safetensors(two / "model.safetensors", tensors | more)
     assert export_model(two, tmp_path / "of-two", EIGHT).config.draft_head is None
     assert "the draft head of two (mtp) is left out: it has several layers" in caplog.text
     caplog.clear()
     plain = make_checkpoint("qwen3", tmp_path / "plain")
-    own = read_safetensors(plain / "model.safetensors")
+    weights = read_safetensors(plain / "model.safetensors")
     whole = {f"{HEAD}fc.weight": tensors[f"{HEAD}fc.weight"]}
-    write_safetensors(plain / "model.safetensors", own | whole)
+    write_safetensors(plain / "model.safetensors", weights | whole)
     assert export_model(plain, tmp_path / "of-another", EIGHT).config.draft_head is None
     assert "(mtp) is left out: heads of qwen3 models are none" in caplog.text
     caplog.clear()
@@ -541,26 +556,28 @@ def test_heads_that_are_not_computed_are_left_out(
 
 @needs_native
 def test_sequences_with_and_without_states_share_a_pass(engine: Engine) -> None:
-    """Each is told its own rows' states and logits, as in a pass of its own."""
+    """Checks that each gets its own rows' states and logits, as in a pass of its own."""
     texts = (TEXT[:30], TEXT[40:47], TEXT[60:80])
-    alone, together = list[Passed](), list[Passed]()
-    for found, joint in ((alone, False), (together, True)):
+    alone, together = list[PassResult](), list[PassResult]()
+    for results, joint in ((alone, False), (together, True)):
         sessions = [opened(engine, None if at == 1 else ALWAYS, kv="fp") for at in range(3)]
         works = [session.sequence.branch() for session in sessions]
         branches = [work.__enter__() for work in works]
         passes = [
             branch.extend(text, rows=[2, 5]) for branch, text in zip(branches, texts, strict=True)
         ]
-        asked = [next(one) for one in passes]
-        found.extend(forward_all(asked) if joint else [forward_all([one])[0] for one in asked])
+        requests = [next(work) for work in passes]
+        results.extend(
+            forward_all(requests) if joint else [forward_all([request])[0] for request in requests]
+        )
         for work, session in zip(works, sessions, strict=True):
             work.__exit__(None, None, None)
             session.close()
-    for one, other in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(one.logits, other.logits)
-    assert alone[1].states is together[1].states is None
+    for separate, shared in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(separate.logits, shared.logits)
+    assert alone[1].hidden_states is together[1].hidden_states is None
     for place in (0, 2):
-        first, second = alone[place].states, together[place].states
+        first, second = alone[place].hidden_states, together[place].hidden_states
         assert first is not None
         assert second is not None
         np.testing.assert_array_equal(first, second)

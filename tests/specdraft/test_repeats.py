@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.errors import UsageError
-from kvq_runtime.drafter import NO_DRAFT
+from kvq_runtime.answer.drafter import NO_DRAFT
 from kvq_specdraft import FREE_DRAFTERS, drafter_named
 from kvq_specdraft.lookup import Lookup
 from kvq_specdraft.repeats import Repeats
@@ -21,13 +21,13 @@ edits = st.lists(st.tuples(st.integers(0, 40), st.lists(token, max_size=20)), ma
 
 
 def matches(text: list[int], least: int, longest: int) -> list[tuple[int, int]]:
-    """Every earlier end of a run like the text's own, newest first, by trying all of them."""
-    found = []
+    """Returns all earlier ends of a run like the text's end, newest first, by trying all."""
+    ends = []
     for end in range(len(text) - 1, 0, -1):
         length = max(n for n in range(end + 1) if text[end - n : end] == text[len(text) - n :])
         if length >= least:
-            found.append((end, min(length, longest)))
-    return found
+            ends.append((end, min(length, longest)))
+    return ends
 
 
 def edited(edit: tuple[int, list[int]], text: list[int]) -> tuple[int, list[int]]:
@@ -43,10 +43,10 @@ def test_all_runs_are_found_after_any_edits(history: list, least: int, longest: 
         repeats.follow(kept, new)
         text[kept:] = new
         assert len(repeats) == len(text)
-        found = list(repeats.find(longest, 1000))
-        assert found == matches(text, least, longest)
-        assert list(repeats.find(longest, 2)) == found[:2]
-        for end, _ in found:
+        actual = list(repeats.find(longest, 1000))
+        assert actual == matches(text, least, longest)
+        assert list(repeats.find(longest, 2)) == actual[:2]
+        for end, _ in actual:
             endless = list(text)
             for place in range(9):
                 assert repeats.after(end, place) == endless[end + place]
@@ -81,12 +81,12 @@ def test_lookup_proposes_what_followed_the_longest_newest_run(history: list, roo
         kept, new = edited(edit, text)
         drafter.follow(kept, new)
         text[kept:] = new
-        found = matches(text, 2, 5)
+        matching = matches(text, 2, 5)
         draft = drafter.propose(room)
-        if not found:
+        if not matching:
             assert draft == NO_DRAFT
             continue
-        end, length = max(found, key=lambda one: (one[1], one[0]))
+        end, length = max(matching, key=lambda match: (match[1], match[0]))
         endless = text[end:]
         while len(endless) < room:
             endless += text[end:]
@@ -95,19 +95,19 @@ def test_lookup_proposes_what_followed_the_longest_newest_run(history: list, roo
 
 
 def walked(text: list[int], matching: list[tuple[int, int]], room: int) -> tuple[float, list[int]]:
-    """The best walk by counting, for each length of match, the continuations that begin alike."""
+    """Returns the best walk by counting, for each length of match, how continuations begin."""
     best = (0.0, list[int]())
-    for length in sorted({own for _, own in matching}, reverse=True):
+    for length in sorted({match_length for _, match_length in matching}, reverse=True):
         going = []
-        for end in (end for end, own in matching if own >= length):
+        for end in (end for end, match_length in matching if match_length >= length):
             endless = text[end:]
             while len(endless) < room:
                 endless += text[end:]
             going.append(endless[:room])
         likely, score, path = 1.0, 0.0, list[int]()
         for place in range(room):
-            like = [one for one in going if one[:place] == path]
-            chosen, count = Counter(one[place] for one in like).most_common(1)[0]
+            like = [path_tokens for path_tokens in going if path_tokens[:place] == path]
+            chosen, count = Counter(path_tokens[place] for path_tokens in like).most_common(1)[0]
             likely *= count / (len(like) + 1 / (length + place))
             if likely < 0.1:
                 break
@@ -138,7 +138,7 @@ def test_a_drafter_by_its_name_says_nothing_of_a_new_text(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("guess", "draft 'guess' is unknown; possible: auto, early, lookup"),
+        ("guess", "draft 'guess' is unknown; possible: auto, lookup, model"),
         ("lookup:ngram=3", "option 'ngram=3'; possible: max_ngram=..., min_ngram=..."),
         ("lookup:max_ngram=x", "max_ngram takes a whole number, not 'x'"),
         ("suffix:most=0", "draft suffix: most=0 is not possible: 1 or more"),

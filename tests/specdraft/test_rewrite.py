@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq.errors import UsageError
-from kvq_runtime.drafter import NO_DRAFT, Drafter
+from kvq_runtime.answer.drafter import NO_DRAFT, Drafter
 from kvq_specdraft import drafter_named
 from kvq_specdraft.changes import Changes
 from kvq_specdraft.lookup import Lookup
@@ -31,12 +31,12 @@ def rounds(drafter: Drafter, source: Sequence[int], answer: Sequence[int]) -> in
 
 
 def words(count: int) -> list[int]:
-    """No two alike, none below 1000."""
+    """Returns tokens of which no two are equal, none below 1000."""
     return (1000 + np.random.default_rng(count).permutation(count)).tolist()
 
 
 def records(count: int, indent: int, keys: Sequence[int]) -> list[int]:
-    """Each with the same keys and a number of its own behind each, on lines of their own."""
+    """Returns records with the same keys, each with a number of its own, on lines of their own."""
     values = np.random.default_rng(3).integers(100, 110, (count, len(keys), 3)).tolist()
     lines = (
         [indent, key, *value, 2]
@@ -47,7 +47,7 @@ def records(count: int, indent: int, keys: Sequence[int]) -> list[int]:
 
 
 def test_behind_a_change_it_goes_on_where_it_stood() -> None:
-    """New values of other lengths: a pass for each of their tokens, and at most one more."""
+    """Changes values to other lengths: a pass for each of their tokens, and at most one more."""
     source = words(400)
     answer, new = list[int](), 0
     for place, word in enumerate(source):
@@ -61,16 +61,18 @@ def test_behind_a_change_it_goes_on_where_it_stood() -> None:
 
 @pytest.mark.parametrize("written", [[5], [5, 6, 7], []])
 def test_a_change_made_twice_is_made_everywhere(written: list[int]) -> None:
-    """A name for a name, for several tokens, and for none."""
+    """Replaces a name by a name, by several tokens, and by none."""
     source = words(800)
     source[10::20] = [3] * 40
-    answer = [one for token in source for one in (written if token == 3 else [token])]
+    answer = [
+        replacement for token in source for replacement in (written if token == 3 else [token])
+    ]
     assert rounds(Rewrite(), source, answer) <= len(answer) / (ROOM + 1) + 8
     assert rounds(Lookup(), source, answer) > len(answer) / (ROOM + 1) + 35
 
 
 def test_what_is_put_in_is_put_in_where_it_was_before() -> None:
-    """At the beginning of lines that begin alike, and of no other."""
+    """Inserts at the beginning of lines that begin alike, and of no other."""
     source = words(600)
     for place in range(0, 600, 30):
         source[place : place + 2] = [2, 4]  # a line's end and what some lines begin with
@@ -83,7 +85,7 @@ def test_what_is_put_in_is_put_in_where_it_was_before() -> None:
 
 
 def test_records_alike_keep_their_own_values() -> None:
-    """Deeper indented, with another key: `lookup` finds the record before, and its values."""
+    """Indents records more and renames a key: `lookup` finds the values of the record before."""
     source = records(20, 30, (40, 41, 42, 43))
     answer = records(20, 31, (40, 51, 42, 43))
     needed = len(answer) / (ROOM + 1)
@@ -100,7 +102,7 @@ def test_a_change_that_stopped_is_expected_no_more() -> None:
 
 
 def test_chances_fall_where_copies_were_wrong() -> None:
-    """Behind one token the value is always new: the draft is unsure of it, and of it alone."""
+    """Checks that only the value after one token, which is always new, gets a low chance."""
     source = words(1000)
     source[10::20] = [3] * 50
     answer = list(source)
@@ -129,8 +131,8 @@ def test_without_a_source_it_says_nothing_and_another_text_is_begun_anew() -> No
 
 
 def state(drafter: Rewrite) -> dict[str, object]:
-    own = vars(drafter)
-    return own | {"_changes": vars(own["_changes"])}
+    state = vars(drafter)
+    return state | {"_changes": vars(state["_changes"])}
 
 
 token = st.sampled_from([0, 1, 2, 150_000])
@@ -139,7 +141,7 @@ token = st.sampled_from([0, 1, 2, 150_000])
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.lists(token, max_size=40)), max_size=8), st.data())
 def test_any_text_may_become_any_other(history: list, data: st.DataObject) -> None:
-    """It proposes what may be proposed, after any edits, whatever agrees with what."""
+    """Checks that it proposes what may be proposed, after any edits, whatever agrees with what."""
     drafter, length = Rewrite(least=0), 0
     for back, new in history:
         kept = max(0, length - back) if data.draw(st.booleans()) else length
@@ -148,18 +150,18 @@ def test_any_text_may_become_any_other(history: list, data: st.DataObject) -> No
         draft = drafter.propose(7)
         assert len(draft.ids) == len(draft.chances) <= 7
         assert set(draft.ids) <= {0, 1, 2, 150_000}
-        assert all(0 <= own <= 1 for own in draft.chances)
+        assert all(0 <= chance <= 1 for chance in draft.chances)
 
 
 def test_a_change_is_as_likely_as_it_was_after_the_same_token() -> None:
-    """Of what comes after two kinds of tokens, behind one of them only."""
+    """Changes a token that follows two kinds of tokens, after one of them only."""
     text, changes = "axbxaxbxaxbxaxbx", Changes()
     changes.learn(text, 1, 2, "y")
     for place in (3, 5, 7, 9, 11):
         if text[place - 1] == "a":
             changes.learn(text, place, place + 1, "y")
         else:
-            changes.copied(text, place, True)
+            changes.count_copy(text, place, True)
     after_a, after_b = (changes.expected(text, place, 1)[0] for place in (13, 15))
     assert (after_a.token, after_b.token) == ("y", "x")
     assert after_a.chance == pytest.approx(3 / 3.3)

@@ -4,23 +4,23 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_runtime.drafter import NO_DRAFT, Draft, Round
-from kvq_specdraft.finished import Finished
+from kvq_runtime.answer.drafter import NO_DRAFT, Draft, Round
+from kvq_specdraft.finished import FinishedAnswers
 from kvq_specdraft.recycle import Recycle
 from kvq_specdraft.suffix import Suffix
-from kvq_specdraft.trees import grown
+from kvq_specdraft.trees import grow_tree
 
 PROPERTY = settings(max_examples=60, deadline=None)
 
 
 def outcome(draft: Draft, tokens: list[int], logits: np.ndarray) -> Round:
-    """What a pass makes of `draft` when `tokens` follow."""
+    """Returns what a pass makes of `draft` when `tokens` follow."""
     path, place = [], -1
     for token in tokens[:-1]:
-        found = draft.after(place, token)
-        assert found is not None
-        path.append(found)
-        place = found
+        guess = draft.after(place, token)
+        assert guess is not None
+        path.append(guess)
+        place = guess
     return Round(
         draft=draft,
         path=tuple(path),
@@ -34,15 +34,15 @@ def outcome(draft: Draft, tokens: list[int], logits: np.ndarray) -> Round:
 @PROPERTY
 @given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 4))
 def test_a_grown_tree_is_the_likeliest_of_its_size(seed: int, room: int, width: int) -> None:
-    """Against all nodes to a depth: the likeliest paths are the best tree, as it holds theirs."""
+    """Compares with all nodes to a depth: the likeliest paths are the best tree."""
     random = np.random.default_rng(seed)
     chances: dict[tuple[int, ...], list[float]] = {}
 
     def children(path: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
-        own = chances.setdefault(path, sorted(random.random(width).tolist(), reverse=True))
-        return [(token, chance, (*path, token)) for token, chance in enumerate(own)]
+        siblings = chances.setdefault(path, sorted(random.random(width).tolist(), reverse=True))
+        return [(token, chance, (*path, token)) for token, chance in enumerate(siblings)]
 
-    draft = grown(room, (), children)
+    draft = grow_tree(room, (), children)
     nodes, layer = list[float](), [((), 1.0)]
     for _ in range(room):
         layer = [
@@ -91,11 +91,11 @@ def test_a_store_keeps_finished_answers_and_no_more_than_asked() -> None:
     first.follow(0, [9])  # another prompt: the answer is finished
     assert second.propose(5).ids == (32, 33)
     assert without.propose(5) == NO_DRAFT
-    least = Finished(1, 2)
+    least = FinishedAnswers(1, 2)
     for _ in range(4):
         least.add([1, 2, 3])
         assert len(least) <= 1
-    store = Finished(64, 2)
+    store = FinishedAnswers(64, 2)
     for start in range(0, 4000, 40):
         store.add(range(start, start + 40))
         assert len(store) <= 64
@@ -110,6 +110,6 @@ def test_a_suffix_tree_has_what_several_places_went_on_with() -> None:
     draft = drafter.propose(6)
     assert draft.parents is not None
     assert {draft.ids[place] for place in draft.places_after(-1)} == {1, 4}
-    one = draft.after(-1, 1)
-    assert one is not None
-    assert {draft.ids[place] for place in draft.places_after(one)} == {2, 3}
+    guess = draft.after(-1, 1)
+    assert guess is not None
+    assert {draft.ids[place] for place in draft.places_after(guess)} == {2, 3}

@@ -1,7 +1,9 @@
 """Alternatives against brute force, against plain decoding, and against the paper's formulas."""
 
 import re
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,15 +14,18 @@ from hypothesis import strategies as st
 
 from kvq.config import KvPlan
 from kvq.errors import UsageError
+from kvq_apps.names import engine as named_engine
+from kvq_export.write.writer import write_manifest
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.alternatives import Alternative, AlternativesRequest, log_normalizers
+from kvq_runtime.answer.alternatives import Alternative, AlternativesRequest, log_normalizers
+from kvq_runtime.answer.constraint import Constraint
+from kvq_runtime.answer.generation import GenerationOptions, Vocabulary
 from kvq_runtime.backends import SequencePass
+from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.constraint import Constraint
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import GenerationOptions, Vocabulary
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 from kvq_specdraft import writer_named
 from kvq_specdraft.branches import Branches
 from kvq_specdraft.ngrams import WEIGHTS, build
@@ -43,7 +48,7 @@ def logits_after(tokens: Sequence[int]) -> np.ndarray:
 
 
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    """Of logits [..., V]."""
+    """Returns the log-probabilities of logits [..., V]."""
     return logits - log_normalizers(np.atleast_2d(logits)).reshape(*logits.shape[:-1], 1)
 
 
@@ -58,7 +63,7 @@ BYTES = Tokenizer.from_json(byte_level_tokenizer().to_str(), ControlTokens(eos=(
 def test_lines_that_grow_from_one_another_keep_their_own_text(
     choices: list[tuple[int, int]], stops: tuple[str, ...]
 ) -> None:
-    """Whatever halves of characters and of stop strings a line holds back is its own."""
+    """Checks that halves of characters and of stop strings belong to the line that holds them."""
 
     def said(ids: Sequence[int]) -> str:
         pieces = [BYTES.token_bytes(token, special=False) for token in ids]
@@ -67,22 +72,22 @@ def test_lines_that_grow_from_one_another_keep_their_own_text(
         return whole[: min(places, default=len(whole))]
 
     spelt = BYTES.encode("é ab the béb")
-    asked = AlternativesRequest(
+    request = AlternativesRequest(
         Vocabulary.of(BYTES, frozenset({0})),
         GenerationOptions(max_tokens=6, stop_strings=stops),
         count=3, branch_rows=99, room=99, history=TEXT, generator=np.random.default_rng(0),
     )  # fmt: skip
-    lines = [asked.start]
+    lines = [request.start]
     for place, number in choices:
         line = lines[place % len(lines)]
         token = spelt[number % len(spelt)] if number % 3 else number
         if line.finish_reason is None and token < BYTES.vocab_size:
-            lines.append(asked.grow(line, token, -1.0))
+            lines.append(request.grow(line, token, -1.0))
     for line in lines:
-        short = asked.shortened(line, 2)
+        short = request.shortened(line, 2)
         assert (short.ids, short.logprobs) == (line.ids[:2], line.logprobs[:2])
-        for one in (line, short):
-            assert asked.finished(one).text == said(one.ids)
+        for grown in (line, short):
+            assert request.finished(grown).text == said(grown.ids)
 
 
 def opened(backend: RuleBackend, seed: int = 0, **more: int) -> Session[RuleCache]:
@@ -101,7 +106,7 @@ def rule_session(seed: int = 0, **more: int) -> Session[RuleCache]:
 
 
 def logprob_of(tokens: Sequence[int]) -> list[float]:
-    """The model's own log-probability of each of `tokens` after TEXT."""
+    """Returns the model's own log-probability of each of `tokens` after TEXT."""
     return [
         float(log_probabilities(logits_after([*TEXT, *tokens[:i]]))[token])
         for i, token in enumerate(tokens)
@@ -109,7 +114,7 @@ def logprob_of(tokens: Sequence[int]) -> list[float]:
 
 
 def greedy(first: Sequence[int], length: int) -> tuple[int, ...]:
-    """`first` and what plain greedy decoding makes of it."""
+    """Returns `first` and the plain greedy decoding after it."""
     ids = list(first)
     while len(ids) < length:
         token = int(np.argmax(logits_after([*TEXT, *ids])))
@@ -119,22 +124,22 @@ def greedy(first: Sequence[int], length: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def check_logprobs(found: Sequence[Alternative]) -> None:
-    for one in found:
-        np.testing.assert_allclose(one.logprobs, logprob_of(one.ids), atol=1e-5)
+def check_logprobs(drafts: Sequence[Alternative]) -> None:
+    for draft in drafts:
+        np.testing.assert_allclose(draft.logprobs, logprob_of(draft.ids), atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_the_likeliest_first_tokens_are_each_continued_greedily(count: int) -> None:
     session = rule_session()
-    found = session.drafts(count, 7, method=Branches())
+    drafts = session.drafts(count, 7, method=Branches())
     starts = np.argsort(-logits_after(TEXT), kind="stable")[:count]
-    assert {one.ids for one in found} == {greedy([int(token)], 7) for token in starts}
-    assert found[0].ids == greedy([], 7)
-    assert [one.logprob for one in found[1:]] == sorted(
-        (one.logprob for one in found[1:]), reverse=True
+    assert {draft.ids for draft in drafts} == {greedy([int(token)], 7) for token in starts}
+    assert drafts[0].ids == greedy([], 7)
+    assert [draft.logprob for draft in drafts[1:]] == sorted(
+        (draft.logprob for draft in drafts[1:]), reverse=True
     )
-    check_logprobs(found)
+    check_logprobs(drafts)
 
 
 def test_nothing_of_the_drafts_is_kept() -> None:
@@ -149,10 +154,10 @@ def test_nothing_of_the_drafts_is_kept() -> None:
 
 def test_one_sample_is_the_sampled_answer() -> None:
     sampling = Sampling(temperature=1.3, top_k=0, top_p=0.9, repeat_penalty=1.2)
-    found = rule_session(7).drafts(1, 12, method=Branches(kind="samples"), sampling=sampling)
+    drafts = rule_session(7).drafts(1, 12, method=Branches(kind="samples"), sampling=sampling)
     answer = [step.token for step in rule_session(7).generate(12, sampling=sampling)]
-    assert list(found[0].ids) == [token for token in answer if token != END]
-    check_logprobs(found)
+    assert list(drafts[0].ids) == [token for token in answer if token != END]
+    check_logprobs(drafts)
 
 
 def test_samples_are_the_models_distribution() -> None:
@@ -160,8 +165,8 @@ def test_samples_are_the_models_distribution() -> None:
     firsts = np.zeros(V)
     session = rule_session(1)
     for _ in range(40):
-        for one in session.drafts(50, 1, method=Branches(kind="samples"), sampling=sampling):
-            firsts[one.ids[0] if one.ids else END] += 1
+        for draft in session.drafts(50, 1, method=Branches(kind="samples"), sampling=sampling):
+            firsts[draft.ids[0] if draft.ids else END] += 1
     expected = 2000 * np.exp(log_probabilities(logits_after(TEXT)))
     likely = expected >= 5
     chi_square = ((firsts - expected)[likely] ** 2 / expected[likely]).sum()
@@ -169,13 +174,13 @@ def test_samples_are_the_models_distribution() -> None:
 
 
 def test_a_beam_as_wide_as_the_tree_finds_the_likeliest_runs() -> None:
-    found = rule_session().drafts(V, 2, method=Branches(kind="beam"))
+    drafts = rule_session().drafts(V, 2, method=Branches(kind="beam"))
     runs = [run for run in product(range(V), repeat=2) if END not in run]
     ends = [(END,), *((token, END) for token in range(V - 1))]
     best = sorted([*runs, *ends], key=lambda run: -sum(logprob_of(run)))[:V]
     whole = [tuple(token for token in run if token != END) for run in best]
-    assert [one.ids for one in found] == whole
-    check_logprobs(found)
+    assert [draft.ids for draft in drafts] == whole
+    check_logprobs(drafts)
 
 
 def test_patience_waits_for_more_ends() -> None:
@@ -186,8 +191,8 @@ def test_patience_waits_for_more_ends() -> None:
 
     def ended(patience: float) -> list[float]:
         session = opened(RuleBackend(impatient, vocab_size=V, stop_ids=[END]))
-        found = session.drafts(3, 8, method=Branches(kind="beam", patience=patience))
-        return [one.logprob for one in found]
+        drafts = session.drafts(3, 8, method=Branches(kind="beam", patience=patience))
+        return [draft.logprob for draft in drafts]
 
     hasty, patient = ended(1), ended(3)
     assert len(hasty) == len(patient) == 3
@@ -198,11 +203,11 @@ def test_patience_waits_for_more_ends() -> None:
 
 @pytest.mark.parametrize("method", ["branches", "branches:kind=samples", "branches:kind=beam"])
 def test_a_cancel_in_any_step_gives_what_there_is(method: str) -> None:
-    for asked in range(7):
-        session, calls = rule_session(), iter([False] * asked + [True] * 99)
-        found = session.drafts(2, 6, method=writer_named(method), cancel=lambda it=calls: next(it))
-        assert all(len(one.ids) <= asked for one in found)
-        assert all(one.finish_reason in ("cancelled", "stop") for one in found if asked < 6)
+    for limit in range(7):
+        session, calls = rule_session(), iter([False] * limit + [True] * 99)
+        drafts = session.drafts(2, 6, method=writer_named(method), cancel=lambda it=calls: next(it))
+        assert all(len(draft.ids) <= limit for draft in drafts)
+        assert all(draft.finish_reason in ("cancelled", "stop") for draft in drafts if limit < 6)
         assert session.sequence.cache.ids == TEXT
         assert session.sequence.cache.num_rows == 0
 
@@ -234,11 +239,17 @@ def test_impossible_options_are_refused(text: str) -> None:
         writer_named(text)
 
 
+@pytest.mark.parametrize("name", ["auto", "spliced:alpha=0.2"])
+def test_a_method_that_is_none_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(UsageError, match="is unknown; possible: branches, superposed"):
+        writer_named(name)
+
+
 # Superposed Decoding
 
 
 class LinearBackend(RuleBackend):
-    """A model that is linear in its embeddings, so that a mixture's logits are a mixture of logits.
+    """Is linear in its embeddings, so that the logits of a mixture are a mixture of logits.
 
     logits after rows r_0..r_n = sum_i 0.7^(n - i) sum_k weights[i, k] M[ids[i, k]]
     """
@@ -262,14 +273,14 @@ class LinearBackend(RuleBackend):
         pairs = list(zip(ids, weights, strict=True))
         first = rows.cache.num_rows
         rows.cache.extend(pairs if mixed else rows.ids[:, 0].tolist())
-        texts = [rows.cache.text(first + int(row)) for row in rows.wanted]
+        texts = [rows.cache.text(first + int(row)) for row in rows.logit_rows]
         return np.stack([self.after(text) for text in texts]) if texts else np.zeros((0, V))
 
 
 def superposed_by_the_paper(
     model: LinearBackend, k: int, length: int, alpha: float, tau: float, known: dict[tuple, dict]
 ) -> list[tuple[int, ...]]:
-    """Algorithm 1 of arXiv 2405.18400 in plain loops; `known`: counts by context."""
+    """Computes algorithm 1 of arXiv 2405.18400 in plain loops; `known`: counts by context."""
 
     def log_p(logits: np.ndarray) -> dict[int, float]:
         best = sorted(range(V), key=lambda t: (-logits[t], t))[: 3 * k]
@@ -297,15 +308,15 @@ def superposed_by_the_paper(
         grown = []
         for ids, score in drafts:
             chance = {t: ngram((*TEXT, *ids), t) for t in step}
-            for token, own in step.items():
+            for token, row in step.items():
                 if alpha == 0:
-                    both = own  # the counts have no say
+                    both = row  # the counts have no say
                 elif any(chance.values()):
                     if chance[token] == 0:
                         continue
-                    both = (1 - alpha) * own + alpha * np.log(chance[token])
+                    both = (1 - alpha) * row + alpha * np.log(chance[token])
                 else:
-                    both = (1 - alpha) * own - 200.0
+                    both = (1 - alpha) * row - 200.0
                 grown.append(((*ids, token), score + both))
         drafts = sorted(grown, key=lambda pair: -pair[1])[:k]
     return [ids for ids, _ in drafts]
@@ -328,37 +339,25 @@ def test_superposed_drafts_are_those_of_the_papers_algorithm(
                 counts[text[i + n - 1]] = counts.get(text[i + n - 1], 0) + 1
     method = Superposed(alpha=alpha, tau=0.8, greedy=0, ngrams=str(path))
     session = opened(model)
-    found = session.drafts(k, length, method=method)
+    drafts = session.drafts(k, length, method=method)
     expected = superposed_by_the_paper(model, k, length, alpha, 0.8, known)
-    assert {one.ids for one in found} <= {ids[: len(one.ids)] for one in found for ids in expected}
-    assert len(found) == len({ids for ids in expected})
-    for one in found:
-        after = [model.after([*TEXT, *one.ids[:i]]) for i in range(len(one.ids))]
-        true = [float(log_probabilities(row)[t]) for row, t in zip(after, one.ids, strict=True)]
-        np.testing.assert_allclose(one.logprobs, true, atol=1e-4)
+    assert {draft.ids for draft in drafts} <= {
+        ids[: len(draft.ids)] for draft in drafts for ids in expected
+    }
+    assert len(drafts) == len({ids for ids in expected})
+    for draft in drafts:
+        after = [model.after([*TEXT, *draft.ids[:i]]) for i in range(len(draft.ids))]
+        true = [float(log_probabilities(row)[t]) for row, t in zip(after, draft.ids, strict=True)]
+        np.testing.assert_allclose(draft.logprobs, true, atol=1e-4)
 
 
 @pytest.mark.parametrize("greedy_row", [0, 1])
 def test_a_mixture_of_one_draft_is_greedy_decoding(greedy_row: int) -> None:
-    """Where nothing is mixed, any model will do: rows of weight 1 are plain rows."""
+    """Uses any model, since nothing is mixed: rows of weight 1 are plain rows."""
     session = rule_session()
-    found = session.drafts(1, 9, method=Superposed(alpha=0.0, greedy=greedy_row))
-    assert [one.ids for one in found] == [greedy([], 9)]
-    check_logprobs(found)
-
-
-def test_samples_that_all_end_before_a_mixture_are_drafts() -> None:
-    def ends(tokens: Sequence[int]) -> np.ndarray:
-        logits = logits_after(tokens)
-        logits[END] += 60 * (len(tokens) > len(TEXT))
-        return logits
-
-    for seed in range(8):
-        session = opened(RuleBackend(ends, vocab_size=V, stop_ids=[END]), seed)
-        found = session.drafts(2, 6, method=writer_named("spliced"), sampling=Sampling(top_k=0))
-        assert 1 <= len(found) <= 2
-        assert found[0].ids == (int(np.argmax(logits_after(TEXT))),)
-        assert all((len(one.ids), one.finish_reason) == (1, "stop") for one in found)
+    drafts = session.drafts(1, 9, method=Superposed(alpha=0.0, greedy=greedy_row))
+    assert [draft.ids for draft in drafts] == [greedy([], 9)]
+    check_logprobs(drafts)
 
 
 def test_k_drafts_take_as_many_passes_as_one() -> None:
@@ -367,7 +366,7 @@ def test_k_drafts_take_as_many_passes_as_one() -> None:
         session = opened(model)
         before = len(model.passes)
         session.drafts(k, 8, method=Superposed(alpha=0.2, tau=1.0))
-        rows = [len(own[0]) for own in model.passes[before:]]
+        rows = [len(row[0]) for row in model.passes[before:]]
         assert rows[:-1] == [2] * 7  # the greedy row and the mixture
         assert len(rows) == 8  # the last asks the model itself
         assert session.sequence.cache.ids == TEXT
@@ -376,51 +375,65 @@ def test_k_drafts_take_as_many_passes_as_one() -> None:
 # On a model
 
 
+def test_a_bundle_that_recommends_a_method_of_before_opens(shelf: Shelf, tmp_path: Path) -> None:
+    path = tmp_path / "older"
+    shutil.copytree(shelf.bundle(), path)
+    quality = {"drafts": {"method": "spliced:alpha=0.2,tau=0.5", "places": 16}}
+    write_manifest(path, replace(Bundle.open(path).manifest, quality=quality))
+    with named_engine.Engine.open(path, threads=1) as engine:
+        assert Bundle.open(path).manifest.quality == quality
+        with engine.session(kv="fp", draft_tokens=40, seed=4) as session:
+            session.prefill(range(6, 20))
+            default = session.drafts(3, 6)
+            assert default == session.drafts(3, 6, method="branches")
+            assert len(default) == 3
+
+
 @pytest.mark.parametrize(
     "method",
-    ["branches", "branches:kind=samples", "branches:kind=beam", "superposed", "spliced"],
+    ["branches", "branches:kind=samples", "branches:kind=beam", "superposed"],
 )
 def test_drafts_fit_their_constraint(method: str, shelf: Shelf) -> None:
     with Engine.open(shelf.bundle(), threads=1) as engine:
         for pattern in ("(yes|no|maybe)", "[0-9]{2,4}", "a{9}"):
             with engine.session(kv="fp", draft_tokens=128, seed=4) as session:
                 session.prefill(engine.tokenizer.encode("It is "))
-                found = session.drafts(
+                drafts = session.drafts(
                     3, 9, method=writer_named(method), constraint=Constraint.regex(pattern)
                 )
                 # A beam stops when enough lines have ended, and may show better ones that have not.
-                ended = [one for one in found if one.finish_reason != "cancelled"]
-                assert len(ended) == len(found) or method.endswith("beam")
+                ended = [draft for draft in drafts if draft.finish_reason != "cancelled"]
+                assert len(ended) == len(drafts) or method.endswith("beam")
                 assert ended
-                assert all(re.fullmatch(pattern, one.text) for one in ended), found
+                assert all(re.fullmatch(pattern, draft.text) for draft in ended), drafts
 
 
 def test_alternatives_of_a_model_are_exact(shelf: Shelf) -> None:
     with Engine.open(shelf.bundle(), threads=1) as engine:
         rng = np.random.default_rng(2)
         ids = rng.integers(0, engine.model.vocab_size, 40).tolist()
-        for name in ("branches", "branches:kind=beam", "superposed:tau=1.0", "spliced:tau=1.0"):
+        for name in ("branches", "branches:kind=beam", "superposed:tau=1.0"):
             with engine.session(kv="fp", draft_tokens=100, seed=4) as session:
                 session.prefill(ids)
                 before = session.sequence.state().cache
-                found = session.drafts(3, 8, method=writer_named(name))
+                drafts = session.drafts(3, 8, method=writer_named(name))
                 assert session.sequence.state().cache == before
-                assert found
-                for one in found:
+                assert drafts
+                for draft in drafts:
                     with engine.session(kv="fp") as plain:
-                        logits = np.concatenate(list(plain.logits([*ids, *one.ids])))
+                        logits = np.concatenate(list(plain.logits([*ids, *draft.ids])))
                     true = log_probabilities(logits)[len(ids) - 1 : -1]
-                    own = true[np.arange(len(one.ids)), list(one.ids)]
-                    np.testing.assert_allclose(one.logprobs, own, atol=2e-4, err_msg=name)
+                    logprobs = true[np.arange(len(draft.ids)), list(draft.ids)]
+                    np.testing.assert_allclose(draft.logprobs, logprobs, atol=2e-4, err_msg=name)
                 if name != "branches:kind=beam":
                     with engine.session(kv="fp") as plain:
                         plain.prefill(ids)
                         steps = plain.generate(8, sampling=Sampling(temperature=0))
-                        assert found[0].ids == tuple(step.token for step in steps)
+                        assert drafts[0].ids == tuple(step.token for step in steps)
                 # Taking one is a prefill: what comes next is what a fresh run gives.
-                session.prefill(found[-1].ids)
-                with session.sequence.forward([], rows=[-1]) as held:
-                    np.testing.assert_allclose(held.logits[0], logits[-1], atol=2e-4)
+                session.prefill(drafts[-1].ids)
+                with session.sequence.forward([], rows=[-1]) as branch:
+                    np.testing.assert_allclose(branch.logits[0], logits[-1], atol=2e-4)
 
 
 @settings(max_examples=25, deadline=None)
@@ -436,7 +449,7 @@ def test_ngrams_are_those_counted_by_hand(
     path = tmp_path_factory.mktemp("ngrams") / "own"
     counted = build(texts, path, vocab_size=6, tokenizer="t")
     assert counted == sum(map(len, texts))
-    found = Ngrams.open(path).probabilities(text, np.arange(6))
+    probabilities = Ngrams.open(path).probabilities(text, np.arange(6))
     expected = np.zeros(6)
     for n, weight in WEIGHTS.items():
         context = text[len(text) - n + 1 :]
@@ -445,8 +458,8 @@ def test_ngrams_are_those_counted_by_hand(
         if len(context) == n - 1 and after:
             expected += weight * np.bincount(after, minlength=6) / len(after)
     # Counts are kept within 2.2 %, and so is their sum.
-    np.testing.assert_allclose(found, expected, rtol=0.05)
-    assert found.sum() <= sum(WEIGHTS.values()) + 1e-12
+    np.testing.assert_allclose(probabilities, expected, rtol=0.05)
+    assert probabilities.sum() <= sum(WEIGHTS.values()) + 1e-12
 
 
 def test_a_damaged_file_of_ngrams_is_refused(tmp_path: Path) -> None:

@@ -1,36 +1,49 @@
 """Random calls of the C ABI in random order, with arguments that make sense and that do not.
 
-    python tests/support/abi_fuzz.py LIBRARY SEED STEPS
+    python tests/support/abi_fuzz.py LIBRARY SEED STEPS [THREADS]
 
-Ends without a word, or with a crash or a sanitizer's report. Every buffer is as large as `kvq.h`
-asks for, so whatever the library reads or writes beyond is its own fault.
+Ends without a word, or with a crash, a sanitizer's report or a failed check. Every buffer is as
+large as `kvq.h` asks for, so whatever the library reads or writes beyond is its own fault. Calls on
+caches are here; those of products are in `abi_products`, and `abi_twins` has calls that all make
+sense, whose results are numpy's.
 """
 
 import ctypes
-import random
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
 
+from abi_calls import (
+    CLOSED,
+    NUMBERS,
+    OK,
+    USUALLY_WILD,
+    Draw,
+    Library,
+    declared,
+    open_library,
+)
+from abi_products import Products
+from abi_twins import Hybrids
 from kvq import abi, native
-from kvq.formats import PAGE_VERSION, constant_bytes, grid_bytes
+from kvq.config import FOLD_TOKENS
+from kvq.formats import PAGE_VERSION, constant_bytes
 from pairs import some_feedback
 
 MOST_TOKENS, DIMS, PAIRS = 160, (16, 32, 80), (8, 6, 4, 2)
-NUMBERS = (0, 1, -1, 2, 3, 8, 9, 40, 63, 64, 65, 128, 160, 2**31 - 1, -(2**31))
-WILD = (np.nan, np.inf, -1e30, 70000.0)
-
-
-def load(path: str) -> ctypes.CDLL:
-    library = ctypes.CDLL(path)
-    for name, (result, arguments) in abi.SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    assert library.kvq_abi() == native.ABI
-    return library
+# Of a cache's convolutions: layers, width, taps, checkpoints; of its delta nets all that
+# `kvq_config` has.
+CONVOLUTIONS = ((1, 16, 2, 1), (2, 300, 4, 3), (3, 7, 3, 8))
+DELTA_NETS = ((1, 1, 1, 16, 16, 2, 2), (2, 2, 4, 16, 32, 4, 3), (1, 2, 2, 32, 16, 3, 5))
+# Steps after which every call has been made and has succeeded.
+ENOUGH_STEPS = 5000
+# No machine of the tests has such a device.
+NEVER_SUCCEED = {"kvq_device_open", "kvq_device_best"}
 
 
 class Opened:
@@ -38,100 +51,100 @@ class Opened:
 
     def __init__(self, handle: int, config: Any) -> None:
         self.handle, self.config = handle, config
-        self.position = self.layer = self.rows = 0
+        self.position = self.layer = self.mixed = self.rows = 0
         self.gap = -1  # where the last edit left one
         self.states: list[bytes] = []
-        self.feedback: Any = None
+        self.feedbacks: list[Any] = []  # the library reads them as long as the cache is open
 
 
-class Fuzz:
-    """One run of random calls."""
+class Caches(Draw):
+    """Random calls on up to three caches."""
 
-    def __init__(self, library: ctypes.CDLL, seed: int) -> None:
+    def __init__(self, library: Library, seed: int, caches: list[Opened]) -> None:
+        super().__init__(seed)
         self.call: Any = library
-        self.chance = random.Random(seed)
-        self.numbers = np.random.default_rng(seed)
-        self.caches: list[Opened] = []
-        self.stats = abi.Stats()
-        self.wild = 0.15
+        self.caches = caches  # which other threads may share
+        self.stats = abi.NativeStats()
         self.calls: list[Callable[[Opened], object]] = [
             *[self.forward] * 16, *[self.attend] * 3, self.begin, self.begin, self.commit,
             self.commit, self.rewind, self.trim, self.mark, self.demote, self.entering, self.move,
-            self.look, *[self.edit] * 4,
-            self.save, self.load, self.missing, self.feed_back, self.close,
+            self.inspect, *[self.edit] * 4, *[self.convolve] * 2, *[self.recur] * 2, self.look,
+            self.look, self.read, self.save, self.load, self.missing, self.feed_back, self.close,
+            self.close, self.close,
         ]  # fmt: skip
 
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            if not self.caches or (len(self.caches) < 3 and self.chance.random() < 0.01):
-                self.open()
-                continue
-            self.chance.choice(self.calls)(self.chance.choice(self.caches))
-            self.pack()
-        for cache in self.caches:
-            self.call.kvq_cache_close(cache.handle)
+    def step(self) -> None:
+        caches = [*self.caches]
+        if not caches or (len(caches) < 3 and self.one_in(100)):
+            return self.open()
+        self.choice(self.calls)(self.choice(caches))
 
-    def number(self, usual: int) -> int:
-        """Mostly 0 to `usual`, now and then anything."""
-        if self.chance.random() < self.wild:
-            return self.chance.choice(NUMBERS)
-        return self.chance.randint(0, max(0, usual))
+    def mixers(self) -> tuple[int, ...]:
+        """Of a quarter of all caches convolutions, of another delta nets, seldom both."""
+        conv, delta = self.choice(CONVOLUTIONS), (*self.choice(DELTA_NETS), FOLD_TOKENS)
+        kind = 3 if self.one_in(20) else self.choice((0, 0, 1, 2))
+        return *(conv if kind & 1 else (0,) * 4), *(delta if kind & 2 else (0,) * 8)
 
     def open(self) -> None:
-        heads = self.chance.choice((1, 2))
-        k_bits, v_bits = self.chance.choice([(16, 16)] + [(k, v) for k in PAIRS for v in PAIRS] * 2)
-        sinks, tail, draft = (self.chance.choice(n) for n in ((0, 4, 64), (0, 17, 64), (1, 8, 128)))
-        context = self.chance.choice((50, 300, 2000))
+        heads = self.choice((1, 2))
+        k_bits, v_bits = self.choice([(16, 16)] + [(k, v) for k in PAIRS for v in PAIRS] * 2)
+        sinks, tail, draft = (self.choice(n) for n in ((0, 4, 64), (0, 17, 64), (1, 8, 128)))
+        context = self.choice((50, 300, 2000))
         rows = sinks + tail + 64 + draft if k_bits < 16 else max(context, draft)
-        chunk = max(draft, self.chance.choice((8, 64, MOST_TOKENS)))
-        dim = self.chance.choice(DIMS)
-        values = [2, heads * self.chance.choice((1, 3)), heads, dim, k_bits,
-                  v_bits, sinks, tail, rows, chunk, context, self.chance.choice((1, 4)),
+        chunk = max(draft, self.choice((8, 64, MOST_TOKENS)))
+        dim = self.choice(DIMS)
+        values = [2, heads * self.choice((1, 3)), heads, dim, k_bits,
+                  v_bits, sinks, tail, rows, chunk, context, self.choice((1, 4)),
                   int(self.chance.random() < 0.5 and k_bits < 16), draft,
-                  self.chance.choice((64, max(64, dim))), PAGE_VERSION]  # fmt: skip
+                  self.choice((64, max(64, dim))), PAGE_VERSION,
+                  *self.mixers()]  # fmt: skip
         if self.chance.random() < 0.1:
-            values[self.chance.randrange(len(values))] = self.chance.choice(NUMBERS)
-        config, layout, handle = abi.Config(*values), abi.Layout(), ctypes.c_int64()
+            values[self.chance.randrange(len(values))] = self.choice(NUMBERS)
+        config, layout, handle = abi.NativeConfig(*values), abi.NativeLayout(), ctypes.c_int64()
         columns = -(-max(0, context - sinks - tail) // 64) if k_bits < 16 else 0
         columns = min(columns, 2) if self.chance.random() < 0.5 else self.number(columns)
+        regions = (ctypes.c_int64 * len(abi.Regions._fields))()
+        pool_bytes = self.number(1 << 20)
+        self.call.kvq_regions_of(ctypes.byref(config), columns, pool_bytes, regions)
         self.call.kvq_layout_of(ctypes.byref(config), 1 << 40, columns, ctypes.byref(layout))
-        budget = layout.minimum_bytes + self.chance.choice((0, 5000, 100_000, 1 << 20, 1 << 20, -1))
+        budget = layout.minimum_bytes + self.choice((0, 5000, 100_000, 1 << 20, 1 << 20, -1))
         if budget > 64 << 20:
             return
         most = 255 if self.chance.random() < 0.1 else 3
         # As many as the configuration says, which may be any number now.
         streams = max(0, min(values[0] * values[2], 1 << 16))
         forms = np.array([self.chance.randint(0, most) for _ in range(streams)], np.uint8)
-        given = native.pointer(forms) if self.chance.random() < 0.9 else None
+        forms_pointer = native.pointer(forms) if self.chance.random() < 0.9 else None
         device = 1 if self.chance.random() < 0.1 else 0  # of which there are none
         resident = self.number(4) if self.chance.random() < 0.1 else 0
-        asked = ctypes.byref(config), budget, columns, given, device, resident
+        arguments = ctypes.byref(config), budget, columns, forms_pointer, device, resident
         # A file as long as it is said to be, or shorter, or none.
         file_bytes = self.number(1 << 20) if self.chance.random() < 0.2 else 0
         with tempfile.TemporaryFile() as stream:
-            stream.truncate(max(0, min(file_bytes, self.chance.choice((4096, 1 << 20)))))
+            stream.truncate(max(0, min(file_bytes, self.choice((4096, 1 << 20)))))
             file = stream.fileno() if self.chance.random() < 0.9 else -1
-            if not self.call.kvq_cache_open(*asked, file, file_bytes, ctypes.byref(handle)):
+            if not self.call.kvq_cache_open(*arguments, file, file_bytes, ctypes.byref(handle)):
                 assert device == resident == 0
+                assert not (config.conv_layers and config.delta_layers)
                 self.caches.append(Opened(handle.value, config))
 
     def close(self, cache: Opened) -> None:
         if self.chance.random() < 0.3:
             self.call.kvq_cache_close(cache.handle)
-            self.call.kvq_cache_close(cache.handle)
+            assert self.call.kvq_cache_close(cache.handle) == CLOSED
             if self.chance.random() < 0.9:  # otherwise a handle of nothing stays in use
-                self.caches.remove(cache)
+                with suppress(ValueError):  # another thread removed it
+                    self.caches.remove(cache)
 
     def feed_back(self, cache: Opened) -> None:
         """Numbers, now and then none at all; whoever gives them keeps them."""
         shape = (cache.config.layers, cache.config.kv_heads, cache.config.head_dim)
-        given = some_feedback(self.numbers, *shape) if self.chance.random() < 0.8 else None
-        pointed = None if given is None else native.pointer(given)
-        if not self.call.kvq_cache_feed_back(cache.handle, pointed):
-            cache.feedback = given
+        feedback = some_feedback(self.numbers, *shape)
+        cache.feedbacks.append(feedback)
+        self.call.kvq_cache_feed_back(cache.handle, self.optional(feedback, 0.8))
 
     def begin(self, cache: Opened) -> None:
-        tokens = self.number(self.chance.choice((1, 8, cache.config.chunk_tokens)) - 1)
+        tokens = self.number(self.choice((1, 8, cache.config.chunk_tokens)) - 1)
         tokens += tokens < 2**31 - 1
         parents = None
         if self.chance.random() < (0.4 if tokens < 9 else 0.05):
@@ -146,50 +159,108 @@ class Fuzz:
             layers = min(max(cache.config.layers, 1), 4096)
             silent = (ctypes.c_uint8 * layers)(*(self.number(1) & 1 for _ in range(layers)))
         if self.call.kvq_cache_begin(cache.handle, tokens, parents, view, at, silent) == 0:
-            cache.rows, cache.layer = tokens, 0
+            cache.rows, cache.layer, cache.mixed = tokens, 0, 0
+
+    def rows_of_pass(self, cache: Opened) -> tuple[int, int]:
+        """How many rows a layer is said to see, and how many there are."""
+        tokens = self.number(MOST_TOKENS) if self.goes_wild() else cache.rows
+        return tokens, min(max(tokens, 1), 4096)
+
+    def attention(self, cache: Opened, layer: int) -> abi.NativeAttention:
+        c = cache.config
+        shape = [c.heads, c.kv_heads, c.head_dim]
+        if self.goes_wild(2):
+            shape[self.chance.randrange(3)] = self.number(64)
+        pairs = self.number(200) if self.goes_wild() else self.choice((0, 4, 8))
+        window, softcap = self.choice((0, 1, 100, -5, 2**31 - 1)), self.choice((0, 5))
+        layer = self.number(2) if self.goes_wild() else layer
+        return abi.NativeAttention(layer, *shape, 0.2, softcap, 1.0, 1e-6, window, pairs)
 
     def attend(self, cache: Opened) -> None:
         c = cache.config
-        tokens = cache.rows if self.chance.random() > self.wild else self.number(MOST_TOKENS)
-        count = min(max(tokens, 1), 4096)
-        layer = cache.layer if self.chance.random() > self.wild else self.number(2)
-        shape = [c.heads, c.kv_heads, c.head_dim]
-        if self.chance.random() < self.wild / 2:
-            shape[self.chance.randrange(3)] = self.number(64)
-        pairs = (
-            self.chance.choice((0, 4, 8)) if self.chance.random() > self.wild else self.number(200)
-        )
-        window, softcap = self.chance.choice((0, 1, 100, -5, 2**31 - 1)), self.chance.choice((0, 5))
-        facts = abi.Attention(layer, *shape, 0.2, softcap, 1.0, 1e-6, window, pairs)
-        width = max(1, (c.heads + 2 * c.kv_heads) * c.head_dim)
-        qkv = self.numbers.standard_normal((count, width)).astype(np.float32)
-        if self.chance.random() < self.wild / 4:
-            qkv[self.chance.randrange(count), self.chance.randrange(width)] = self.chance.choice(
-                WILD
-            )
+        tokens, count = self.rows_of_pass(cache)
+        facts = self.attention(cache, cache.layer)
+        qkv = self.floats(count, max(1, (c.heads + 2 * c.kv_heads) * c.head_dim))
         at = cache.position + np.arange(count, dtype=np.int64)
-        if self.chance.random() < self.wild / 2:
-            at[self.chance.randrange(count)] = self.chance.choice((*NUMBERS, 2**62, -(2**63)))
+        if self.goes_wild(2):
+            at[self.chance.randrange(count)] = self.choice((*NUMBERS, 2**62, -(2**63)))
         out = np.empty((count, max(1, c.heads * c.head_dim)), np.float32)
         freq, norm = np.ones(256, np.float32), np.ones(256, np.float32)
-        norms = [native.pointer(norm) if self.chance.random() < 0.3 else None for _ in range(3)]
+        norms = [self.optional(norm, 0.3) for _ in range(3)]
         status = self.call.kvq_cache_attend(
             cache.handle, ctypes.byref(facts), tokens, native.pointer(qkv),
             native.pointer(at), native.pointer(freq), *norms, native.pointer(out),
         )  # fmt: skip
-        cache.layer += status == 0
+        cache.layer += status == OK
+
+    def look(self, cache: Opened) -> None:
+        """Queries of some rows of the pass, in any order."""
+        c = cache.config
+        queries = self.choice(NUMBERS) if self.goes_wild() else self.number(max(0, cache.rows))
+        count = min(max(queries, 1), 4096)
+        rows = self.numbers.integers(0, max(1, cache.rows), count)
+        if self.goes_wild():
+            rows[self.chance.randrange(count)] = self.choice((*NUMBERS, 2**62, -(2**63)))
+        facts = self.attention(cache, c.layers - 1)
+        q = self.floats(count, max(1, c.heads * c.head_dim))
+        freq = np.ones(256, np.float32)
+        self.call.kvq_cache_look(
+            cache.handle, ctypes.byref(facts), queries, native.pointer(rows), native.pointer(q),
+            native.pointer(freq), self.optional(freq, 0.3), native.pointer(np.empty_like(q)),
+        )  # fmt: skip
+
+    def convolve(self, cache: Opened) -> None:
+        c = cache.config
+        tokens, count = self.rows_of_pass(cache)
+        layer = self.number(3) if self.goes_wild() else cache.mixed
+        bcx = self.floats(count, max(1, 3 * c.conv_width))
+        weight = self.floats(max(1, c.conv_width), max(1, c.conv_taps))
+        out = np.empty((count, max(1, c.conv_width)), np.float32)
+        pointers = map(native.pointer, (bcx, weight, out))
+        status = self.call.kvq_cache_convolve(cache.handle, layer, tokens, *pointers)
+        cache.mixed += status == OK
+
+    def recur(self, cache: Opened) -> None:
+        c = cache.config
+        tokens, count = self.rows_of_pass(cache)
+        layer = self.number(3) if self.goes_wild() else cache.mixed - c.conv_layers
+        heads, values = max(1, c.delta_value_heads), c.delta_value_heads * c.delta_value_dim
+        convolved = 2 * c.delta_key_heads * c.delta_key_dim + values
+        arrays = (
+            self.floats(count, max(1, convolved + values)), self.floats(count, 2 * heads),
+            self.floats(max(1, convolved), max(1, c.delta_taps)), self.floats(heads),
+            self.floats(heads), self.floats(max(1, c.delta_value_dim)),
+        )  # fmt: skip
+        out = native.pointer(np.empty((count, max(1, values)), np.float32))
+        pointers = map(native.pointer, arrays)
+        status = self.call.kvq_cache_recur(cache.handle, layer, tokens, *pointers, 1e-6, out)
+        cache.mixed += status == OK
+
+    def read(self, cache: Opened) -> None:
+        """By any rule, of which some are none."""
+        share, spread = self.choice((1.0, 0.25, 0.01)), self.choice((1.0, 0.0, 0.5))
+        numbers: list[Any] = [share, spread, self.choice((0.0, 4.0)), self.number(16)]
+        if self.goes_wild():
+            numbers[self.chance.randrange(3)] = self.choice((np.nan, np.inf, -1.0, 0.0, 1e30))
+        self.call.kvq_cache_read(cache.handle, ctypes.byref(abi.NativeRead(*numbers)))
 
     def forward(self, cache: Opened) -> None:
         """What a well-behaved caller does, most of the time to its end."""
-        self.wild = 0.005
+        self.wild, c = 0.005, cache.config
         self.begin(cache)
-        for _ in range(2):
-            self.attend(cache)
-        self.wild = 0.15
-        if self.chance.random() < 0.8:
+        for layer in (self.attend, self.attend):
+            layer(cache)
+        for layer in [self.convolve] * min(c.conv_layers, 8) + [self.recur] * min(
+            c.delta_layers, 8
+        ):
+            layer(cache)
+        if self.one_in(4):
+            self.look(cache)
+        self.wild = USUALLY_WILD
+        if not self.one_in(5):
             status = self.call.kvq_cache_commit(cache.handle, None, cache.rows, None)
-            cache.position += cache.rows if status == 0 else 0
-        if self.chance.random() < 0.7:
+            cache.position += cache.rows if status == OK else 0
+        if not self.one_in(3):
             self.call.kvq_cache_rewind(cache.handle, 0, None)
 
     def commit(self, cache: Opened) -> None:
@@ -218,7 +289,7 @@ class Fuzz:
     def edit(self, cache: Opened) -> None:
         self.call.kvq_cache_stats(cache.handle, self.stats)
         start = self.number(self.stats.tokens)
-        stop = start + self.number(9) if self.chance.random() > self.wild else self.number(300)
+        stop = start + self.number(9) if not self.goes_wild() else self.number(300)
         stop = min(stop, 2**31 - 1)
         count = self.number(9)
         status = self.call.kvq_cache_edit(cache.handle, start, stop, count, self.stats)
@@ -227,11 +298,11 @@ class Fuzz:
 
     def demote(self, cache: Opened) -> None:
         self.call.kvq_cache_stats(cache.handle, self.stats)
-        count = self.chance.randint(0, 12)
+        count = self.choice((0, 1, 1, 1, 2, 12))
         actions = np.array(
             [
                 (self.number(1), self.number(1), self.number(self.stats.columns - 1),
-                 *self.chance.choice([(0, 0), (2, 2), (4, 2), (8, 6), (6, 4), (0, 2), (5, 5)]))
+                 *self.choice([(0, 0), (2, 2), (4, 2), (8, 6), (6, 4), (0, 2), (5, 5)]))
                 for _ in range(count)
             ],
             np.int32,
@@ -241,15 +312,17 @@ class Fuzz:
     def entering(self, cache: Opened) -> None:
         widths = np.zeros(max(1, 2 * cache.config.layers * cache.config.kv_heads), np.uint8)
         self.call.kvq_cache_entering(cache.handle, native.pointer(widths))
-        widths[self.chance.randrange(len(widths))] = self.chance.choice((0, 2, 4, 8, 255))
+        widths[self.chance.randrange(len(widths))] = self.choice((0, 2, 4, 8, 255))
         self.call.kvq_cache_demote_entering(cache.handle, native.pointer(widths))
 
     def move(self, cache: Opened) -> None:
-        self.call.kvq_cache_shift_sinks(cache.handle, self.chance.choice(NUMBERS))
-        self.call.kvq_cache_shift(cache.handle, self.number(8), self.chance.choice(NUMBERS))
-        self.call.kvq_cache_mask(cache.handle, self.number(8), self.numbers.integers(2**63))
+        self.call.kvq_cache_stats(cache.handle, self.stats)
+        last = self.stats.columns - 1
+        self.call.kvq_cache_shift_sinks(cache.handle, self.choice(NUMBERS))
+        self.call.kvq_cache_shift(cache.handle, self.number(last), self.choice(NUMBERS))
+        self.call.kvq_cache_mask(cache.handle, self.number(last), self.numbers.integers(2**63))
 
-    def look(self, cache: Opened) -> None:
+    def inspect(self, cache: Opened) -> None:
         c = cache.config
         self.call.kvq_cache_stats(cache.handle, self.stats)
         columns, rows = (
@@ -293,7 +366,7 @@ class Fuzz:
         count = self.call.kvq_cache_state_bytes(cache.handle)
         if count < 0:
             return
-        count += self.chance.choice((0, 0, 0, 1))
+        count += self.choice((0, 0, 0, 1))
         out = np.zeros(max(1, count), np.uint8)
         if self.call.kvq_cache_save(cache.handle, native.pointer(out), count) == 0:
             cache.states = [*cache.states[-3:], out.tobytes()]
@@ -302,25 +375,41 @@ class Fuzz:
         states = [state for other in self.caches for state in other.states]
         if not states:
             return
-        state = bytearray(self.chance.choice(states))
-        for _ in range(self.chance.choice((0, 0, 1, 2, 9))):
-            place = self.chance.randrange(min(len(state), self.chance.choice((200, 600, 10**9))))
-            state[place] = self.chance.choice((0, 1, 127, 128, 255, self.chance.randrange(256)))
+        state = bytearray(self.choice(states))
+        for _ in range(self.choice((0, 0, 1, 2, 9))):
+            place = self.chance.randrange(min(len(state), self.choice((200, 600, 10**9))))
+            state[place] = self.choice((0, 1, 127, 128, 255, self.chance.randrange(256)))
         if self.chance.random() < 0.1:
             del state[self.chance.randrange(len(state)) :]
         self.call.kvq_cache_load(cache.handle, bytes(state), len(state), self.stats)
 
-    def pack(self) -> None:
-        dim = self.chance.choice((*DIMS, 256, 7))
-        x = self.numbers.standard_normal((64, dim)).astype(np.float32)
-        planes, grid = np.zeros(64 * dim, np.uint8), np.zeros(grid_bytes(max(64, dim)), np.uint8)
-        self.call.kvq_pack(
-            self.chance.randint(0, 1), self.chance.randint(0, 1), native.pointer(x), dim,
-            self.number(8), None,
-            native.pointer(planes), native.pointer(grid),
-        )  # fmt: skip
+
+def run(library: Library, seed: int, steps: int, shared: list[Opened], *, alone: bool) -> None:
+    """So many steps of all three kinds of calls; `alone`: no other thread makes any."""
+    caches, products = Caches(library, seed, shared), Products(library, seed, selects=alone)
+    with closing(Hybrids(seed)) as hybrids, np.errstate(all="ignore"):
+        for _ in range(steps):
+            kind = caches.chance.random()
+            turn = hybrids if kind < 0.02 else products if kind < 0.3 else caches
+            turn.step()
+    products.close_all()
+
+
+def main(path: str, seed: int, steps: int, threads: int = 1) -> None:
+    """Every thread takes so many steps, on caches that all of them share."""
+    library, shared = open_library(path), list[Opened]()
+    with ThreadPoolExecutor(threads) as pool:
+        runs = [
+            pool.submit(run, library, seed + i, steps, shared, alone=threads == 1)
+            for i in range(threads)
+        ]
+    for finished in runs:
+        finished.result()
+    for cache in shared:
+        library.kvq_cache_close(cache.handle)
+    missed = declared() - {name for name, count in library.done.items() if count} - NEVER_SUCCEED
+    assert threads > 1 or steps < ENOUGH_STEPS or not missed, f"never succeeded: {missed}"
 
 
 if __name__ == "__main__":
-    path, seed, steps = sys.argv[1:]
-    Fuzz(load(path), int(seed)).run(int(steps))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

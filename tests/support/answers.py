@@ -7,11 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Cache
+from kvq.class_cache import ClassCache
+from kvq_runtime.answer.drafter import Drafter
+from kvq_runtime.answer.generation import Vocabulary
 from kvq_runtime.config import Sampling, SessionRequest
-from kvq_runtime.drafter import Drafter
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import Vocabulary
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 
 GREEDY = Sampling(temperature=0)
 # Exceeded once in a thousand times by chi-square of so many degrees of freedom.
@@ -32,18 +33,24 @@ def session(engine: Engine, drafter: Drafter | None, **request: Any) -> Session[
 def answered(opened: Session[Any], prompt: Sequence[int], count: int, **settings: Any) -> list[Any]:
     opened.align(prompt)
     opened.prefill()
-    asked: dict[str, Any] = {"sampling": GREEDY} | settings
-    return list(opened.generate(count, **asked))
+    options: dict[str, Any] = {"sampling": GREEDY} | settings
+    return list(opened.generate(count, **options))
 
 
-def same_cache(one: Cache, other: Cache) -> None:
+def same_cache(actual: Cache, expected: Cache) -> None:
+    """Compares the caches of two sequences, class by class."""
+    for first, second in zip(actual.parts, expected.parts, strict=True):
+        same_class_cache(first, second)
+
+
+def same_class_cache(first: ClassCache, second: ClassCache) -> None:
     """Equal byte for byte; with probes, whose spare slots a draft may have used, all they tell."""
-    for mine, theirs in zip(one.columns(), other.columns(), strict=True):
+    for mine, theirs in zip(first.columns(), second.columns(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    if not one.arena.probes:
-        assert one.state() == other.state()
+    if not first.arena.probes:
+        assert first.state() == second.state()
         return
-    seen = [cache.evidence().attention for cache in (one, other)]
+    seen = [cache.evidence().attention for cache in (first, second)]
     for name in ("mass", "mean_mass", "peak_weight", "key_error", "query_square", "output_square"):
         np.testing.assert_array_equal(*(getattr(attention, name) for attention in seen))
 

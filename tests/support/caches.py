@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from kvq.cache import Cache
+from kvq.class_cache import ClassCache
 from kvq.config import Budget, CacheShape, KvPlan
 from kvq.geometry import DELTA_PLACES, Geometry
-from kvq.sizing import CacheSpec
+from kvq.sizing import ClassSpec
+from numpy_cache import storage_named
 
 
 def open_cache(
@@ -18,11 +19,13 @@ def open_cache(
     feedback: Any = None,
     retrieval: Any = None,
     **options: Any,
-) -> Cache:
+) -> ClassCache:
     """An empty cache of so many bytes."""
-    asked = spec(shape, plan, context_tokens, budget=Budget(num_bytes=budget_bytes), **options)
+    cache_spec = spec(shape, plan, context_tokens, budget=Budget(num_bytes=budget_bytes), **options)
     engine = "native" if native else "numpy"
-    return Cache(asked.resolved(), feedback=feedback, retrieval=retrieval, engine=engine)
+    return ClassCache(
+        cache_spec.resolved(), feedback=feedback, retrieval=retrieval, storage=storage_named(engine)
+    )
 
 
 def minimum_budget(shape: CacheShape, plan: KvPlan, context_tokens: int, **options: Any) -> int:
@@ -60,9 +63,9 @@ def spec(
     policy: str = "oldest",
     windows: Any = (),
     **options: Any,
-) -> CacheSpec:
+) -> ClassSpec:
     """What is asked of a cache."""
-    return CacheSpec(
+    return ClassSpec(
         shape=shape,
         plan=plan,
         context_tokens=context_tokens,

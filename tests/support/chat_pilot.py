@@ -11,14 +11,14 @@ from typing import Any
 from rich.style import Style
 from textual.pilot import Pilot
 
-from kvq_apps.chat.app import ChatApp
+from fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat.chat_app import ChatApp
+from kvq_apps.chat.chat_settings import ChatSettings
 from kvq_apps.chat.client import ChatClient, Turn
 from kvq_apps.chat.history import History
 from kvq_apps.chat.markdown import STYLES
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.screens import HelpScreen
-from kvq_apps.chat.settings import ChatSettings
-from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 LONG_S = 120.0
 PALETTE = {name: Style(color=f"color({100 + index})") for index, name in enumerate(STYLES)}
@@ -65,16 +65,21 @@ async def until(pilot: Pilot[Any], condition: Callable[[], object]) -> None:
     await pilot.pause()
 
 
-async def say(app: ChatApp, pilot: Pilot[Any], text: str) -> None:
-    """Sends a message or a command and waits until nothing is being done."""
+async def send(app: ChatApp, pilot: Pilot[Any], text: str) -> None:
+    """Sends a message or a command."""
     app.prompt.fill(text)
     await pilot.press("enter")
+
+
+async def say(app: ChatApp, pilot: Pilot[Any], text: str) -> None:
+    """Sends a message or a command and waits until nothing is being done."""
+    await send(app, pilot, text)
     await until(pilot, lambda: app.controller.idle)
 
 
 def shown(app: ChatApp) -> str:
     """The whole conversation as it is drawn."""
-    return "\n".join(app.transcript.lines)
+    return "\n".join(app.transcript.lines_since(0.0))
 
 
 def meter(app: ChatApp) -> str:
@@ -115,7 +120,7 @@ def saved(folder: Path) -> list[Message]:
     return messages
 
 
-def asked(client: FakeClient, turn: int = -1) -> list[tuple[str, str]]:
+def sent_messages(client: FakeClient, turn: int = -1) -> list[tuple[str, str]]:
     return [(message.role, message.text) for message in client.turns[turn].messages]
 
 

@@ -32,8 +32,10 @@ def head_shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]
     (hidden,) = tensors["model.norm.weight"].shape
     layer = next(name for name in tensors if name.endswith("self_attn.q_proj.weight"))
     below = layer.removesuffix("self_attn.q_proj.weight")
-    own = {name.removeprefix(below): tensors[name].shape for name in tensors if below in name}
-    shapes = {f"{HEAD}layers.0.{name}": shape for name, shape in own.items()}
+    shapes_of_layer = {
+        name.removeprefix(below): tensors[name].shape for name in tensors if below in name
+    }
+    shapes = {f"{HEAD}layers.0.{name}": shape for name, shape in shapes_of_layer.items()}
     shapes[f"{HEAD}fc.weight"] = (hidden, 2 * hidden)
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         shapes[f"{HEAD}{name}.weight"] = (hidden,)
@@ -42,20 +44,25 @@ def head_shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]
 
 def stacked(tensors: Mapping[str, np.ndarray], below: str = "") -> dict[str, np.ndarray]:
     """The tensors, matrices of experts whose names begin with `below` in two of all of a layer."""
-    found: dict[str, np.ndarray] = {}
+    merged: dict[str, np.ndarray] = {}
     experts: dict[str, dict[tuple[str, int], np.ndarray]] = {}
     for name, tensor in tensors.items():
-        one = _OF_EXPERT.fullmatch(name) if name.startswith(below) else None
-        if one is None:
-            found[name] = tensor
+        match = _OF_EXPERT.fullmatch(name) if name.startswith(below) else None
+        if match is None:
+            merged[name] = tensor
         else:
-            experts.setdefault(one[1], {})[one[3], int(one[2])] = tensor
-    for name, own in experts.items():
-        count = len(own) // 3
-        both = [np.concatenate([own["gate", one], own["up", one]]) for one in range(count)]
-        found[f"{name}.gate_up_proj"] = np.stack(both)
-        found[f"{name}.down_proj"] = np.stack([own["down", one] for one in range(count)])
-    return found
+            experts.setdefault(match[1], {})[match[3], int(match[2])] = tensor
+    for name, matrices in experts.items():
+        count = len(matrices) // 3
+        both = [
+            np.concatenate([matrices["gate", expert], matrices["up", expert]])
+            for expert in range(count)
+        ]
+        merged[f"{name}.gate_up_proj"] = np.stack(both)
+        merged[f"{name}.down_proj"] = np.stack(
+            [matrices["down", expert] for expert in range(count)]
+        )
+    return merged
 
 
 def make_drafting(

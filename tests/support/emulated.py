@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq import cache_engine, devices
+from kvq import device_cache, devices
 from kvq.device_cache import DeviceCache
 from shelf import Shelf
 
@@ -49,5 +49,5 @@ def emulated_library(shelf: Shelf) -> Path:
     contents = b"".join(path.read_bytes() for path in sorted(headers))
     path = shelf.once("libkvq_cuda_emulated.so", contents, build)
     devices.LIBRARIES["emulated"] = str(path)
-    cache_engine.ENGINES["emulated"] = "emulated:EmulatedCache"
+    device_cache.STORAGES["emulated"] = EmulatedCache
     return path

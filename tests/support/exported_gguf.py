@@ -9,11 +9,11 @@ from typing import Any
 import gguf
 import pytest
 
-from kvq_export import gguf_llama
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.manifest import GGUF_FILE
+from kvq_export.gguf import gguf_llama
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import GGUF_FILE
 
 # Nats that a file of a type may be off by: llama.cpp rounds activations to the type of the weights
 # and keeps keys and values in float16; random weights are the worst case of either.
@@ -26,9 +26,9 @@ needs_llama = pytest.mark.skipif(
 
 def export(source: Path, kind: str, **options: Any) -> Bundle:
     """The bundle of `source` beside it, its matrices of type `kind`."""
-    wanted = {"format": "gguf", "gguf_type": kind, "quality": False, "threads": 1, "force": True}
+    defaults = {"format": "gguf", "gguf_type": kind, "quality": False, "threads": 1, "force": True}
     destination = source.with_name(f"{source.name}-{kind}")
-    return export_model(source, destination, ExportOptions(**(wanted | options)))
+    return export_model(source, destination, ExportOptions(**(defaults | options)))
 
 
 def tensors(bundle: Bundle) -> Sequence[Any]:

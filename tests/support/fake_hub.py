@@ -1,10 +1,10 @@
-"""A hub on this machine: what huggingface_hub asks for, and every way a download goes wrong."""
+"""A hub on this machine: what a download asks for, and every way in which a hub can lie."""
 
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,13 +19,17 @@ class FakeHub:
     """One repository.
 
     After `stall_after` bytes of a weight file nothing more comes, until it is `released`: then the
-    connection ends, and the next one goes on.
+    connection ends, and the next one goes on. A hub that lies adds `headers` to the answers about
+    files, changes the `listing`, and answers some requests itself: `raw` says whether it did.
     """
 
     repository: str
     files: dict[str, bytes]
     told_sha256: dict[str, str] = field(default_factory=dict)
     stall_after: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    listing: Callable[[dict[str, Any]], object] = lambda listing: listing
+    raw: Callable[[BaseHTTPRequestHandler], bool] = lambda _: False
     ranges: list[str] = field(default_factory=list)
     stalled: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
@@ -68,10 +72,13 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             self._answer(with_body=True)
 
         def _answer(self, *, with_body: bool) -> None:
+            if hub.raw(self):
+                return
             path = self.path.partition("?")[0]
             name = path.partition(f"/{hub.repository}/resolve/")[2].partition("/")[2]
             if path.startswith(f"/api/models/{hub.repository}"):
-                self._send(json.dumps(hub.info()).encode(), {}, with_body=with_body)
+                listing = json.dumps(hub.listing(hub.info())).encode()
+                self._send(listing, {}, with_body=with_body)
             elif name in hub.files:
                 self._file(name, with_body=with_body)
             else:
@@ -83,11 +90,11 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
 
         def _file(self, name: str, *, with_body: bool) -> None:
             content, start = hub.files[name], 0
-            asked = re.fullmatch(r"bytes=(\d+)-.*", self.headers.get("Range", ""))
-            if asked:
-                start = int(asked[1])
+            byte_range = re.fullmatch(r"bytes=(\d+)-.*", self.headers.get("Range", ""))
+            if byte_range:
+                start = int(byte_range[1])
                 hub.ranges.append(f"{name} from {start}")
-            headers = {"ETag": f'"{hub.etag(name)}"', "X-Repo-Commit": COMMIT}
+            headers = {"ETag": f'"{hub.etag(name)}"', "X-Repo-Commit": COMMIT} | hub.headers
             if start:
                 headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             self._send(

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvq_apps.completion.document import Document
-from kvq_apps.completion.drafts import Completion, Suggestion
-from kvq_apps.lsp.server import LanguageServer
+from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.suggestions import Completion, Suggestion
+from kvq_apps.lsp.language_server import LanguageServer
 
 KNOWN = (
     "greet(name, loudly=True)",
@@ -30,11 +30,11 @@ class KnownLines:
     """Completes the lines above."""
 
     def complete(
-        self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
+        self, document: TextDocument, place: tuple[int, int], *, cancel: Callable[[], bool]
     ) -> Completion:
         line, column = place
-        own = document.line(line)
-        before, after = own[:column], own[column:]
+        row = document.line(line)
+        before, after = row[:column], row[column:]
         _append({"before": before, "after": after, "pid": os.getpid()})
         drafts = tuple(Suggestion(text=text, logprob=-1.0) for text in _goes_on(before, after))
         return Completion(
@@ -50,12 +50,12 @@ class KnownLines:
 
 
 def _goes_on(before: str, after: str) -> list[str]:
-    found = []
+    endings = []
     for known in KNOWN:
         sizes = [size for size in range(2, len(known)) if before.endswith(known[:size])]
         if sizes:
-            found.append(known[max(sizes) :].removesuffix(after))
-    return found
+            endings.append(known[max(sizes) :].removesuffix(after))
+    return endings
 
 
 def _append(call: dict[str, str | int]) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from environment import environment_in
-from kvq_apps.completion.document import Document
-from kvq_apps.completion.drafts import Completion, Suggestion
+from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.suggestions import Completion, Suggestion
 from kvq_apps.lsp.connection import RpcError, read_frames
-from kvq_apps.lsp.server import Completer, LanguageServer
+from kvq_apps.lsp.language_server import Completer, LanguageServer
 
 URI = "file:///a.py"
 PATIENCE_S = 120.0
@@ -31,7 +31,7 @@ class GatedCompleter:
         self.fails = False
 
     def complete(
-        self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
+        self, document: TextDocument, place: tuple[int, int], *, cancel: Callable[[], bool]
     ) -> Completion:
         self.calls.append((document.text, place))
         self.begun.release()
@@ -46,7 +46,7 @@ class GatedCompleter:
 
     def read(
         self,
-        document: Document,
+        document: TextDocument,
         place: tuple[int, int],
         *,
         cancel: Callable[[], bool],
@@ -98,9 +98,9 @@ class Client:
         assert answer["id"] == self._number
         return answer
 
-    def start(self, text: str | None, **asked: Any) -> None:
-        """Initializes, with `asked` besides, and opens a document of `text`."""
-        self.ask("initialize", {"capabilities": {}} | asked)
+    def start(self, text: str | None, **options: Any) -> None:
+        """Initializes, with `options` besides, and opens a document of `text`."""
+        self.ask("initialize", {"capabilities": {}} | options)
         self.send("initialized", {})
         if text is not None:
             self.open(text)
@@ -135,8 +135,8 @@ class Client:
 
     def command(self, name: str, *arguments: Any) -> Any:
         """What a command of the server answers."""
-        asked = {"command": f"kvq.{name}", "arguments": list(arguments)}
-        return self.ask("workspace/executeCommand", asked)["result"]
+        request = {"command": f"kvq.{name}", "arguments": list(arguments)}
+        return self.ask("workspace/executeCommand", request)["result"]
 
     def why_not(self, uri: str = URI) -> str:
         """Why the last completion of a document was none."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvq_runtime.config import Sampling
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -23,12 +23,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return wide - np.logaddexp.reduce(wide, axis=-1, keepdims=True)
 
 
-def far(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Root mean square of the difference over that of the logits `wanted`."""
-    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
+def far(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference over that of the logits `expected`."""
+    return float(np.sqrt(np.square(actual - expected).mean() / np.square(expected).mean()))
 
 
-def divergence(wanted: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL divergence in nats of logits `found` [T, V] from `wanted`."""
-    expected, actual = log_softmax(wanted), log_softmax(found)
+def divergence(expected_logits: np.ndarray, actual_logits: np.ndarray) -> float:
+    """Mean KL divergence in nats of logits `actual_logits` [T, V] from `expected_logits`."""
+    expected, actual = log_softmax(expected_logits), log_softmax(actual_logits)
     return float((np.exp(expected) * (expected - actual)).sum(1).mean())

@@ -1,10 +1,21 @@
 """Stored matrices and rows of activations, for the tests of products."""
 
+from itertools import product
+
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq import reference_linear as reference
-from kvq.reference_linear import WIDTHS, BlockFormat, Blocks, Bytes, Float, Grid, PanelFormat
+from kvq.reference import linear as reference
+from kvq.reference.linear import (
+    BLOCKS,
+    WIDTHS,
+    BlockFormat,
+    Blocks,
+    Bytes,
+    Float,
+    Grid,
+    PanelFormat,
+)
 
 
 def matrix(form: PanelFormat, seed: int = 0) -> tuple[Blocks, Bytes]:
@@ -18,23 +29,35 @@ def matrix(form: PanelFormat, seed: int = 0) -> tuple[Blocks, Bytes]:
         # What is far smaller decides ties of a fused addition, which the reference does not see.
         exponents[::5, -1] = 110
         return Blocks(codes, exponents), reference.pack(form, Blocks(codes, exponents))
-    scales = random.standard_normal((form.rows, form.blocks)).astype(np.float16)
+    scales = random.standard_normal((form.rows, form.supers)).astype(np.float16)
     scales[::7, 0], scales[::5, -1] = 0, np.float16(3e-6)
     blocks = Blocks(codes, scales, _offsets(form, random))
+    if form.grid.has_supers:
+        size = (form.rows, form.blocks)
+        low, high, kind = (0, 64, np.uint8) if form.block == 32 else (-128, 128, np.int8)
+        numbers = [random.integers(low, high, size).astype(kind) for _ in range(2)]
+        blocks = Blocks(*blocks[:3], *numbers[: 2 if form.grid.has_minimum else 1])
     return blocks, reference.pack(form, blocks)
 
 
-# Every width and grid that a matrix can have.
+# Every format that a matrix can have, and those of blocks of 64 where there are such.
+FORMATS = [
+    form
+    for bits, block, grid in product(WIDTHS, (16, *BLOCKS), Grid)
+    if (form := BlockFormat(bits=bits, block=block, grid=grid)).possible
+]
 KINDS = [
-    (bits, grid) for bits in WIDTHS for grid in Grid if BlockFormat(bits=bits, grid=grid).possible
+    form
+    for form in FORMATS
+    if form.block == (32 if form.grid is Grid.E2M1 else 64) or form.grid.has_supers
 ]
 
 
 def _offsets(form: PanelFormat, random: np.random.Generator) -> NDArray[np.generic] | None:
-    size = (form.rows, form.blocks)
+    size = (form.rows, form.supers)
     if form.grid is Grid.ZERO_POINT:
         return random.integers(0, 256, size).astype(np.uint8)
-    if form.grid is Grid.MINIMUM:
+    if form.grid.has_minimum:
         return (random.standard_normal(size) * (1 << form.bits)).astype(np.float16)
     return None
 
@@ -50,6 +73,6 @@ def activations(rows: int, columns: int, seed: int = 1) -> Float:
     return x
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Squared, and of the whole."""
-    return float(np.square(found - expected).sum() / np.square(expected).sum())
+    return float(np.square(actual - expected).sum() / np.square(expected).sum())

@@ -7,10 +7,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import pytest
 
-from kvq.cache import Cache
+from kvq.class_cache import ClassCache
 from kvq.config import AttentionParams, CacheShape
 from kvq.errors import CacheError
-from kvq.sizing import Arena
+from kvq.sizing import ClassArena
+from numpy_cache import storage_named
 
 ENGINES = ("native", "numpy")
 SHAPE = CacheShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
@@ -34,7 +35,7 @@ class Twins(ABC, Generic[R]):
     that was kept must have given.
     """
 
-    def __init__(self, arena: Arena, seed: int = 0) -> None:
+    def __init__(self, arena: ClassArena, seed: int = 0) -> None:
         self.arena = arena
         self.draw = np.random.default_rng(seed)
         self.text: list[R] = []
@@ -42,7 +43,9 @@ class Twins(ABC, Generic[R]):
         self.open()
 
     def open(self) -> None:
-        self.caches = tuple(Cache(self.arena, engine=engine) for engine in ENGINES)
+        self.caches = tuple(
+            ClassCache(self.arena, storage=storage_named(engine)) for engine in ENGINES
+        )
 
     @abstractmethod
     def add(self, count: int, parents: Sequence[int] | None = None) -> None:
@@ -144,7 +147,7 @@ class Twins(ABC, Generic[R]):
             cache.close()
 
 
-def attend(cache: Cache, count: int) -> None:
+def attend(cache: ClassCache, count: int) -> None:
     """The layers beside them, which say nothing here."""
     positions = cache.tokens + np.arange(count, dtype=np.int64)
     for layer in range(SHAPE.num_layers):
@@ -183,15 +186,30 @@ def keep_a_chunk_as_a_draft(both: Twins[Any]) -> None:
     both.check()
 
 
-def refuse_edits_and_silence(both: Twins[Any], others: str) -> None:
-    """Nothing in the middle is replaced, and no layer left out, beside `others`."""
+def refuse_edits_and_silence(both: Twins[Any], mixers: str) -> None:
+    """Nothing in the middle is replaced, and no layer left out, beside `mixers`."""
     both.grow(20)
     for cache in both.caches:
-        assert others in (cache.why_not_edit() or "")
-        with pytest.raises(CacheError, match=f"{others} remember"):
+        assert mixers in (cache.why_not_edit() or "")
+        with pytest.raises(CacheError, match=f"{mixers} remember"):
             cache.edit(8, 9, 1)
-        with pytest.raises(CacheError, match=f"beside {others}"):
+        with pytest.raises(CacheError, match=f"beside {mixers}"):
             cache.begin(1, silent=[0])
         assert cache.tokens == 20
     with pytest.raises(CacheError):
-        both.caches[0].engine.edit(8, 9, 1)
+        both.caches[0].storage.edit(8, 9, 1)
+
+
+def refuse_rows_in_a_gap(both: Twins[Any], mixers: str) -> None:
+    """Where pages were evicted there is room for rows, which `mixers` could not remember."""
+    both.grow(300)
+    for cache in both.caches:
+        heads = range(SHAPE.num_layers)
+        cache.demote(np.array([[layer, 0, 1, 0, 0] for layer in heads], np.int32))
+        with pytest.raises(CacheError, match=f"{mixers} remember"):
+            cache.begin(2, at=72)
+        with pytest.raises(CacheError):
+            cache.storage.begin(2, at=72)
+        assert (cache.tokens, cache.branch_rows) == (300, 0)
+    both.step()
+    both.reload()

@@ -42,8 +42,8 @@ channel = vim.fn.stdioopen({
 def executables() -> list[str]:
     """The Neovims to test in: of KVQ_NVIM (several, as in PATH), else the one that is installed."""
     named = os.environ.get("KVQ_NVIM")
-    found = named.split(os.pathsep) if named else [shutil.which("nvim")]
-    return [one for one in found if one]
+    paths = named.split(os.pathsep) if named else [shutil.which("nvim")]
+    return [path for path in paths if path]
 
 
 class Neovim:
@@ -55,13 +55,13 @@ class Neovim:
         """`init` is the user's init.lua, `files` what the command line names."""
         agent = folder / "agent.lua"
         agent.write_text(_AGENT)
-        own = folder / "init.lua"
-        own.write_text(init)
+        init_file = folder / "init.lua"
+        init_file.write_text(init)
         homes = {f"XDG_{name}_HOME": str(folder / name) for name in ("CONFIG", "STATE", "DATA")}
         paths = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
             [executable, "--headless", "--clean", "-n", "--cmd", f"set rtp^={PLUGIN}",
-             "--cmd", f"luafile {own}", "-c", f"luafile {agent}", *files],
+             "--cmd", f"luafile {init_file}", "-c", f"luafile {agent}", *files],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder,
             env=os.environ | homes | {"PYTHONPATH": paths, "TERM": "xterm"} | environment,
         )  # fmt: skip
@@ -80,13 +80,13 @@ class Neovim:
         """Types `keys`, in Neovim's notation, and waits until all are taken."""
         self.lua(f"vim.api.nvim_input({_quoted(keys)})")
 
-    def until(self, code: str, wanted: Any) -> None:
-        """Waits until the Lua expression `code` is `wanted`."""
-        _until(lambda: self.lua(f"return {code}"), wanted, code)
+    def until(self, code: str, expected: Any) -> None:
+        """Waits until the Lua expression `code` is `expected`."""
+        _until(lambda: self.lua(f"return {code}"), expected, code)
 
-    def until_row(self, number: int, wanted: str) -> None:
-        """Waits until a row of the screen is `wanted`; Neovim may add which draft it is."""
-        _until(lambda: re.sub(r" \(\d/\d\)$", "", self.row(number)), wanted, f"row {number}")
+    def until_row(self, number: int, expected: str) -> None:
+        """Waits until a row of the screen is `expected`; Neovim may add which draft it is."""
+        _until(lambda: re.sub(r" \(\d/\d\)$", "", self.row(number)), expected, f"row {number}")
 
     def open(self, path: Path, text: str) -> None:
         """Edits a file of this text."""
@@ -115,10 +115,10 @@ class Neovim:
                 stream.close()
 
 
-def _until(find: Callable[[], Any], wanted: Any, name: str) -> None:
+def _until(find: Callable[[], Any], expected: Any, name: str) -> None:
     since = time.monotonic()
-    while (found := find()) != wanted:
-        assert time.monotonic() - since < PATIENCE_S, f"{name} is {found!r}, not {wanted!r}"
+    while (actual := find()) != expected:
+        assert time.monotonic() - since < PATIENCE_S, f"{name} is {actual!r}, not {expected!r}"
         time.sleep(0.005)
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kvq_export.checkpoint import Checkpoint
-from kvq_export.quality import Original
+from kvq_export.fit.quality import Original
+from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.registry import read_checkpoint
 
 

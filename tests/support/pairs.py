@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from caches import open_cache
-from kvq.cache import Cache
+from kvq.class_cache import ClassCache
 from kvq.config import PAGE_WIDTHS, AttentionParams, CacheShape, KvPlan
 
 Float = NDArray[np.float32]
@@ -134,7 +134,7 @@ def packed_rows(shape: CacheShape, rng: np.random.Generator, tokens: int) -> lis
 
 
 def attend_alike(
-    caches: Sequence[Cache], rng: np.random.Generator, count: int, at: int | None = None
+    caches: Sequence[ClassCache], rng: np.random.Generator, count: int, at: int | None = None
 ) -> None:
     """So many random tokens for all these caches, in which they give the same to the bit."""
     shape, start = caches[0].shape, caches[0].tokens if at is None else at
@@ -147,12 +147,12 @@ def attend_alike(
             [cache.attend(attention(shape, i), x, positions, frequencies(16)) for i, x in layers]
         )
         cache.commit(count)
-    for others in outs[1:]:
-        np.testing.assert_array_equal(outs[0], others)
+    for outputs in outs[1:]:
+        np.testing.assert_array_equal(outs[0], outputs)
 
 
 def forward(
-    cache: Cache,
+    cache: ClassCache,
     layers: Sequence[AttentionParams],
     qkv: Sequence[Float],
     positions: NDArray[np.int64],
@@ -173,8 +173,8 @@ def forward(
 class Pair:
     """The two caches; `demote`, `shift`, `mask` and `trim` go to both."""
 
-    native: Cache
-    numpy: Cache
+    native: ClassCache
+    numpy: ClassCache
 
     @classmethod
     def open(
@@ -250,7 +250,7 @@ def numbered_rows(rng: np.random.Generator, count: int) -> list[Float]:
     return [pack_heads(*random_heads(rng, SMALL, count)) for _ in range(SMALL.num_layers)]
 
 
-def filled_cache(use_native: bool, tokens: int = 300, **options: int) -> Cache:
+def filled_cache(use_native: bool, tokens: int = 300, **options: int) -> ClassCache:
     """A cache of `SMALL` that holds so many tokens."""
     plan = KvPlan(k_bits=8, v_bits=4)
     cache = open_cache(SMALL, plan, 1 << 20, 1000, native=use_native, **options)
@@ -262,7 +262,7 @@ def filled_cache(use_native: bool, tokens: int = 300, **options: int) -> Cache:
     return cache
 
 
-def step(cache: Cache, count: int = 1) -> list[Float]:
+def step(cache: ClassCache, count: int = 1) -> list[Float]:
     """One more forward pass that must work."""
     rows = numbered_rows(np.random.default_rng(3), count)
     outputs = forward(cache, LAYERS, rows, np.arange(count) + cache.tokens)

@@ -17,14 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caches import budget_for_tokens, spec
-from kvq import abi, native_linear, reference_linear
+from kvq import abi, native_linear
 from kvq.config import PAGE_WIDTHS, AttentionParams, Budget, CacheShape, KvPlan, PageForm
-from kvq.reference import encode, normalize, planes
-from kvq.reference_cache import ReferenceCache
-from kvq.reference_linear import ACTIVATIONS, Bytes, Grid, PanelFormat, View
-from kvq.sizing import Arena
+from kvq.geometry import as_config
+from kvq.reference import linear as reference_linear
+from kvq.reference.linear import ACTIVATIONS, Bytes, Grid, PanelFormat, View
+from kvq.reference.stored import encode, normalize, planes
+from kvq.sizing import ClassArena
 from kvq_models.reference import ACTIVATIONS as FUNCTIONS
-from matrices import KINDS, activations, matrix
+from matrices import FORMATS, KINDS, activations, matrix
+from numpy_cache.cache import NumpyCache
 from pairs import (
     UNROTATED,
     Float,
@@ -86,17 +88,17 @@ def _raw(part: Any) -> bytes:
     return part.tobytes() if isinstance(part, np.ndarray) else bytes(part or b"")
 
 
-class RecordedCache(ReferenceCache):
+class RecordedCache(NumpyCache):
     """The reference's cache; what it is asked and what it answers go to `cases`."""
 
-    def __init__(self, arena: Arena, cases: Cases, limits: Tolerance, seen: float) -> None:
+    def __init__(self, arena: ClassArena, cases: Cases, limits: Tolerance, seen: float) -> None:
         super().__init__(arena)
         self._cases, self.limits = cases, limits
         self._seen = Tolerance(rms=1, top=seen)
         forms = np.array(arena.spec.forms, np.uint8)
         cases.add(
             "open",
-            abi.as_config(arena),
+            as_config(arena),
             np.array([arena.num_bytes, arena.max_columns], np.int64).tobytes(),
             forms,
         )
@@ -119,8 +121,8 @@ class RecordedCache(ReferenceCache):
     ) -> Float:
         out = super().attend(params, qkv, positions, inv_freq, q_norm, k_norm, sink_logits)
         call = abi.as_attention(params, len(inv_freq))
-        given = (call, qkv, positions, inv_freq, self.limits, out, sink_logits)
-        self._cases.add("attend", *given)
+        arguments = (call, qkv, positions, inv_freq, self.limits, out, sink_logits)
+        self._cases.add("attend", *arguments)
         return out
 
     def feed_back(self, feedback: Float) -> None:
@@ -170,14 +172,14 @@ def packing(cases: Cases) -> None:
             cases.name = f"{kind}, side {side}, groups along {axis}, {dim} channels"
             codes, grid = encode(x, axis)
             for bits in PAGE_WIDTHS:
-                wanted = planes(codes, bits, side)
-                cases.add("pack", (side, 1 - axis, dim, bits), x, wanted, grid.stored(), b"")
+                expected = planes(codes, bits, side)
+                cases.add("pack", (side, 1 - axis, dim, bits), x, expected, grid.stored(), b"")
     for dim, bits in itertools.product((16, 80), PAGE_WIDTHS):
         cases.name = f"carried keys of {dim} channels at {bits} bits"
         x, feedback = adversarial(64, dim)["noise"], some_feedback(np.random.default_rng(1), dim)
         codes, grid = encode(x, 0, bits=bits, feedback=feedback)
-        wanted = planes(codes, bits, 0)
-        cases.add("pack", (0, 1, dim, bits), x, wanted, grid.stored(), feedback)
+        expected = planes(codes, bits, 0)
+        cases.add("pack", (0, 1, dim, bits), x, expected, grid.stored(), feedback)
 
 
 def opened(
@@ -189,9 +191,9 @@ def opened(
     budget = Budget(num_bytes=budget_for_tokens(shape, plan, context) + (1 << 19))
     streams = shape.num_layers * shape.num_kv_heads
     forms = tuple(PageForm(3 * (s % 2)) for s in range(streams)) if limits is not EXACT else ()
-    asked = spec(shape, plan, context, budget=budget, observed=True, forms=forms)
+    cache_spec = spec(shape, plan, context, budget=budget, observed=True, forms=forms)
     seen = max(EVIDENCE.get(bits, 0) for bits in widths)
-    return RecordedCache(asked.resolved(), cases, limits, seen)
+    return RecordedCache(cache_spec.resolved(), cases, limits, seen)
 
 
 def fill(cache: RecordedCache, rows: Float, inv_freq: Float) -> None:
@@ -277,7 +279,7 @@ def add_product(
     form: PanelFormat,
     panels: Bytes,
     x: Float,
-    wanted: Float,
+    expected: Float,
     limits: Tolerance = PRODUCT,
     *,
     activation: str = "",
@@ -290,21 +292,21 @@ def add_product(
     """A product and what it is wanted to give, its limits row by row."""
     numbers = (len(x), ACTIVATIONS.index(activation), VIEWS.index(view), exact_rows, 0)
     shape, eps = bytes(native_linear.matrix(form)), np.array([NORM_EPS], np.float32)
-    given = (panels, x, norm, bias, residual)
-    cases.add("linear", shape, numbers, eps, *given, [limits] * len(x), wanted)
+    arguments = (panels, x, norm, bias, residual)
+    cases.add("linear", shape, numbers, eps, *arguments, [limits] * len(x), expected)
 
 
 def products(cases: Cases) -> None:
     """Every width, grid and view, of shapes that fill panels and blocks and that do not."""
-    shapes = (((5, 7), 32), ((50, 200), 64), ((33, 449), 128))
-    for (shape, block), (bits, grid) in itertools.product(shapes, KINDS):
-        form = PanelFormat(rows=shape[0], columns=shape[1], bits=bits, block=block, grid=grid)
+    shapes = {16: (33, 449), 32: (5, 7), 64: (50, 200), 128: (33, 449)}
+    for kind in FORMATS:
+        form = PanelFormat.of(kind, shapes[kind.block])
         _, panels = matrix(form)
         for rows, view in itertools.product((1, 2, 5, 17), VIEWS):
             cases.name = f"{rows} rows of {form}, view {view}"
             x = activations(rows, form.columns)
-            wanted = reference_linear.linear(form, panels, x, view)
-            add_product(cases, form, panels, x, wanted, view=view)
+            expected = reference_linear.linear(form, panels, x, view)
+            add_product(cases, form, panels, x, expected, view=view)
 
 
 def products_with_more(cases: Cases) -> None:
@@ -314,8 +316,8 @@ def products_with_more(cases: Cases) -> None:
         _, panels = matrix(form)
         x = activations(5, form.columns)
         cases.name = f"the best {count} rows of {form}"
-        wanted = reference_linear.linear_in_two_passes(form, panels, x, count)
-        add_product(cases, form, panels, x, wanted, exact_rows=count)
+        expected = reference_linear.linear_in_two_passes(form, panels, x, count)
+        add_product(cases, form, panels, x, expected, exact_rows=count)
     form = PanelFormat(rows=50, columns=200, bits=8, block=32)
     _, panels = matrix(form)
     rng = np.random.default_rng(4)
@@ -334,14 +336,14 @@ def products_with_more(cases: Cases) -> None:
         add_product(cases, form, panels, x, gated, PREPARED, activation=activation)
     ids = rng.integers(0, 50, (7, 3))
     weights = rng.uniform(0, 1, (7, 3)).astype(np.float32)
-    for bits, grid in KINDS:
-        form = PanelFormat(rows=50, columns=200, bits=bits, block=64, grid=grid)
+    for kind in KINDS:
+        form = PanelFormat.of(kind, (50, 200))
         _, panels = matrix(form)
         table = reference_linear.restore(form, panels)
-        wanted = np.einsum("tk,tkh->th", weights, table[ids]).astype(np.float32)
+        expected = np.einsum("tk,tkh->th", weights, table[ids]).astype(np.float32)
         cases.name = f"embeddings of {form.format}"
         shape = bytes(native_linear.matrix(form))
-        cases.add("embed", shape, panels, ids, weights, ids.shape, [PRODUCT] * 7, wanted)
+        cases.add("embed", shape, panels, ids, weights, ids.shape, [PRODUCT] * 7, expected)
 
 
 ALL = (

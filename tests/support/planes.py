@@ -1,10 +1,10 @@
-"""Codes read back from a page's planes, the other way round than `kvq.reference.planes`."""
+"""Codes read back from a page's planes, the other way round than `kvq.reference.stored.planes`."""
 
 import numpy as np
 
 from kvq.config import PAGE_TOKENS
 from kvq.formats import granule_bytes
-from kvq.reference import KEYS, Bytes
+from kvq.reference.stored import KEYS, Bytes
 
 
 def codes_of(stored: Bytes, bits: int, side: int, head_dim: int) -> Bytes:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.formats import page_bytes
-from kvq.policies import Attention, Constants, Evidence, policy_named
+from kvq.policies import Constants, Evidence, ObservedAttention, policy_named
 
 DIM = 64
 PAGE = 64
@@ -44,10 +44,10 @@ def evidence(
         sizes = {"query": (DIM,), "outpu": (DIM,), "key_m": (columns, DIM), "key_r": (columns, DIM)}
         sizes |= {"value_min": (columns, PAGE), "value_range": (columns, PAGE)}
         last = sizes.get(name, sizes.get(name[:5], (columns,)))
-        given = np.asarray(arrays.get(name, 0), np.float32)
-        return np.broadcast_to(given, (layers, heads, *last)).copy()
+        values = np.asarray(arrays.get(name, 0), np.float32)
+        return np.broadcast_to(values, (layers, heads, *last)).copy()
 
-    names = {field.name for kind in (Attention, Constants) for field in fields(kind)}
+    names = {field.name for kind in (ObservedAttention, Constants) for field in fields(kind)}
     assert set(arrays) <= names | {"key_squares"}, "no such evidence"
     constants = {field.name: filled(field.name) for field in fields(Constants)}
     squares = np.broadcast_to(
@@ -59,7 +59,9 @@ def evidence(
         windows=np.array(windows or [0] * layers, np.int64),
         tokens=4 + PAGE * columns + PAGE if tokens is None else tokens,
         head_dim=DIM,
-        attention=Attention(**{field.name: filled(field.name) for field in fields(Attention)}),
+        attention=ObservedAttention(
+            **{field.name: filled(field.name) for field in fields(ObservedAttention)}
+        ),
         constants=lambda layer: Constants(**{name: x[layer] for name, x in constants.items()}),
         key_squares=lambda layer: squares[layer],
         weight_norms=None if weight_norms is None else lambda: weight_norms,
@@ -72,21 +74,21 @@ def random_evidence(
 ) -> Evidence:
     """Any numbers that could occur, zeros and ties among them; 0 where a page is evicted."""
     layers, heads, columns = widths.shape[:3]
-    held = widths[..., 0] > 0
+    present = widths[..., 0] > 0
 
     def some(*shape: int) -> NDArray[np.float32]:
         numbers = rng.lognormal(0, 2, shape) * (rng.random(shape) > 0.2)
         return np.where(rng.random(shape) < 0.3, np.rint(numbers), numbers).astype(np.float32)
 
     arrays: dict[str, NDArray[np.float32]] = {}
-    for field in fields(Attention):
+    for field in fields(ObservedAttention):
         of_head = field.name.startswith(("query", "output"))
-        arrays[field.name] = some(layers, heads, DIM) if of_head else some(*held.shape) * held
+        arrays[field.name] = some(layers, heads, DIM) if of_head else some(*present.shape) * present
     arrays["query_square"] = arrays["query_square"] + arrays["query_mean"] ** 2
     for field in fields(Constants):
         last = DIM if field.name.startswith("key") else PAGE
-        arrays[field.name] = some(*held.shape, last) * held[..., None]
-    arrays["key_squares"] = some(*held.shape, PAGE) * held[..., None]
+        arrays[field.name] = some(*present.shape, last) * present[..., None]
+    arrays["key_squares"] = some(*present.shape, PAGE) * present[..., None]
     return evidence(
         widths,
         windows=windows,
@@ -103,11 +105,11 @@ def after(widths: Widths, actions: list[list[int]]) -> Widths:
     named = [tuple(action[:3]) for action in actions]
     assert len(set(named)) == len(named), "a page was named twice"
     for layer, head, column, k_bits, v_bits in actions:
-        held = left[layer, head, column]
-        assert held.any(), "an evicted page was named"
-        assert (k_bits, v_bits) != tuple(held), "an action does nothing"
-        assert k_bits <= held[0]
-        assert v_bits <= held[1]
+        page_widths = left[layer, head, column]
+        assert page_widths.any(), "an evicted page was named"
+        assert (k_bits, v_bits) != tuple(page_widths), "an action does nothing"
+        assert k_bits <= page_widths[0]
+        assert v_bits <= page_widths[1]
         assert (k_bits, v_bits) == (0, 0) or {k_bits, v_bits} <= {8, 6, 4, 2}
         left[layer, head, column] = k_bits, v_bits
     return left
@@ -119,11 +121,11 @@ def bytes_of(widths: Widths) -> int:
     return sum(page_bytes(DIM, k_bits, v_bits) for k_bits, v_bits in pairs if k_bits)
 
 
-def relieve(
+def free_space(
     policy: str, facts: Evidence, bytes_short: int, columns_short: int = 0
 ) -> list[list[int]]:
     """What the policy of that name and options does, as lists."""
-    return policy_named(policy).relieve(facts, bytes_short, columns_short).actions.tolist()
+    return policy_named(policy).free_space(facts, bytes_short, columns_short).actions.tolist()
 
 
 def one_head(*pages: float) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Holdings
+from kvq.class_cache import CacheUsage
 from kvq.config import KvPlan
 from kvq.errors import BudgetError
 from kvq_models.tokenizer import Tokenizer
@@ -67,9 +67,9 @@ class RuleCache:
         """The same."""
         return self._draft_tokens
 
-    def holdings(self) -> Holdings:
+    def usage(self) -> CacheUsage:
         """Made up, so that a report of them can be told from nothing."""
-        return Holdings(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
+        return CacheUsage(mean_k_bits=5.5, mean_v_bits=4.25, evicted_share=0.125)
 
     def begin(
         self,
@@ -241,10 +241,10 @@ class RuleBackend:
         np.testing.assert_array_equal(rows.weights, np.ones((len(ids), 1)))
         cache.extend(ids)
         first = cache.num_rows - len(ids)
-        logits = np.zeros((len(rows.wanted), self.model.vocab_size), np.float32)
+        logits = np.zeros((len(rows.logit_rows), self.model.vocab_size), np.float32)
         texts = [cache.text(first + row) for row in range(len(ids))]
         assert rows.positions.tolist() == [len(text) - 1 for text in texts]
-        for row, logit in zip(map(int, rows.wanted), logits, strict=True):
+        for row, logit in zip(map(int, rows.logit_rows), logits, strict=True):
             answer = self.rule_of.get(rows.mode, self.rule)(texts[row])
             if isinstance(answer, int):
                 logit[answer] = RULE_LOGIT

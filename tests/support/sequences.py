@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from kvq_runtime.passes import run
-from kvq_runtime.sequence import TokenSequence
+from kvq_runtime.sequence.passes import run
+from kvq_runtime.sequence.sequence import TokenSequence
 
 
 def advance(sequence: TokenSequence[Any], max_tokens: int | None = None) -> int:

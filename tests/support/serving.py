@@ -15,13 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
+from tokenizers import AddedToken
 
+from chat_templates import TEMPLATES
 from kvq.config import KvPlan
 from kvq.errors import BackendError
 from kvq_apps.completion.prompts import OwnedPrompts
@@ -31,13 +33,13 @@ from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.pieces import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
+from kvq_runtime.answer.generation import Vocabulary
 from kvq_runtime.backends import Pass
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import Vocabulary
 from kvq_runtime.serving.saving import SavedSessions
 from kvq_runtime.serving.slots import Slots
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 from rule_backend import RuleBackend, RuleCache
 from tiny import CHATML, byte_level_tokenizer
 
@@ -47,11 +49,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PATIENCE_S = 300.0
 
 
-def wait_until(holds: Callable[[], Any], what: str = "") -> None:
+def wait_until(holds: Callable[[], Any], condition: str = "") -> None:
     """Returns as soon as `holds` does; fails after a long time."""
     end = time.monotonic() + PATIENCE_S
     while not holds():
-        assert time.monotonic() < end, f"waited in vain {what}"
+        assert time.monotonic() < end, f"waited in vain {condition}"
         time.sleep(0.002)
 
 
@@ -158,6 +160,8 @@ class Rule:
             v_bits=2,
             kv="4:2",
             budget_tokens=self.context_tokens,
+            full_kv="2:2",
+            full_tokens=self.context_tokens,
             sampling=self.backend.model.sampling,
             loaded_at=1,
             slots=Slots(
@@ -306,11 +310,11 @@ def read_all(connection: socket.socket) -> bytes:
 @contextmanager
 def process(bundle: str, home: dict[str, str], *words: str) -> Iterator[ServerProcess]:
     """A real `kvq serve`; killed at the end if it still runs."""
-    found = ServerProcess(bundle, home, words)
+    server_process = ServerProcess(bundle, home, words)
     try:
-        yield found
+        yield server_process
     finally:
-        found.close()
+        server_process.close()
 
 
 class ServerProcess:
@@ -354,6 +358,26 @@ def loaded(bundle: str, **options: Any) -> Callable[[ServeConfig], ServedModel]:
         return serve_engine(Engine.open(bundle, threads=1), options, config)
 
     return load
+
+
+@contextmanager
+def scripted_server(template: str, said: str) -> Iterator[Server]:
+    """A server whose model says `said` to everything; `template` is one, or the name of one."""
+    rule, library = Rule(), byte_level_tokenizer()
+    library.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    rule.tokenizer = Tokenizer.from_json(
+        library.to_str(), ControlTokens(eos=(0,)), TEMPLATES.get(template, template)
+    )
+    script = [*rule.tokenizer.encode(said, special=True), 0]
+
+    def scripted(tokens: Sequence[int]) -> int:
+        ends = list(tokens[-len(script) :])
+        said_so_far = (n for n in range(len(script) - 1, 0, -1) if ends[-n:] == script[:n])
+        return script[next(said_so_far, 0)]
+
+    rule.backend.rule = scripted
+    with running(rule.load, sessions=1) as server:
+        yield server
 
 
 def client(server: Server, **settings: Any) -> openai.OpenAI:

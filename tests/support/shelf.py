@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from kvq_apps.model_path import resolve_model
-from kvq_apps.output import LOG
+from kvq_apps.names.model_path import resolve_model
+from kvq_apps.terminal.output import LOG
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_models.embedded import NAMES
@@ -43,9 +43,11 @@ class Shelf:
         """`make_llama_checkpoint` with these keys of its configuration; the folder is `tiny`."""
         return self.once("tiny", config, lambda path: make_llama_checkpoint(path, **config))
 
-    def family(self, case: str, **asked: Any) -> Path:
+    def family(self, case: str, **options: Any) -> Path:
         """A row of `tiny.CASES`, as `make_checkpoint` saves it; the folder is `source`."""
-        return self.once("source", (case, asked), lambda path: make_checkpoint(case, path, **asked))
+        return self.once(
+            "source", (case, options), lambda path: make_checkpoint(case, path, **options)
+        )
 
     def bundle(self, options: ExportOptions = USUAL, **config: Any) -> Path:
         """That checkpoint exported; the folder is `bundle`."""
@@ -64,7 +66,7 @@ class Shelf:
         def make(cache: Path) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("XDG_CACHE_HOME", str(cache))
-                resolve_model(name, tell=LOG)
+                resolve_model(name, reporter=LOG)
 
         (bundle,) = (self.once("cache", name, make) / "kvq/bundles").iterdir()
         return bundle
@@ -74,9 +76,9 @@ class Shelf:
         for bundle in map(self.embedded, names):
             copytree(bundle, cache / "kvq/bundles" / bundle.name, copy_function=os.link)
 
-    def once(self, name: str, asked: object, make: Callable[[Path], object]) -> Path:
-        """What `make` writes at a path that ends with `name`, by what it was `asked` to be."""
-        folder = self.folder / hashlib.sha256(f"{name} {asked}".encode()).hexdigest()[:16]
+    def once(self, name: str, options: object, make: Callable[[Path], object]) -> Path:
+        """What `make` writes at a path that ends with `name`, by its `options`."""
+        folder = self.folder / hashlib.sha256(f"{name} {options}".encode()).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
         done = folder / "done"
         with FileLock(folder / "lock"):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvq_apps.bench import bandwidth, shapes
+from kvq_apps.bench import bandwidth
+from kvq_apps.bench import model_shapes as shapes
 from tiny_shape import TINY_SHAPE
 
 

@@ -500,24 +500,24 @@ def parts_of(
 
     All of them lie in the tensors' memory.
     """
-    found: dict[str, np.ndarray] = {}
+    by_name: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         stacked = _STACKED.fullmatch(name)
         rows = {name: tensor} if stacked is None else dict(enumerate(tensor))
-        found |= {
-            name if stacked is None else f"{stacked[1]}.{one}.{stacked[2]}": part
-            for one, part in rows.items()
+        by_name |= {
+            name if stacked is None else f"{stacked[1]}.{part_name}.{stacked[2]}": part
+            for part_name, part in rows.items()
         }
     views = family.views(config)
     parts = {
-        name: (found[view.tensor].T if view.across else found[view.tensor])[
+        name: (by_name[view.tensor].T if view.across else by_name[view.tensor])[
             view.rows.start : view.rows.stop : view.rows.step
         ]
         for name, view in views.items()
-        if view.tensor in found
+        if view.tensor in by_name
     }
     fused = {view.tensor for view in views.values()}
-    return {name: tensor for name, tensor in found.items() if name not in fused} | parts
+    return {name: tensor for name, tensor in by_name.items() if name not in fused} | parts
 
 
 def make_llama_checkpoint(

@@ -16,8 +16,8 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
+from kvq_runtime.bundle.gguf_file import GgufFile
 from kvq_runtime.engine import Engine
-from kvq_runtime.gguf_file import GgufFile
 from tiny import CHATML, VOCAB_SIZE, byte_level_tokenizer
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, CONTEXT = 128, 192, 4, 2, 1024
@@ -35,7 +35,7 @@ NORMS = {
 
 def open_engine(path: Path) -> Engine:
     """Without the trial in another process; these files are our own."""
-    return Engine(GgufFile.open(path).vouched_for(), threads=1)
+    return Engine(GgufFile.open(path).trusted(), threads=1)
 
 
 def write_gguf(
@@ -151,7 +151,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         case bool():
             writer.add_bool(key, value)
         case int():
-            writer.add_uint32(key, value)
+            (writer.add_int32 if value < 0 else writer.add_uint32)(key, value)
         case float():
             writer.add_float32(key, value)
         case str():

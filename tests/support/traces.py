@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvq_runtime.hunks import common_prefix
-from kvq_runtime.session import Session
+from kvq_runtime.sequence.hunks import common_prefix
+from kvq_runtime.session.session import Session
 from sequences import advance
 
 # Texts of one trace; of an answer so many tokens are left when another text comes.
@@ -18,7 +18,7 @@ TEXTS_OF_A_TRACE, LEFT = 6, 8
 GoesOn = Callable[[Session[Any], Sequence[int], np.random.Generator], None]
 
 
-class Told(NamedTuple):
+class AnsweredText(NamedTuple):
     """A text and what follows it, decoded one by one."""
 
     ids: Sequence[int]
@@ -34,20 +34,20 @@ class GoneBack(NamedTuple):
 
 def traced(
     opened: Callable[[], Session[Any]],
-    texts: Sequence[Told],
+    texts: Sequence[AnsweredText],
     goes_on: GoesOn,
     seed: int,
     saved: Path,
 ) -> list[GoneBack]:
     """One trace, of which tokens and bytes are asserted; how its sessions went back."""
-    draw, session, found = np.random.default_rng(seed), opened(), list[GoneBack]()
+    draw, session, gone_back = np.random.default_rng(seed), opened(), list[GoneBack]()
     for _ in range(TEXTS_OF_A_TRACE):
         text, answer = texts[int(draw.integers(len(texts)))]
         kept, encoding = common_prefix(session.tokens, text), session.sequence.encoding
         lost = encoding.recomputed_tokens
         back = session.sequence.cache.tokens - kept
         session.align(text)
-        found.append(GoneBack(back, encoding.recomputed_tokens - lost))
+        gone_back.append(GoneBack(back, encoding.recomputed_tokens - lost))
         least = int(draw.choice([1, 64]))  # in pieces of any length, or as they come
         while session.sequence.due():
             advance(session.sequence, int(draw.integers(least, 65)))
@@ -79,4 +79,4 @@ def traced(
             cache = session.sequence.cache
             assert cache.used_bytes <= cache.peak_bytes <= cache.budget_bytes
     session.close()
-    return found
+    return gone_back

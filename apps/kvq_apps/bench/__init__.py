@@ -1,1 +1,1 @@
-"""What `kvq bench` measures with: shapes, engines on the same weights, one way to time them."""
+"""The parts of `kvq bench`: model shapes, engines on the same weights, one way to time them."""

@@ -1,7 +1,7 @@
-"""Tokens per second of many chats at once, all together, through the pool that `kvq serve` runs.
+"""Tokens per second of many chats at once, through the pool that `kvq serve` runs.
 
-Their prompts are read before the clock starts, so that a round times answers alone: passes that
-hold a row of each chat. Knows no HTTP and no text; token ids are enough.
+Prompts are read before the clock starts, so a round times answers alone: passes with a row of each
+chat. Knows no HTTP and no text; token ids are enough.
 """
 
 from collections.abc import Generator
@@ -13,9 +13,10 @@ from threading import Event, Semaphore
 from time import perf_counter
 from typing import Any
 
-from kvq.errors import UsageError, argument
-from kvq_apps import output
+from kvq_apps.bench.measure import turns
 from kvq_apps.bench.suite import Setup
+from kvq_apps.settings.flag_values import check_range
+from kvq_apps.terminal import output
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.serving.job import Job
@@ -33,10 +34,10 @@ _OUTBOX_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatsJob:
-    """What is measured: each number of `chats` at once in turn, in `repeat` rounds.
+    """Holds what is measured: each number of `chats` at once in turn, in `repeat` rounds.
 
-    Every chat writes `new_tokens` after a prompt of `context` tokens of its own and the token that
-    follows it, which costs no pass.
+    Every chat writes `new_tokens` after a prompt of its own of `context` tokens and the next token,
+    which costs no pass.
     """
 
     chats: tuple[int, ...]
@@ -47,39 +48,29 @@ class ChatsJob:
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
         # The pool takes no slot that would lose more than it shares: prompts would be read again.
-        least = {"context": self.new_tokens + 1, "repeat": 1}
-        for flag, value in (("context", self.context), ("repeat", self.repeat)):
-            if value < least[flag]:
-                raise UsageError(
-                    about=f"--{flag}", value=value, possible=f"give {least[flag]} or more"
-                )
+        check_range(self.new_tokens + 1, context=self.context)
+        check_range(1, repeat=self.repeat)
         for count in self.chats:
-            if not 1 <= count <= MOST_CHATS:
-                raise UsageError(
-                    f"{argument('--chats')} {count} is not possible: give 1 to {MOST_CHATS}"
-                )
+            check_range(1, MOST_CHATS, chats=count)
 
 
 def measure(setup: Setup, job: ChatsJob) -> dict[str, Any]:
-    """The rows of all numbers of chats. Raises `KvqError`."""
+    """Measures the rows of all numbers of chats. Raises `KvqError`."""
     counts = sorted(set(job.chats))
-    taken: dict[int, list[float]] = {count: [] for count in counts}
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
     options = setup.session_options | {"context_tokens": job.context + job.new_tokens + 1}
     with (
         Engine(setup.files, threads=setup.threads) as engine,
-        _running(engine, options, counts[-1]) as pool,
+        # Chats leave one slot to completions.
+        _running(engine, options, counts[-1] + 1) as pool,
     ):
-        for turn in range(job.repeat):
-            # 1 4 8, 4 8 1, ...: none always follows the same other one.
-            for place in range(len(counts)):
-                count = counts[(turn + place) % len(counts)]
-                done, whole = turn * len(counts) + place, job.repeat * len(counts)
-                setup.progress(done, whole, f"{count} chats")
-                taken[count].append(_seconds(pool, job, count))
+        for turn, count in turns(counts, job.repeat):
+            setup.progress(turn, job.repeat * len(counts), f"{count} chats")
+            seconds[count].append(_seconds(pool, job, count))
         session = pool.served and pool.served.slots.all[0].session
         assert session is not None
         config = session.config
-    speeds = {count: count * job.new_tokens / median(taken[count]) for count in counts}
+    speeds = {count: count * job.new_tokens / median(seconds[count]) for count in counts}
     return {
         "model": setup.files.name,
         "kv": output.kv_text(config.plan.k_bits, config.plan.v_bits),
@@ -95,10 +86,8 @@ def measure(setup: Setup, job: ChatsJob) -> dict[str, Any]:
 
 
 @contextmanager
-def _running(engine: Engine, options: dict[str, Any], chats: int) -> Generator[SessionPool[Served]]:
-    """A pool over `engine` for so many chats, that keeps nothing on disk."""
-    # Chats leave one slot to completions.
-    slots = chats + 1
+def _running(engine: Engine, options: dict[str, Any], slots: int) -> Generator[SessionPool[Served]]:
+    """Runs a pool of so many slots over `engine`, which keeps nothing on disk."""
     ready = Event()
 
     def load() -> Served:
@@ -121,7 +110,7 @@ def _running(engine: Engine, options: dict[str, Any], chats: int) -> Generator[S
 
 
 def _seconds(pool: SessionPool[Served], job: ChatsJob, count: int) -> float:
-    """From asking until the last of `count` answers has ended."""
+    """Times `count` answers from the request to the end of the last."""
     _answer(pool, [_request(job, chat, 0) for chat in range(count)])
     since = perf_counter()
     _answer(pool, [_request(job, chat, job.new_tokens + 1) for chat in range(count)])
@@ -129,23 +118,23 @@ def _seconds(pool: SessionPool[Served], job: ChatsJob, count: int) -> float:
 
 
 def _answer(pool: SessionPool[Served], requests: list[GenerationRequest]) -> None:
-    """All of them at once; returns when all have ended. Raises what ended one early."""
-    news = Semaphore(0)
-    jobs = [Job(request, Outbox(_OUTBOX_BYTES, news.release)) for request in requests]
-    for one in jobs:
-        pool.submit(one)
-    left = len(jobs)
-    while left:
-        news.acquire()
-        for one in jobs:
-            event = one.outbox.take()
+    """Sends all requests at once and waits for their end. Raises the error of a failed one."""
+    wake = Semaphore(0)
+    waiting = [Job(request, Outbox(_OUTBOX_BYTES, wake.release)) for request in requests]
+    for job in waiting:
+        pool.submit(job)
+    while waiting:
+        wake.acquire()
+        for job in tuple(waiting):
+            event = job.outbox.take()
             if isinstance(event, Failed):
                 raise event.error
-            left -= isinstance(event, Done)
+            if isinstance(event, Done):
+                waiting.remove(job)
 
 
 def _request(job: ChatsJob, chat: int, max_tokens: int) -> GenerationRequest:
-    """The answer of chat number `chat`, which nothing but its length ends."""
+    """Makes the request of chat number `chat`, which only its length ends."""
     return GenerationRequest(
         prompts=(tuple((place * 7 + chat) % MOST_CHATS for place in range(job.context)),),
         sampling=Sampling(temperature=0.0),
@@ -157,7 +146,7 @@ def _request(job: ChatsJob, chat: int, max_tokens: int) -> GenerationRequest:
 
 
 def print_report(data: dict[str, Any]) -> None:
-    """The same as a table."""
+    """Prints the same as a table."""
     rows = [
         (str(row["chats"]), f"{row['tok_s']:.1f}", f"{row['tok_s'] / row['chats']:.1f}",
          f"{row['ratio']:.2f} x" if row["ratio"] else "-")

@@ -1,48 +1,37 @@
-"""Ours: the bundle's graph over the quantised cache, through the backend that `kvq run` uses.
+"""kvq: the bundle's graph over the quantised cache, through the backend that `kvq run` uses.
 
 Knows how to fill a cache without weights; measures nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from time import perf_counter
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq import native
-from kvq.cache import Cache
-from kvq.classes import ClassedArena, ClassedSpec, spec_of
-from kvq.config import DEFAULT_POLICY, AttentionParams, Budget, parse_budget, parse_kv
+from kvq import native_library
+from kvq.cache import Arena, Cache, CacheSpec
+from kvq.class_cache import ClassCache
+from kvq.config import DEFAULT_POLICY, Budget, parse_budget, parse_kv
 from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes, page_bytes
 from kvq.native_linear import weight_bytes_read
-from kvq.reference_delta import DeltaWeights
-from kvq.sizing import Arena, CacheSpec
+from kvq.reference.delta import DeltaWeights
 from kvq_apps.bench.attention_graph import AttentionGraph
-from kvq_apps.bench.engines import (
-    OURS,
-    OURS_ON_HALVES,
-    OURS_ON_ORT,
-    InProcess,
-    Setting,
-    draft_ids,
-    wanted_rows,
-)
-from kvq_apps.bench.ort_twin import ort_twin
+from kvq_apps.bench.engines import KVQ, BenchSequence, Setting, draft_ids, logit_rows
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends import WHOLE, Backend, Mode, Pass, missing, open_backend, sequence_pass
-from kvq_runtime.backends.paged import PagedCache, class_fields
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.backends import Backend, Pass, missing, open_backend, sequence_pass
+from kvq_runtime.backends.paged import class_fields
+from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling
 
 
 class KvqEngine:
-    """Our engine; its settings are those the user asks for, widths as `--kv` writes them."""
+    """Runs kvq with the settings the user asks for; widths are written as for `--kv`."""
 
-    name = OURS
-    _mode = WHOLE
+    name = KVQ
 
     def __init__(
         self,
@@ -56,61 +45,39 @@ class KvqEngine:
         self.settings = tuple(settings)
         self._bundle = bundle
         self._threads = threads
-        self._device = device
-        self._onnx = missing("onnx") is None
-        name = "onnx" if self._onnx else "reference"
+        onnx = missing("onnx") is None
         self._backend = open_backend(
-            name, bundle, threads=threads, device=device, weights_budget=weights_budget
+            "onnx" if onnx else "float",
+            bundle,
+            threads=threads,
+            device=device,
+            weights_budget=weights_budget,
         )
         self._attention: AttentionGraph | None = None
-        # A graph of attention alone is one of layers that are alike, whatever is between them.
+        # A graph of attention alone needs layers that are alike, whatever is between them.
         classes = bundle.config.cache_classes
-        self._alike = self._onnx and len(classes) == 1 and not classes[0].readers
-        if self._alike:
+        if onnx and len(classes) == 1 and not classes[0].readers:
             self._attention = AttentionGraph(bundle, threads=threads, device=device)
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":
-        return KvqSequence(
-            self._backend,
-            self._filled(setting, depth, room),
-            self._bundle.config,
-            self._attention,
-            threads=self._threads,
-            pressed=setting.policy is not None,
-            mode=self._mode,
-        )
-
-    def batch(self, setting: Setting, depth: int, room: int, count: int) -> "KvqBatch | None":
-        """See `BenchEngine.batch`; only ONNX Runtime's threads are shared by sequences."""
-        if not self._alike:
-            return None
-        graph = AttentionGraph(
-            self._bundle, threads=self._threads, device=self._device, several=True
-        )
-        caches = [self._filled(setting, depth, room) for _ in range(count)]
-        return KvqBatch(graph, caches, self._bundle.config)
-
-    def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """See `BenchEngine.cache_bytes`; without a policy what keeps every bit of `tokens`."""
-        return self._spec(setting, tokens).budget_bytes
-
-    def close(self) -> None:
-        self._backend.close()
-
-    def _filled(self, setting: Setting, depth: int, room: int) -> PagedCache:
+        """Makes a sequence; its cache is filled without running the model."""
         arena = self._spec(setting, depth + room).resolved()
         if setting.policy is not None:
             _check_pressure(setting, arena, depth)
         assert self._backend.paged is not None
-        cache = self._backend.paged.cache_in(arena)
-        fill(cache, self._bundle.config, depth)
-        return cache
+        filled = self._backend.paged.cache_in(arena)
+        config, pressed = self._bundle.config, setting.policy is not None
+        fill(filled, config, depth)
+        return KvqSequence(self._backend, filled, config, self._attention, pressed=pressed)
 
-    def _spec(self, setting: Setting, tokens: int) -> CacheSpec | ClassedSpec:
+    def close(self) -> None:
+        self._backend.close()
+
+    def _spec(self, setting: Setting, tokens: int) -> CacheSpec:
         model, (k_bits, v_bits) = self._bundle.config, parse_kv(setting.kv)
         whole = Budget(tokens=tokens)
-        return spec_of(
-            class_fields(model),
+        return CacheSpec.of(
+            *class_fields(model),
             plan=replace(self._bundle.manifest.kv, k_bits=k_bits, v_bits=v_bits),
             context_tokens=tokens,
             draft_tokens=setting.draft_tokens,
@@ -121,28 +88,8 @@ class KvqEngine:
         )
 
 
-class KvqOnOrtEngine(KvqEngine):
-    """The same over the same weights, multiplied by ONNX Runtime's MatMulNBits."""
-
-    name = OURS_ON_ORT
-
-    def __init__(self, bundle: Bundle, **options: Any) -> None:
-        super().__init__(ort_twin(bundle), **options)
-
-
-class KvqOnHalvesEngine(KvqEngine):
-    """The same, reading of 8-bit weights their upper nibbles; of the cache all."""
-
-    name = OURS_ON_HALVES
-    _mode = Mode(view="hi")
-
-    def __init__(self, bundle: Bundle, **options: Any) -> None:
-        super().__init__(bundle, **options)
-        self._backend.check_mode(self._mode)
-
-
-def _check_pressure(setting: Setting, arena: Arena | ClassedArena, depth: int) -> None:
-    """Raises `UsageError` where a page can close without anything giving way."""
+def _check_pressure(setting: Setting, arena: Arena, depth: int) -> None:
+    """Raises `UsageError` where a page can close without anything given up."""
     needed = arena.spec.bytes_for_tokens(depth)
     if arena.num_bytes >= needed:
         raise UsageError(
@@ -153,36 +100,32 @@ def _check_pressure(setting: Setting, arena: Arena | ClassedArena, depth: int) -
         )
 
 
-class KvqSequence(InProcess):
-    """A cache, and a snapshot of what it began with."""
+class KvqSequence(BenchSequence):
+    """Holds a cache, and a snapshot of its beginning."""
 
     def __init__(
         self,
-        backend: Backend[PagedCache],
-        cache: PagedCache,
+        backend: Backend[Cache],
+        cache: Cache,
         config: ModelConfig,
         attention: AttentionGraph | None,
         *,
-        threads: int,
         pressed: bool,
-        mode: Mode,
     ) -> None:
         self._pressed = pressed
-        self._mode = mode
         self._backend = backend
         self._attention = attention
-        self._threads = threads
         self._mixed = config.conv_shape is not None or config.delta_shape is not None
         self._cache = cache
         self._rope_long = config.needs_long_rope(cache.context_tokens)
-        self._layers = _Layers(config, long_rope=self._rope_long)
+        self._qkv_width = config.qkv_width
         self._beginning = cache.state()
         self._changed = False
         self.kv_bytes = cache.used_bytes
         self.relief_s = 0.0
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `BenchSequence.forward`; a long input goes through in chunks, as in a session."""
+        """Runs a long input in chunks, as a session does."""
         logits = np.zeros((1, 0), np.float32)
         for start in range(0, len(ids), self._cache.chunk_tokens):
             chunk = ids[start : start + self._cache.chunk_tokens]
@@ -196,59 +139,54 @@ class KvqSequence(InProcess):
         if rows > self._cache.chunk_tokens:
             return False
         self._begin(rows)
-        self._run(draft_ids(rows), wanted_rows(rows))
+        self._run(draft_ids(rows), logit_rows(rows))
         self._forget(rows)
         return True
 
     def rollback(self) -> None:
-        """See `BenchSequence.rollback`; trimming would not reopen the pages closed since."""
+        """Loads the snapshot; trimming would not reopen the pages closed since."""
         if self._changed:
             self._cache.load_state(self._beginning)
         self._changed = False
 
     def attend(self, rows: int) -> bool:
-        # Rows that are kept need those of every layer, and without a graph there is one thread,
-        # whose times are none of the pass's.
+        # A state needs the rows of every layer.
         most = self._cache.arena.draft_tokens if self._mixed else self._cache.chunk_tokens
-        if rows > most or (self._attention is None and self._threads > 1):
+        if rows > most or self._attention is None:
             return False
-        qkv = self._layers.random_rows(rows)
         self._begin(rows)
-        if self._attention is not None:
-            self._attention.run([self._cache], qkv, rope_long=self._rope_long)
-        else:
-            positions = np.arange(self._cache.tokens, self._cache.tokens + rows)
-            self._layers.attend(self._cache, qkv, positions)
+        qkv = random_rows(rows, self._qkv_width)
+        self._attention.run(self._cache, qkv, rope_long=self._rope_long)
         self._forget(rows)
         return True
 
     def step_bytes(self) -> tuple[int, int]:
-        """See `BenchSequence.step_bytes`: what our products count, else what the graph stores."""
-        before = weight_bytes_read() if native.available() else 0
-        held = _held_bytes(self._cache)
+        """Counts the weight bytes that the products read, else those that the graph stores."""
+        cache_bytes = sum(map(_cache_bytes_read, self._cache.parts))
+        if not native_library.available():
+            return self._backend.weight_bytes_per_step, cache_bytes
+        before = weight_bytes_read()
         self.verify(1)
         self.rollback()
-        counted = weight_bytes_read() - before if native.available() else 0
-        return counted or self._backend.weight_bytes_per_step, held
+        return weight_bytes_read() - before or self._backend.weight_bytes_per_step, cache_bytes
 
     def _begin(self, rows: int) -> None:
         since = perf_counter()
-        # Where nothing must give way this takes microseconds.
+        # This takes microseconds where nothing must be given up.
         self._cache.begin(rows)
         self.relief_s += perf_counter() - since
         self._changed |= self._pressed
 
-    def _run(self, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.float32]:
-        """A pass as a session asks for it that samples as it does by default."""
-        rows = replace(
-            sequence_pass(self._cache, ids, wanted),
-            exact_rows=Sampling().exact_rows,
-            mode=self._mode,
-        )
+    def _run(
+        self, ids: NDArray[np.int64], rows_with_logits: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Runs a pass as a session does that samples by default."""
+        rows = sequence_pass(self._cache, ids, rows_with_logits)
+        rows = replace(rows, exact_rows=Sampling().exact_rows)
         return self._backend.forward(Pass(rows=(rows,), rope_long=self._rope_long))[0]
 
     def _forget(self, rows: int) -> None:
-        """Ends a branch; a piece of a prompt, which is kept whole, goes with `rollback`."""
+        """Ends a branch; a piece of a prompt is kept until `rollback`."""
         drafted = rows <= self._cache.arena.draft_tokens
         self._cache.commit(() if drafted else range(rows))
         self._changed |= not drafted
@@ -258,145 +196,69 @@ class KvqSequence(InProcess):
         self._beginning = b""
 
 
-class KvqBatch:
-    """Caches of one depth, whose attention is computed in the same calls."""
-
-    def __init__(
-        self, graph: AttentionGraph, caches: Sequence[PagedCache], config: ModelConfig
-    ) -> None:
-        self._graph = graph
-        self._caches = tuple(caches)
-        self._rope_long = config.needs_long_rope(caches[0].context_tokens)
-        self._qkv = _Layers(config).random_rows(len(caches))
-
-    def attend(self, rows: int) -> bool:
-        """See `BenchBatch.attend`."""
-        if rows != 1:
-            return False
-        for cache in self._caches:
-            cache.begin(1)
-        self._graph.run(self._caches, self._qkv, rope_long=self._rope_long)
-        for cache in self._caches:
-            cache.commit(())
-        return True
-
-    def close(self) -> None:
-        for cache in self._caches:
-            cache.close()
-
-
-def _held_bytes(cache: PagedCache) -> int:
-    """Of all pages and floating-point rows: what a step's attention reads, without windows."""
-    return sum(_held_bytes_of(part) for part in cache.parts)
-
-
-def _held_bytes_of(cache: Cache) -> int:
+def _cache_bytes_read(cache: ClassCache) -> int:
+    """Counts the bytes of pages and floating-point rows that a step's attention reads."""
     widths = cache.columns()[1].reshape(-1, 2).tolist()
     pages = sum(page_bytes(cache.shape.head_dim, k, v) for k, v in widths if k)
     return pages + len(cache.tail(0, 0)[0]) * cache.shape.float_bytes_per_token
 
 
-class _LayerCall(NamedTuple):
-    """What one layer's attention is called with."""
-
-    params: AttentionParams
-    inv_freq: NDArray[np.float32]
-    norm: NDArray[np.float32] | None
-    width: int
-    shared: bool
+@lru_cache
+def random_rows(rows: int, width: int) -> NDArray[np.float32]:
+    """Returns queries, keys and values float32 [rows, width], made once: that is not timed."""
+    return np.random.default_rng(rows).standard_normal((rows, width), np.float32)
 
 
-class _Layers:
-    """What attention is called with, made once: building it would be timed otherwise."""
+def _fill_states(cache: Cache, config: ModelConfig, count: int) -> None:
+    """Gives `cache` `count` rows of the layers without attention."""
 
-    def __init__(self, config: ModelConfig, *, long_rope: bool = False) -> None:
-        attending = [index for index, own in enumerate(config.layers) if own.attends]
-        normed = config.layers[attending[0]].attention.qk_norm == "heads"
-        self._layers = tuple(
-            _LayerCall(
-                params=config.attention(layer),
-                inv_freq=config.inv_freq(layer, long_rope=long_rope),
-                norm=np.ones(own.head_dim, np.float32) if normed else None,
-                width=own.qkv_width,
-                shared=own.kv_from is not None,
-            )
-            for layer, own in ((layer, config.layers[layer].attention) for layer in attending)
-        )
-        self._width = max(one.width for one in self._layers)
-        self._rows: dict[int, NDArray[np.float32]] = {}
+    def ones(*shape: int) -> NDArray[np.float32]:
+        return np.ones(shape, np.float32)
 
-    def random_rows(self, rows: int) -> NDArray[np.float32]:
-        """Queries, keys and values float32 [rows, width], the same at every call."""
-        if rows not in self._rows:
-            random = np.random.default_rng(rows)
-            self._rows[rows] = random.standard_normal((rows, self._width), np.float32)
-        return self._rows[rows]
-
-    def attend(
-        self,
-        cache: PagedCache,
-        rows: NDArray[np.float32],
-        positions: NDArray[np.int64],
-        *,
-        window_tokens: int | None = None,
-        stored_alone: bool = False,
-    ) -> None:
-        """All layers, or all that store; a token sees so many, by default what the layer's does."""
-        for layer in self._layers:
-            if stored_alone and layer.shared:
-                continue
-            window = layer.params.window_tokens if window_tokens is None else window_tokens
-            params, own = replace(layer.params, window_tokens=window), rows[:, : layer.width]
-            norm, freq = layer.norm, layer.inv_freq
-            cache.attend(params, own, positions, freq, norm, norm, shared=layer.shared)
-
-
-def _others(config: ModelConfig, most: int) -> Callable[[PagedCache, int], None]:
-    """What gives a cache so many rows, up to `most`, of the layers that do not attend."""
     if (conv := config.conv_shape) is not None:
-        bcx = np.ones((most, 3 * conv.width), np.float32)
-        weight = np.ones((conv.width, conv.taps), np.float32)
-
-        def convolve(cache: PagedCache, count: int) -> None:
-            for layer in range(conv.num_layers):
-                cache.convolve(layer, bcx[:count], weight)
-
-        return convolve
+        for layer in range(conv.num_layers):
+            cache.convolve(layer, ones(count, 3 * conv.width), ones(conv.width, conv.taps))
     if (delta := config.delta_shape) is not None:
-        heads = np.zeros(delta.value_heads, np.float32)
         weights = DeltaWeights(
-            conv=np.ones((delta.conv_width, delta.taps), np.float32),
-            decay=heads,
-            dt_bias=heads,
-            scale=np.ones(delta.value_dim, np.float32),
+            conv=ones(delta.conv_width, delta.taps),
+            decay=0 * ones(delta.value_heads),
+            dt_bias=0 * ones(delta.value_heads),
+            scale=ones(delta.value_dim),
             key_heads=delta.key_heads,
             norm_eps=config.norm_eps,
         )
-        rows = np.ones((most, delta.conv_width + delta.value_width), np.float32)
-        gates = np.ones((most, 2 * delta.value_heads), np.float32)
-
-        def recur(cache: PagedCache, count: int) -> None:
-            for layer in range(delta.num_layers):
-                cache.recur(layer, rows[:count], gates[:count], weights)
-
-        return recur
-    return lambda cache, count: None
+        rows = ones(count, delta.conv_width + delta.value_width)
+        for layer in range(delta.num_layers):
+            cache.recur(layer, rows, ones(count, 2 * delta.value_heads), weights)
 
 
-def fill(cache: PagedCache, config: ModelConfig, tokens: int, *, window_tokens: int = 1) -> None:
+def fill(cache: Cache, config: ModelConfig, tokens: int, *, window_tokens: int = 1) -> None:
     """Gives `cache` the keys and values of `tokens` random tokens.
 
-    A token sees `window_tokens`, by default only itself: what is stored does not depend on what
-    was seen, and pages out of sight cost nothing, so the time grows with `tokens` and not with
-    its square.
+    A token sees `window_tokens`, by default only itself. What is stored does not depend on it, and
+    pages out of sight cost nothing, so the time grows with `tokens` and not with its square.
     """
-    layers = _Layers(config, long_rope=config.needs_long_rope(cache.context_tokens))
-    qkv = layers.random_rows(cache.chunk_tokens)
-    others = _others(config, cache.chunk_tokens)
+    long_rope = config.needs_long_rope(cache.context_tokens)
+    storing = [
+        (index, layer.attention)
+        for index, layer in enumerate(config.layers)
+        if layer.attends and layer.attention.kv_from is None
+    ]
+    calls = [
+        (
+            replace(config.attention(index), window_tokens=window_tokens),
+            config.inv_freq(index, long_rope=long_rope),
+            np.ones(attention.head_dim, np.float32) if attention.qk_norm == "heads" else None,
+            attention.qkv_width,
+        )
+        for index, attention in storing
+    ]
+    qkv = random_rows(cache.chunk_tokens, max(attention.qkv_width for _, attention in storing))
     for start in range(0, tokens, cache.chunk_tokens):
         count = min(cache.chunk_tokens, tokens - start)
         positions = np.arange(start, start + count)
         cache.begin(count)
-        layers.attend(cache, qkv[:count], positions, window_tokens=window_tokens, stored_alone=True)
-        others(cache, count)
+        for params, freq, norm, width in calls:
+            cache.attend(params, qkv[:count, :width], positions, freq, norm, norm)
+        _fill_states(cache, config, count)
         cache.commit(range(count))

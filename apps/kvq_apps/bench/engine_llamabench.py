@@ -1,7 +1,7 @@
-"""Any build of llama.cpp's `llama-bench`, forks too: the user's own program, one run a visit.
+"""Any build of llama.cpp's `llama-bench`, also forks: the user's program, one run per visit.
 
-Each run loads the weights and fills its cache anew, and what it says its steps took is what counts.
-Knows no other engine.
+Each run loads the weights and fills its cache anew; only the times that it reports count. Knows no
+other engine.
 """
 
 import json
@@ -11,189 +11,137 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import cycle, pairwise
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import KvPlan
 from kvq.errors import BackendError
-from kvq_apps.bench.engines import Setting
-from kvq_apps.bench.gguf_file import same_weights
-from kvq_runtime import gpu
+from kvq_apps.bench.engines import BenchSequence, Setting
+from kvq_apps.bench.gguf_file import gguf_of
 from kvq_runtime.backends import ModelFiles
-from kvq_runtime.backends.llama_layout import CACHE_TYPES, CacheLayout, LayerGroup
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.gguf_file import GgufFile
+from kvq_runtime.backends.llama_layout import CACHE_TYPES, CacheLayout
+from kvq_runtime.machine import gpu
 
-# Of one run, and the steps that each of them is the mean of.
+# Samples of one run, and the steps that each is the mean of.
 SAMPLES, STEPS = 3, 8
-# How a program takes a depth: for itself, or, older ones and forks, as a prompt to generate behind.
-_DEPTH, _BEHIND = "--n-depth", "-gp "
+# How a program takes a depth: by a flag, or, older ones and forks, as a prompt to generate after.
+_DEPTH, _DEPTH_PROMPT = "--n-depth", "-gp "
 _KEY_FLAGS = ("-ctk", "--cache-type-k")
 _ALL_LAYERS = 99
 
 
-class LlamaBench:
-    """The peer `llama-bench=COMMAND`: a path, and flags of the program's own behind it."""
-
-    def __init__(self, command: str) -> None:
-        self._command = shlex.split(command)
-
-    def missing(self, device: str) -> str | None:
-        """Why it cannot run here, or None."""
-        del device
-        program = self._command[0]
-        if shutil.which(program) is None:
-            return f"{program} is no program; give the path of a llama-bench"
-        if _depth_flag(program) is None:
-            return f"{program} --help knows no {_DEPTH} and no {_BEHIND}as llama-bench's does"
-        return None
-
-    def __call__(
-        self, files: ModelFiles, *, threads: int, settings: Sequence[Setting], device: str
-    ) -> "LlamaBenchEngine":
-        """See `open_engine`."""
-        del settings
-        # Only a bundle has a graph.
-        bundle = cast(Bundle, files) if files.has_onnx else None
-        file = same_weights(bundle, "llama-bench") if bundle else files.gguf()
-        layers = 0 if device == gpu.PROCESSOR else _ALL_LAYERS
-        return LlamaBenchEngine(self._command, file, threads=threads, layers_on_gpu=layers)
-
-
 class LlamaBenchEngine:
-    """A file, and the flags it is measured with at any depth.
+    """Holds a file, and the flags it is measured with at any depth; `command`: a path and flags.
 
-    Keys and values have each of `CACHE_TYPES`, or what the command says of keys.
+    Keys and values have each of `CACHE_TYPES`, or the type of keys in the command.
     """
 
     name = "llama-bench"
 
     def __init__(
-        self, command: Sequence[str], file: GgufFile, *, threads: int, layers_on_gpu: int
+        self, files: ModelFiles, *, threads: int, device: str, command: str, **_: object
     ) -> None:
-        given = {"-m": file.path, "-t": threads, "-ngl": layers_on_gpu, "-fa": 1, "-o": "json"}
-        flags = [str(word) for pair in given.items() for word in pair]
-        self._command = [command[0], *flags, *command[1:]]
-        self._file = file
-        self._depth_flag = _depth_flag(command[0])
-        own = [kind for flag, kind in pairwise(command) if flag in _KEY_FLAGS]
-        self._types_are_given = bool(own)
-        kinds = own[-1:] or [kind.name for kind in CACHE_TYPES.values()]
+        program, *words = shlex.split(command)
+        self._file = gguf_of(files, self.name)
+        layers = 0 if device == gpu.PROCESSOR else _ALL_LAYERS
+        flags = f"-t {threads} -ngl {layers} -fa 1 -o json".split()
+        self._command = [program, "-m", str(self._file.path), *flags, *words]
+        key_types = [kind for flag, kind in pairwise(words) if flag in _KEY_FLAGS]
+        self._types_are_fixed = bool(key_types)
+        kinds = key_types[-1:] or [kind.name for kind in CACHE_TYPES.values()]
         self.settings = tuple(Setting(kv=kind) for kind in kinds)
+
+    @staticmethod
+    def missing(device: str, command: str) -> str | None:
+        """Says why it cannot run here, or None."""
+        del device
+        program = shlex.split(command)[0]
+        if shutil.which(program) is None:
+            return f"{program} is no program; give the path of a llama-bench"
+        if _depth_flag(program) is None:
+            return f"{program} --help knows no {_DEPTH} and no {_DEPTH_PROMPT}as llama-bench's does"
+        return None
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "LlamaBenchSequence":
         del room
-        types = [] if self._types_are_given else ["-ctk", setting.kv, "-ctv", setting.kv]
-        return LlamaBenchSequence(
-            [*self._command, *types],
-            depth,
-            depth_flag=self._depth_flag,
-            weight_bytes=self._file.weight_bytes_per_step,
-            kv_bytes=self.cache_bytes(setting, depth),
-        )
-
-    def batch(self, setting: Setting, depth: int, room: int, count: int) -> None:
-        """See `BenchEngine.batch`; its attention is inside the program."""
-
-    def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """As of float16 for a type that is only known to the program."""
+        types = [] if self._types_are_fixed else ["-ctk", setting.kv, "-ctv", setting.kv]
+        # A type that only the program knows counts as float16.
         bits = {kind.name: bits for bits, kind in CACHE_TYPES.items()}.get(setting.kv, 16)
-        layout = CacheLayout(groups=(LayerGroup(widths=self._file.kv_widths),))
-        return tokens * layout.bytes_per_token(KvPlan(k_bits=bits, v_bits=bits))
+        plan = KvPlan(k_bits=bits, v_bits=bits)
+        kv_bytes = depth * CacheLayout.of(self._file).bytes_per_token(plan)
+        weight_bytes = self._file.weight_bytes_per_step
+        return LlamaBenchSequence([*self._command, *types], depth, weight_bytes, kv_bytes)
 
     def close(self) -> None:
-        """See `BenchEngine.close`; nothing is held between runs."""
+        """Does nothing: nothing is held between runs."""
 
 
-class LlamaBenchSequence:
-    """Runs at one depth. Its clock goes on by what they say; logits stay in them.
+class LlamaBenchSequence(BenchSequence):
+    """Runs the program at one depth. Its clock adds what the runs report; there are no logits.
 
-    One run gives the steps up to the next `rollback`, the same few again and again.
+    One run gives the steps up to the next `rollback`; they are repeated if there are too few.
     """
 
-    relief_s = 0.0
-
     def __init__(
-        self,
-        command: Sequence[str],
-        depth: int,
-        *,
-        depth_flag: str | None,
-        weight_bytes: int,
-        kv_bytes: int,
+        self, command: Sequence[str], depth: int, weight_bytes: int, kv_bytes: int
     ) -> None:
         self._command = command
         self._depth = depth
-        self._depth_flag = depth_flag
-        self._bytes = weight_bytes, kv_bytes
+        self._weight_bytes = weight_bytes
         self._steps_s: Iterator[float] | None = None
         self._clock_s = 0.0
+        self._takes_depth = _depth_flag(command[0]) == _DEPTH
         self.kv_bytes = kv_bytes
-
-    @property
-    def why_no_prefill(self) -> str | None:
-        """See `BenchSequence.why_no_prefill`."""
-        return None if self._depth_flag == _DEPTH else f"this llama-bench knows no {_DEPTH}"
+        self.why_no_prefill = None if self._takes_depth else f"this llama-bench knows no {_DEPTH}"
 
     def clock(self) -> float:
         return self._clock_s
 
     def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `BenchSequence.forward`; of no logits."""
+        """Runs the program or takes the next step; returns no logits."""
         if len(ids) > 1:
-            self._clock_s += self._run(["-p", len(ids), "-n", 0, "-d", self._depth, "-r", 1])[0]
+            self._clock_s += self._run(f"-p {len(ids)} -n 0 -d {self._depth} -r 1")[0]
         else:
             self._steps_s = self._steps_s or cycle(self._steps())
             self._clock_s += next(self._steps_s)
         return np.zeros(0, np.float32)
 
-    def verify(self, rows: int) -> bool:
-        """See `BenchSequence.verify`; it has logits of a pass's last token only."""
-        return False
-
     def rollback(self) -> None:
         self._steps_s = None
 
-    def attend(self, rows: int) -> bool:
-        """See `BenchSequence.attend`; its attention is inside the program."""
-        return False
-
     def step_bytes(self) -> tuple[int, int]:
-        return self._bytes
+        return self._weight_bytes, self.kv_bytes
 
     def close(self) -> None:
-        """See `BenchSequence.close`; nothing is held between runs."""
+        """Does nothing: nothing is held between runs."""
 
     def _steps(self) -> list[float]:
-        """Seconds of a step, a few times."""
-        if self._depth_flag == _DEPTH:
-            words = ["-p", 0, "-n", STEPS, "-d", self._depth]
-        else:
-            words = ["-p", 0, "-n", 0, "-gp", f"{self._depth},{STEPS}"]
-        return [seconds / STEPS for seconds in self._run([*words, "-r", SAMPLES])]
+        """Returns the seconds of a step, several times."""
+        depth = f"-n {STEPS} -d {self._depth}"
+        flags = depth if self._takes_depth else f"-n 0 -gp {self._depth},{STEPS}"
+        return [seconds / STEPS for seconds in self._run(f"-p 0 {flags} -r {SAMPLES}")]
 
-    def _run(self, words: Sequence[object]) -> list[float]:
-        """Seconds of each repetition."""
-        told = _output([*self._command, *map(str, words)])
+    def _run(self, flags: str) -> list[float]:
+        """Returns the seconds of each repetition."""
+        output = _output([*self._command, *flags.split()])
         try:
-            (test,) = json.loads(told[told.index("[") :])
-            found = [nanoseconds / 1e9 for nanoseconds in test["samples_ns"]]
+            (test,) = json.loads(output[output.index("[") :])
+            seconds = [nanoseconds / 1e9 for nanoseconds in test["samples_ns"]]
         except (ValueError, TypeError, KeyError) as error:
             raise BackendError(
-                f"the peer llama-bench answers what is not understood: {told[:200]!r}"
+                f"the peer llama-bench answers what is not understood: {output[:200]!r}"
             ) from error
-        if not found or min(found) <= 0:
-            raise BackendError(f"the peer llama-bench measured nothing: {found}")
-        return found
+        if not seconds or min(seconds) <= 0:
+            raise BackendError(f"the peer llama-bench measured nothing: {seconds}")
+        return seconds
 
 
 @cache
 def _depth_flag(program: str) -> str | None:
-    """By what the program is told a depth, or None: then it is no llama-bench."""
-    known = _output([program, "--help"], may_fail=True)
-    return next((flag for flag in (_DEPTH, _BEHIND) if flag in known), None)
+    """Returns the flag that gives the program a depth, or None: then it is no llama-bench."""
+    help_text = _output([program, "--help"], may_fail=True)
+    return next((flag for flag in (_DEPTH, _DEPTH_PROMPT) if flag in help_text), None)
 
 
 def _output(command: Sequence[str], *, may_fail: bool = False) -> str:
@@ -205,9 +153,10 @@ def _output(command: Sequence[str], *, may_fail: bool = False) -> str:
         raise BackendError(f"{command[0]} cannot be run: {error.strerror}") from error
     output = run.stdout.decode(errors="replace")
     if run.returncode and not may_fail:
-        said = run.stderr.decode(errors="replace").strip() or output.strip()
+        message = run.stderr.decode(errors="replace").strip() or output.strip()
         raise BackendError(
             f"the peer llama-bench ended with status {run.returncode}: "
-            f"{said.splitlines()[-1] if said else 'without a word'} (it ran {shlex.join(command)})"
+            f"{message.splitlines()[-1] if message else 'without a word'} "
+            f"(it ran {shlex.join(command)})"
         )
     return output

@@ -1,9 +1,10 @@
-"""The seam between the measuring and an engine: two protocols and one table. Measures nothing.
+"""What measuring asks of an engine: two classes and one table. Measures nothing.
 
-To add an engine: one file with a class that has `BenchEngine`'s members, one row in `ENGINES`, or
-in `kvq_lab.peers` where nobody but us asks for it.
+To add an engine, write a file with a class that has `BenchEngine`'s members, and add a row to
+`ENGINES`, or to `kvq_lab.peers` for an engine that only the laboratory needs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,40 +16,31 @@ from numpy.typing import NDArray
 
 from kvq.config import DEFAULT_DRAFT_TOKENS, DEFAULT_READ, MOST_DRAFT_TOKENS
 from kvq.errors import BackendError, UsageError, argument
-from kvq.reference_linear import BlockFormat
 from kvq_apps import laboratory
-from kvq_runtime import gpu
 from kvq_runtime.backends import ModelFiles
+from kvq_runtime.machine import gpu
 
-OURS = "kvq"
-# Ours over the same weights, multiplied by ONNX Runtime's operator.
-OURS_ON_ORT = "kvq (MatMulNBits)"
-# Ours, of 8-bit weights the upper nibbles alone.
-OURS_ON_HALVES = "kvq (upper nibbles)"
-# By what `--linear` calls them.
-OWN = {"kvq": OURS, "ort": OURS_ON_ORT, "hi": OURS_ON_HALVES}
+KVQ = "kvq"
 ENGINES = {
-    OURS: "kvq_apps.bench.engine_kvq:KvqEngine",
-    OURS_ON_ORT: "kvq_apps.bench.engine_kvq:KvqOnOrtEngine",
-    OURS_ON_HALVES: "kvq_apps.bench.engine_kvq:KvqOnHalvesEngine",
+    KVQ: "kvq_apps.bench.engine_kvq:KvqEngine",
     "llama.cpp": "kvq_apps.bench.engine_llamacpp:LlamaCppEngine",
-    "llama-bench": "kvq_apps.bench.engine_llamabench:LlamaBench",
+    "llama-bench": "kvq_apps.bench.engine_llamabench:LlamaBenchEngine",
     **laboratory.peers(),
 }
-PEERS = tuple(name for name in ENGINES if name not in OWN.values())
-LABORATORY_PEERS = ("onnxruntime", "transformers")
-# Of the peers those that are a program of the user's, `NAME=COMMAND`, and those that read GGUF.
+PEERS = tuple(name for name in ENGINES if name != KVQ)
+LABORATORY_PEERS = ("transformers",)
+# Peers that are a program of the user's, `NAME=COMMAND`, and peers that read GGUF.
 PROGRAMS = ("llama-bench",)
 GGUF_READERS = ("llama.cpp", "llama-bench")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How an engine keeps its cache: `kv` is the engine's own name for the widths.
+    """Describes how an engine keeps its cache: `kv` is the engine's own name for the widths.
 
-    With a `policy` the cache has `budget`, as `--kv-budget` writes it, and the policy decides what
-    gives way; otherwise it holds everything. It reads of its pages what `--kv-read` writes so.
-    Ours keeps room for drafts of `draft_tokens`.
+    With a `policy` the cache has `budget`, written as for `--kv-budget`, and the policy decides
+    what is given up; otherwise it holds everything. `read` is the part of its pages it reads,
+    written as for `--kv-read`. kvq keeps room for drafts of `draft_tokens`.
     """
 
     kv: str
@@ -59,128 +51,87 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """`4:2`, or where it reads otherwise `4:2 read 25%`."""
+        """Returns `4:2`, or where it reads less `4:2 read 25%`."""
         return self.kv if self.read == DEFAULT_READ else f"{self.kv} read {self.read}"
 
     @property
     def text(self) -> str:
-        """`8:8`, or under pressure `8:8 h2o`."""
+        """Returns `8:8`, or under pressure `8:8 h2o`."""
         return self.name if self.policy is None else f"{self.name} {self.policy}"
 
 
-class BenchSequence(Protocol):
-    """One sequence in an engine, begun with a cache that holds some tokens already."""
+class BenchSequence(ABC):
+    """Holds one sequence in an engine, begun with a cache that holds some tokens already.
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes the tokens it began with take in the cache."""
-        ...
+    `kv_bytes` are the cache's bytes of these tokens, `relief_s` the seconds spent on making room
+    so far. `why_no_prefill` says why it cannot be extended by many tokens at once, or is None.
+    """
 
-    @property
-    def relief_s(self) -> float:
-        """Seconds that making room for new tokens has taken so far."""
-        ...
-
-    @property
-    def why_no_prefill(self) -> str | None:
-        """Why it cannot be extended by many tokens at once, or None."""
-        ...
-
-    def clock(self) -> float:
-        """Seconds, by the clock that what it does is timed with."""
-        ...
-
-    def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Appends tokens `ids` [T] and returns the logits float32 [V] of the last."""
-        ...
-
-    def verify(self, rows: int) -> bool:
-        """One pass over `rows` new tokens, a chain, whose logits are those of `wanted_rows`.
-
-        `rollback` forgets them. False where the engine takes fewer tokens at once.
-        """
-        ...
-
-    def rollback(self) -> None:
-        """Forgets what `forward`, `verify` and `attend` appended."""
-        ...
-
-    def attend(self, rows: int) -> bool:
-        """The attention of all layers alone, for `rows` new tokens.
-
-        False where the engine does not let its attention run alone, or takes fewer at once.
-        """
-        ...
-
-    def step_bytes(self) -> tuple[int, int]:
-        """Bytes of weights and of the cache that one decode step reads."""
-        ...
-
-    def close(self) -> None:
-        """Gives the cache's memory back."""
-        ...
-
-
-class InProcess:
-    """What is the same of all sequences that compute in this process."""
-
+    kv_bytes: int
     relief_s = 0.0
     why_no_prefill: str | None = None
-    clock = staticmethod(perf_counter)
 
+    def clock(self) -> float:
+        """Returns seconds by the clock that times its work."""
+        return perf_counter()
 
-class BenchBatch(Protocol):
-    """Several sequences of one depth, for their attention alone."""
+    @abstractmethod
+    def forward(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Appends tokens `ids` [T] and returns the logits float32 [V] of the last."""
+
+    def verify(self, rows: int) -> bool:
+        """Runs one pass over `rows` new tokens, a chain, with the logits of `logit_rows`.
+
+        `rollback` forgets the tokens. Returns False where the engine takes fewer tokens at once.
+        """
+        return False
+
+    @abstractmethod
+    def rollback(self) -> None:
+        """Forgets what `forward`, `verify` and `attend` appended."""
 
     def attend(self, rows: int) -> bool:
-        """The attention of all layers alone, for `rows` new tokens of each sequence, together.
+        """Runs the attention of all layers alone, for `rows` new tokens.
 
-        It has been computed when this returns. False where the engine takes fewer at once.
+        Returns False where the engine's attention cannot run alone, or takes fewer tokens at once.
         """
-        ...
+        return False
 
+    @abstractmethod
+    def step_bytes(self) -> tuple[int, int]:
+        """Counts the bytes of weights and of the cache that one decode step reads."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Gives the caches' memory back."""
-        ...
+        """Frees the cache."""
 
 
 class BenchEngine(Protocol):
-    """A model's weights in memory, ready for sequences at any of its cache settings."""
+    """Describes a model's weights in memory, ready for sequences at any of its cache settings."""
 
     name: str
     settings: tuple[Setting, ...]
 
     def sequence(self, setting: Setting, depth: int, room: int) -> BenchSequence:
-        """A sequence of `depth` random tokens with room for `room` more, its cache as `setting`.
+        """Makes a sequence of `depth` tokens with room for `room` more.
 
-        The cache is filled without running the model. Raises `UsageError` for a budget in which
-        nothing has to give way, `BudgetError` for one that is too small.
+        Raises `UsageError` for a budget in which nothing has to be given up, `BudgetError` for one
+        that is too small.
         """
-        ...
-
-    def batch(self, setting: Setting, depth: int, room: int, count: int) -> BenchBatch | None:
-        """`count` sequences like those of `sequence`, which take one row each at once.
-
-        None where the engine does not let its attention run alone.
-        """
-        ...
-
-    def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """About how much memory a sequence of `tokens` tokens takes."""
         ...
 
     def close(self) -> None:
-        """Gives the weights' memory back."""
+        """Frees the weights."""
         ...
 
 
 def draft_ids(rows: int) -> NDArray[np.int64]:
-    """Tokens int64 [rows] that every vocabulary has."""
+    """Returns tokens int64 [rows] that every vocabulary has."""
     return np.arange(rows, dtype=np.int64) % 64
 
 
-def wanted_rows(rows: int) -> NDArray[np.int64]:
-    """The rows whose logits a pass of `rows` is for: all of a draft's, the last of a prompt's."""
+def logit_rows(rows: int) -> NDArray[np.int64]:
+    """Returns the rows that a pass needs logits of: all of a draft's, the last of a prompt's."""
     return np.arange(0 if rows <= MOST_DRAFT_TOKENS else rows - 1, rows, dtype=np.int64)
 
 
@@ -189,74 +140,30 @@ def check_peers(names: Sequence[str], device: str = gpu.PROCESSOR) -> None:
     for name in names:
         kind, _, command = name.partition("=")
         if kind in LABORATORY_PEERS and kind not in ENGINES:
-            raise laboratory.only_there(f"{argument('--peer')} {kind}")
+            raise laboratory.laboratory_missing(f"{argument('--peer')} {kind}")
         if kind not in PEERS or bool(command) != (kind in PROGRAMS):
-            shown = (f"{one}=COMMAND" if one in PROGRAMS else one for one in PEERS)
+            shown = (f"{peer}=COMMAND" if peer in PROGRAMS else peer for peer in PEERS)
             raise UsageError(
                 f"{argument('--peer')} {name!r} is not known; choose {', '.join(shown)}"
             )
-        reason = _load(name).missing(device)
+        engine_class, options = _load(name)
+        reason = engine_class.missing(device, **options)
         if reason is not None:
             raise BackendError(f"the peer {name} cannot run here: {reason}")
 
 
-def check_computable(peer: str, reason: str | None) -> None:
-    """Raises `BackendError` where there is a `reason` why a peer cannot compute a model."""
-    if reason is not None:
-        raise BackendError(f"the peer {peer} cannot compute this model: {reason}")
-
-
-def own_engine(files: ModelFiles) -> str:
-    """The engine that is ours with these files: the paged cache over a graph, else llama.cpp."""
-    return OURS if files.has_onnx else "llama.cpp"
-
-
-def own_engines(files: ModelFiles, linear: Sequence[str], device: str) -> tuple[str, ...]:
-    """Ours with each of the operators `linear`; none given: with the one of these files.
-
-    Raises `UsageError` for what these files cannot give, on this device.
-    """
-    if device != gpu.PROCESSOR and (linear or not files.has_onnx):
-        raise UsageError(
-            f"{argument('--device')} {device} measures bundles, and takes no {argument('--linear')}"
-        )
-    for name in linear:
-        if name not in OWN:
-            raise UsageError(
-                f"{argument('--linear')} {name} is not possible: choose kvq, ort or hi"
-            )
-    if linear and files.weights_json().get("linear") != "kvq":
-        raise UsageError(
-            f"{argument('--linear')} {','.join(linear)} is not possible: the weights of "
-            f"{files.path} are not "
-            "stored for kvq::Linear; leave the flag out, or give a bundle that is"
-        )
-    return tuple(dict.fromkeys(OWN[name] for name in linear)) or (own_engine(files),)
+def default_engine(files: ModelFiles) -> str:
+    """Returns the engine that kvq uses for these files: its own for a graph, else llama.cpp."""
+    return KVQ if files.has_onnx else "llama.cpp"
 
 
 def shown_peers(names: Sequence[str]) -> dict[str, str]:
-    """What a peer is called in tables, by its name: two programs of one kind by their paths."""
+    """Returns the name of each peer in tables: two programs of one kind go by their paths."""
     kinds = [name.partition("=")[0] for name in names]
     return {
         name: kind if kinds.count(kind) == 1 else name
         for name, kind in zip(names, kinds, strict=True)
     }
-
-
-def reads_gguf(name: str) -> bool:
-    """Whether a peer can be given a GGUF file as it is."""
-    return name.partition("=")[0] in GGUF_READERS
-
-
-def is_own(name: str) -> bool:
-    """Whether an engine is ours, with whatever weights."""
-    return name.partition(" ")[0] == OURS
-
-
-def own_width(files: ModelFiles) -> str:
-    """What to call ours beside itself with weights of another width."""
-    bits = min(BlockFormat.parse(form).bits for form in files.weights_json()["formats"])
-    return f"{OURS} ({bits} bits)"
 
 
 def open_engine(
@@ -268,17 +175,20 @@ def open_engine(
     device: str = gpu.PROCESSOR,
     weights_budget: int | None = None,
 ) -> BenchEngine:
-    """BenchEngine `name` with the weights of `files`, on `device` as `gpu.chosen` gives it.
+    """Opens engine `name` with the weights of `files`, on `device` as `gpu.usable_device` gives it.
 
-    `settings` and `weights_budget` are those asked of ours; a peer is asked for none, and has all
-    it can. Raises `BackendError` for a model the engine cannot compute.
+    `settings` and `weights_budget` are for kvq; a peer measures all the settings it has. Raises
+    `BackendError` for a model the engine cannot compute.
     """
-    own = {"weights_budget": weights_budget} if name in OWN.values() else {}
-    return _load(name)(files, threads=threads, settings=settings, device=device, **own)
+    engine_class, options = _load(name)
+    if name == KVQ:
+        options["weights_budget"] = weights_budget
+    return engine_class(files, threads=threads, settings=settings, device=device, **options)
 
 
-def _load(name: str) -> Any:
+def _load(name: str) -> tuple[Any, dict[str, Any]]:
+    """Returns an engine's class, and the command of a program as an argument for it."""
     kind, _, command = name.partition("=")
     module_name, _, class_name = ENGINES[kind].partition(":")
-    found = getattr(import_module(module_name), class_name)
-    return found(command) if command else found
+    engine_class = getattr(import_module(module_name), class_name)
+    return engine_class, {"command": command} if command else {}

@@ -1,31 +1,19 @@
-"""What a suite that opens sessions is given, and what it has. Measures nothing."""
+"""What a suite that opens sessions gets. Measures nothing."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from kvq_apps.output import Shown
-from kvq_runtime import gpu
+from kvq_apps.terminal.output import ShowProgress
 from kvq_runtime.backends import ModelFiles
+from kvq_runtime.machine import gpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A model's files, arguments of `Engine.session`, threads, and who is told how far it is."""
+    """Holds a model's files, arguments of `Engine.session`, threads, and the progress callback."""
 
     files: ModelFiles
     session_options: dict[str, Any]
     threads: int
-    progress: Shown
+    progress: ShowProgress
     device: str = gpu.PROCESSOR
-
-
-class Suite(Protocol):
-    """A module of this package that measures one kind of use."""
-
-    def measure(self, setup: Setup, job: Any, /) -> dict[str, Any]:
-        """What `kvq bench --json` prints of it. Raises `KvqError`."""
-        ...
-
-    def print_report(self, data: dict[str, Any], /) -> None:
-        """The same as a table."""
-        ...

@@ -1,1 +1,1 @@
-"""The terminal chat: transcript, history, clients of an engine, and the app that joins them."""
+"""The terminal chat: transcript, history, engine clients, and the app that joins them."""

@@ -1,24 +1,28 @@
-"""What the chat needs of an engine, wherever it runs, and the stream a reply travels through.
+"""What the chat needs of an engine, and the stream that carries a reply.
 
-A client is called from one thread, never the screen's. It is asked for one reply at a time and
-writes to its `Stream`, which the screen empties when it likes.
+A client is called from one thread, never the screen's. It writes one reply at a time into a
+`Stream`, and the screen reads from it when it likes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from time import monotonic
 from typing import Protocol
 
 from kvq.errors import KvqError, ModelError
+from kvq.formats import format_bytes
 from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.terminal import cache_report
+from kvq_apps.terminal.output import kv_text
 from kvq_apps.thinking import AUTO
+from kvq_models.thinking import Piece, ThinkingReader, ThinkingWriter, Thought
 from kvq_runtime.config import Sampling
 
 
 class ContextFullError(KvqError):
-    """The conversation does not fit the context; `needed` and `limit` are tokens, 0: not told."""
+    """Reports that the conversation does not fit; `needed` and `limit` are tokens, 0: not known."""
 
     def __init__(self, needed: int, limit: int) -> None:
         sizes = f"needs {needed} tokens and the context holds {limit}"
@@ -31,27 +35,27 @@ class ContextFullError(KvqError):
 
 
 class EngineLostError(KvqError):
-    """The engine went away in the middle; asking again may find it back."""
+    """Reports that the engine went away during a reply; asking again may find it back."""
 
 
 class NoChatError(ModelError):
-    """The model has no chat template; `instead` continues plain text with it."""
+    """Reports a model without a chat template; `alternative` continues plain text with it."""
 
-    def __init__(self, name: str, instead: str) -> None:
+    def __init__(self, name: str, alternative: str) -> None:
         super().__init__(
-            f"{name} has no chat template, so it cannot chat; {instead} continues plain text, and "
-            "`default` or an instruction-tuned model such as Qwen/Qwen3-0.6B can chat"
+            f"{name} has no chat template, so it cannot chat; {alternative} continues plain text, "
+            "and `default` or an instruction-tuned model such as Qwen/Qwen3-0.6B can chat"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a client runs on. `k_bits` and `kv_budget` are 0 where the engine does not say.
+    """Describes the model a client runs. `k_bits` and `kv_budget` are 0 where they are not known.
 
-    `budget_tokens`, 0 likewise: what the budget holds at those widths.
-    `sampling` is what the model, or its server, asks for.
-    `opens` opens this model again, from any folder; `smaller_kv` is what `/kv` takes to make this
-    model's cache as small as it gets. Both are empty where the client cannot do that.
+    `budget_tokens` is what the budget holds at these widths; `full_kv` and `full_tokens` describe
+    the full cache (`kvq_apps.terminal.cache_report`); 0 and empty where they are not known.
+    `sampling` is the default of the model or its server. `lasting_name` opens this model again from
+    any folder; empty where the client cannot do that.
     """
 
     model: str
@@ -60,21 +64,40 @@ class Facts:
     v_bits: int = 0
     kv_budget: int = 0
     budget_tokens: int = 0
+    full_kv: str = ""
+    full_tokens: int = 0
     fingerprint: str = ""
     keeps_kv: bool = False
     sampling: Sampling = field(default_factory=Sampling)
-    opens: str = ""
-    smaller_kv: str = ""
+    lasting_name: str = ""
+
+    @property
+    def cache_text(self) -> str:
+        """Describes the cache's bytes and what they hold; empty where that is not known."""
+        if not self.k_bits:
+            return ""
+        size, kv = format_bytes(self.kv_budget), kv_text(self.k_bits, self.v_bits)
+        if not self.full_kv:
+            return f"cache of {size} at {cache_report.bits_text(kv)}"
+        sentence = cache_report.sentence(
+            {
+                "kv": kv,
+                "context": self.context_tokens,
+                "budget_tokens": self.budget_tokens,
+                "full_kv": self.full_kv,
+                "full_tokens": self.full_tokens,
+            }
+        )
+        return f"cache of {size}, which holds {sentence}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a reply is asked for with. `max_tokens` None: to the context's end.
+    """Holds a request for a reply. `max_tokens` None: up to the context's end.
 
-    Where the last of `messages` is the assistant's, the reply goes on with it.
-    `edited` are the messages up to one of which the last of `messages` is an edit, none else: what
-    follows the change in it may then be kept as computed.
-    `think` is what `--think` says.
+    If the last of `messages` is the assistant's, the reply continues it. If the last message was
+    edited, `edited` are the messages as they were, up to the old version; what follows the change
+    in it may then be kept as computed. `think` is the value of `--think`.
     """
 
     messages: Sequence[Message]
@@ -86,33 +109,36 @@ class Turn:
 
 
 @dataclass(kw_only=True, slots=True)
-class News:
-    """What a stream brought since it was asked last; `texts` by the number of the draft."""
+class StreamUpdate:
+    """Holds what a stream brought since the last read; `texts` are by draft number."""
 
     texts: dict[int, str] = field(default_factory=dict[int, str])
-    prefilled: tuple[int, int] | None = None
+    prefill_progress: tuple[int, int] | None = None
     stats: ReplyStats | None = None
 
     @property
     def text(self) -> str:
-        """Of the first draft, which may be the only one."""
+        """Returns the text of the first draft, which may be the only one."""
         return self.texts.get(0, "")
 
 
 class Stream:
-    """A reply, or several drafts of one, on its way: the client writes, the screen empties it."""
+    """Carries a reply, or several drafts of one: the client writes, the screen reads."""
 
     def __init__(self) -> None:
         self.started_s = monotonic()
         self._lock = Lock()
-        self._news = News()
-        # Drafts whose last piece ended with CR: that LF comes next is not known yet.
+        self._update = StreamUpdate()
+        # Drafts whose last piece ended with CR: a LF may follow.
         self._half_breaks = set[int]()
         self._cancelled = False
         self._stop: Callable[[], None] | None = None
 
     def write(self, text: str, draft: int = 0) -> None:
-        """The next piece of the reply, or of this draft of it; a CR LF in two pieces is a CR."""
+        """Adds the next piece of a reply or of one of its drafts.
+
+        A CR LF split over two pieces counts as a CR.
+        """
         if not text:
             return
         with self._lock:
@@ -120,23 +146,22 @@ class Stream:
             self._half_breaks -= {draft}
             if text.endswith("\r"):
                 self._half_breaks.add(draft)
-            self._news.texts[draft] = self._news.texts.get(draft, "") + new
+            self._update.texts[draft] = self._update.texts.get(draft, "") + new
 
-    def prefilled(self, done: int, total: int) -> None:
-        """So many of the prompt's tokens went through the model."""
+    def report_prefill(self, done: int, total: int) -> None:
+        """Reports how many of the prompt's tokens went through the model."""
         with self._lock:
-            self._news.prefilled = (done, total)
+            self._update.prefill_progress = (done, total)
 
-    def measured(self, stats: ReplyStats) -> None:
-        """What the reply costs so far."""
+    def report_stats(self, stats: ReplyStats) -> None:
         with self._lock:
-            self._news.stats = stats
+            self._update.stats = stats
 
-    def take(self) -> News:
-        """Everything new; the next call begins after it."""
+    def take(self) -> StreamUpdate:
+        """Returns everything new; the next call begins after it."""
         with self._lock:
-            news, self._news = self._news, News()
-        return news
+            update, self._update = self._update, StreamUpdate()
+        return update
 
     def cancel(self) -> None:
         """Asks the client to stop before its next step."""
@@ -146,65 +171,116 @@ class Stream:
             stop()
 
     def when_cancelled(self, stop: Callable[[], None]) -> None:
-        """Calls `stop` on a cancel, for a client that may be waiting; at once if there was one."""
+        """Calls `stop` on a cancel, for a client that may wait; at once if it is cancelled."""
         with self._lock:
             self._stop, cancelled = stop, self._cancelled
         if cancelled:
             stop()
 
     def cancelled(self) -> bool:
-        """Whether the reply is not wanted any more."""
+        """Tells whether the reply is not wanted any more."""
         return self._cancelled
 
 
+class ReplyWriter:
+    """Writes one reply or draft to `stream`; `reader` None: all of it is the answer.
+
+    `tokens` and `ms` are what the thought took.
+    """
+
+    def __init__(self, stream: Stream, reader: ThinkingReader | None, draft: int = 0) -> None:
+        self.tokens = 0
+        self.ms = 0.0
+        self._stream = stream
+        self._reader = reader
+        self._draft = draft
+        self._writer = ThinkingWriter()
+        self._began_s: float | None = None
+
+    def begin(self, text: str) -> None:
+        """Reads the text that the message has already, which the reply continues."""
+        if self._reader is not None:
+            self._writer.text(self._reader.feed(text))
+
+    def token(self, text: str) -> None:
+        """Writes what one token of the model adds."""
+        if self._reader is None:
+            self._stream.write(text, self._draft)
+            return
+        if self._reader.thinking:
+            self.tokens += 1
+            self._update_time()
+        self.write(self._reader.feed(text))
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Writes pieces that are told apart already."""
+        if any(isinstance(piece, Thought) for piece in pieces):
+            self._update_time()
+        self._stream.write(self._writer.text(pieces), self._draft)
+
+    def end(self, reason: str) -> None:
+        """Ends the reply. A reply that was cut may go on, so only a finished one is flushed."""
+        if self._reader is not None and reason == "stop":
+            self.write(self._reader.flush())
+
+    def with_thought(self, stats: ReplyStats) -> ReplyStats:
+        """Returns `stats` with the numbers of the thought."""
+        return replace(stats, thought_tokens=self.tokens, thought_ms=self.ms)
+
+    def _update_time(self) -> None:
+        now = monotonic()
+        self._began_s = now if self._began_s is None else self._began_s
+        self.ms = (now - self._began_s) * 1e3
+
+
 class ChatClient(Protocol):
-    """An engine to chat with."""
+    """Describes an engine to chat with."""
 
     def open(self) -> Facts:
         """Gets ready; may take long. Raises `KvqError`."""
         ...
 
     def reply(self, turn: Turn, stream: Stream) -> str:
-        """Answers into `stream`; returns why it ended: stop, length or cancelled.
+        """Writes an answer into `stream`; returns why it ended: stop, length or cancelled.
 
-        Raises `ContextFullError` before anything else, `EngineLostError`, other `KvqError`s.
+        Raises `ContextFullError` before anything else, `EngineLostError`, and other `KvqError`s.
         """
         ...
 
     def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
-        """Answers `count` times, each time anew; returns why each answer ended, as `reply`."""
+        """Writes `count` independent answers; returns why each ended, as `reply` does."""
         ...
 
     def keep(self, draft: int) -> None:
-        """Goes on from this one of the last drafts, the others are forgotten."""
+        """Goes on from one of the last drafts and forgets the others."""
         ...
 
     def begin(self) -> None:
-        """Forgets the conversation: the next turn is another chat's."""
+        """Forgets the conversation: the next turn belongs to another chat."""
         ...
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
-        """Goes on with other KV settings, the conversation encoded again. Raises `KvqError`."""
+        """Changes the KV settings and encodes the conversation again. Raises `KvqError`."""
         ...
 
     def reread(self, stream: Stream) -> int:
-        """Encodes again what edits have left as it was computed before; how many tokens."""
+        """Encodes again what edits left as it was; returns how many tokens that were."""
         ...
 
     def refine(self, stream: Stream) -> int:
-        """Computes what was predicted of the conversation, until cancelled; the tokens left."""
+        """Computes predicted tokens until it is cancelled; returns how many remain."""
         ...
 
-    def save(self, path: Path) -> str | None:
-        """Writes the conversation's KV to `path`; returns a hash of its tokens, None: not kept."""
+    def save(self, path: Path) -> bool:
+        """Writes the conversation's KV cache to `path`; returns False for an empty one."""
         ...
 
     def restore(self, path: Path) -> ReplyStats:
-        """Takes the KV saved at `path`; returns what is held now. Raises `SnapshotError`."""
+        """Loads the KV cache saved at `path`; returns its numbers. Raises `SnapshotError`."""
         ...
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Frees everything."""
         ...

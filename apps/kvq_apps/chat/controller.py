@@ -1,7 +1,7 @@
-"""What the chat does, one thing after the other, whoever shows it.
+"""Runs the chat: one job after the other, independent of the screen.
 
 Replies, changes of chat, of KV settings and of the model are jobs of one coroutine. The engine and
-the history each have their own thread; nothing here waits for them on the screen's.
+the history have a thread each; nothing here waits for them on the screen's thread.
 """
 
 from asyncio import Event, sleep, wait_for
@@ -10,24 +10,27 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvq.errors import KvqError, UsageError
-from kvq_apps import output
 from kvq_apps.chat import interchange
-from kvq_apps.chat.client import ChatClient, Facts, News
-from kvq_apps.chat.conversation import Conversation
-from kvq_apps.chat.engine_link import FRAME_S, EngineLink
+from kvq_apps.chat.chat_settings import ChatSettings
+from kvq_apps.chat.client import ChatClient, Facts, StreamUpdate
+from kvq_apps.chat.conversation import ChatConversation
 from kvq_apps.chat.history import History, SavedChat
-from kvq_apps.chat.history_link import HistoryLink
 from kvq_apps.chat.kv_files import KvFiles
 from kvq_apps.chat.messages import Message, ReplyStats
-from kvq_apps.chat.replies import AGAIN, Replies, words_of
-from kvq_apps.chat.settings import ChatSettings
-from kvq_apps.chat.view import View
-from kvq_apps.flags import told
+from kvq_apps.chat.replies import RETRY_HINT, Replies, error_text
+from kvq_apps.chat.threads import FRAME_S, EngineLink, HistoryLink
+from kvq_apps.names.model_names import NotPulledError
+from kvq_apps.settings.flags import format_error
+from kvq_apps.terminal.output import LOG
+
+if TYPE_CHECKING:
+    from kvq_apps.chat.chat_app import ChatApp
 
 SAVE_AFTER_S = 2.0
-# Nobody waits for the engine: what it predicted is computed.
+# Nobody waits for the engine any more: the predicted tokens are computed.
 REFINE_AFTER_S = 0.3
 _NO_QUESTION = "there is nothing to answer yet; write a message first"
 _Job = Callable[[], Awaitable[None]]
@@ -35,34 +38,27 @@ ClientFor = Callable[[str], ChatClient]
 
 
 class ChatController:
-    """The chat at work: its engine, its history, the conversation, what waits to be done.
+    """Runs a chat: its engine, its history, the conversation and the queue of jobs.
 
     `client_for` makes a client of another model.
     """
 
     def __init__(
         self,
-        view: View,
+        view: "ChatApp",
         client: ChatClient,
         settings: ChatSettings,
         client_for: ClientFor | None = None,
     ) -> None:
+        self.view = view
         self.settings = settings
         self.client_for = client_for
         self.queue: list[str] = []
         self.engine = EngineLink(view, client)
         self.history = HistoryLink(view)
-        self.conversation = Conversation(self.history.write, system=settings.system)
-        self._replies = Replies(view, self.engine, self.conversation, settings, self._begin_anew)
-        self._kv_files = KvFiles(
-            view,
-            self.engine,
-            self.history,
-            self.conversation,
-            settings.snapshots,
-            pinned=settings.kv_pinned,
-        )
-        self._view = view
+        self.conversation = ChatConversation(self.history.write, system=settings.system)
+        self.replies = Replies(self)
+        self.kv_files = KvFiles(self)
         self._jobs: list[_Job] = []
         self._wake = Event()
         self._busy = False
@@ -71,20 +67,20 @@ class ChatController:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being done or waits to be."""
+        """Tells whether nothing runs and nothing waits."""
         waits = self._busy or self._jobs or self.queue or self.engine.lost
         return self.engine.facts is not None and not waits
 
     @property
     def unanswered(self) -> bool:
-        """Whether the last answer failed, so that asking again is what comes next."""
+        """Tells whether the last answer failed, so that the user may ask again."""
         last = self.conversation.messages[-1:]
         return bool(last) and last[0].state in ("failed", "interrupted")
 
     # One thing after the other
 
     async def work(self) -> None:
-        """Opens history and engine, then does what is asked for, until it is cancelled."""
+        """Opens history and engine, then runs jobs until it is cancelled."""
         await self._attempt(self._open_history)
         await self._attempt(self._open_engine)
         while True:
@@ -92,23 +88,24 @@ class ChatController:
                 self._refined = False
                 await self._run(job)
             self._wake.clear()
-            await self._rest()
+            await self._wait_for_work()
 
-    async def _rest(self) -> None:
-        """Waits until something is asked for; once that takes a while, the KV is saved.
+    async def _wait_for_work(self) -> None:
+        """Waits for work.
 
-        Before that, what was predicted of the conversation is computed.
+        After a while the predicted tokens of the conversation are computed, then the KV cache is
+        saved.
         """
         if self.engine.stats.predicted_tokens and not self._refined:
-            if not await self._asked_within(REFINE_AFTER_S):
+            if not await self._woken_within(REFINE_AFTER_S):
                 await self._run(self._refine)
             return
-        if self.engine.kv_changed and not await self._asked_within(SAVE_AFTER_S):
-            await self._run(self._kv_files.save)
+        if self.engine.kv_changed and not await self._woken_within(SAVE_AFTER_S):
+            await self._run(self.kv_files.save)
         await self._wake.wait()
 
-    async def _asked_within(self, seconds: float) -> bool:
-        """Whether something is asked for before so many seconds are over."""
+    async def _woken_within(self, seconds: float) -> bool:
+        """Tells whether work comes within `seconds`."""
         try:
             await wait_for(self._wake.wait(), seconds)
         except TimeoutError:
@@ -116,66 +113,69 @@ class ChatController:
         return True
 
     async def _refine(self) -> None:
-        """Has what was predicted computed, until somebody asks for something."""
+        """Computes predicted tokens until somebody asks for something."""
         self._refining, self._refined, before = True, True, self.engine.stats
         try:
-            left = await self.engine.follow(self._show_refining, self.engine.client.refine)
+            remaining = await self.engine.follow(self._show_refining, self.engine.client.refine)
         finally:
             self._refining = False
         stopped = self.engine.stream is not None and self.engine.stream.cancelled()
         self._refined = not stopped
         self.engine.stats = replace(before, predicted_tokens=self.engine.stats.predicted_tokens)
-        if not (stopped or left or self.engine.stats.predicted_tokens):
-            self._view.say(f"{before.predicted_tokens} predicted tokens are computed: all is exact")
+        if not (stopped or remaining or self.engine.stats.predicted_tokens):
+            self.view.say(f"{before.predicted_tokens} predicted tokens are computed: all is exact")
 
-    def _show_refining(self, news: News) -> None:
-        self.engine.measure(news)
+    def _show_refining(self, update: StreamUpdate) -> None:
+        self.engine.record(update)
         self.engine.activity = "computing what was predicted"
 
     def _next_job(self) -> _Job | None:
-        """What was asked for first; a lost engine is looked for before messages are answered."""
+        """Returns the next job.
+
+        A lost engine is looked for before messages are answered.
+        """
         if self._jobs:
             return self._jobs.pop(0)
         if self.engine.lost:
             return self._find_engine
         if self.queue and self.engine.facts is not None:
-            return partial(self._replies.answer, self.queue.pop(0))
+            return partial(self.replies.answer, self.queue.pop(0))
         return None
 
     async def _run(self, job: _Job) -> None:
         self._busy = True
-        self._view.changed()
+        self.view.changed()
         try:
             await self._attempt(job)
         finally:
             self._busy = False
-            self.engine.rest()
+            self.engine.set_idle()
 
     async def _attempt(self, job: _Job) -> None:
-        """Does `job`; what goes wrong is said, and the chat goes on."""
+        """Runs `job` and shows its error, if there is one. The chat goes on."""
         try:
             await job()
         except Exception as error:  # noqa: BLE001 - one failed job must not end the others
-            self._view.say(words_of(error), error=True)
+            self.view.say(error_text(error), error=True)
 
     def do(self, job: _Job) -> None:
-        """Queues `job`; what streams now is stopped for it."""
+        """Queues `job` and stops what streams now."""
         self.engine.cancel()
         self._jobs.append(job)
         self._wake.set()
 
     def enqueue(self, text: str) -> None:
-        """Queues a message of the user."""
         self.queue.append(text)
         if self._refining:
             self.engine.cancel()
-        self._view.changed()
+        self.view.changed()
         self._wake.set()
 
     async def leave(self, within_s: float, save_within_s: float | None = None) -> None:
-        """Stops what runs, saves the KV, closes history and engine; waits for none that hangs.
+        """Stops what runs, saves the KV cache, and closes history and engine.
 
-        Each of these may take `within_s`, saving `save_within_s`, None: as long as it takes.
+        Each step may take `within_s`, saving `save_within_s` (None: as long as it needs). A step
+        that hangs is not waited for longer.
         """
         self.history.leaving = True
         self.queue.clear()
@@ -189,7 +189,7 @@ class ChatController:
                     self.conversation.finish("interrupted", self.engine.stats, message)
         elif self.engine.facts is not None:
             with suppress(TimeoutError):
-                await wait_for(self._kv_files.save(), save_within_s)
+                await wait_for(self.kv_files.save(), save_within_s)
                 await wait_for(self.engine.call(self.engine.client.close), within_s)
         self.history.close(within_s)
 
@@ -200,12 +200,12 @@ class ChatController:
     # History and engine
 
     async def _open_history(self) -> None:
-        self.engine.doing("opening")
+        self.engine.set_activity("opening")
         await self.history.open(self.settings.history_path)
         theme = await self.history.read(lambda history: history.setting("theme"))
-        self._view.set_theme(theme or "")
+        self.view.set_theme(theme or "")
         sidebar = await self.history.read(lambda history: history.setting("sidebar"))
-        self._view.set_sidebar(shown=bool(sidebar))
+        self.view.set_sidebar(shown=bool(sidebar))
         chat_id = self.settings.chat_id
         if chat_id is None and self.settings.latest:
             chat_id = await self.history.read(History.latest)
@@ -213,73 +213,67 @@ class ChatController:
             await self._show_chat(chat_id)
 
     async def _show_chat(self, chat_id: str) -> None:
-        """Puts a chat of the history on screen."""
         saved = await self.history.read(lambda history: history.saved_chat(chat_id))
         if saved is None:
-            self._view.say(f"there is no chat {chat_id}; Ctrl+R lists them", error=True)
+            self.view.say(f"there is no chat {chat_id}; Ctrl+R lists them", error=True)
             return
         self.conversation.show(saved)
-        self._view.show(saved.messages)
+        self.view.show(saved.messages)
         self.engine.stats = ReplyStats()
-        self._replies.tell_left_out()
+        self.replies.tell_left_out()
 
     async def _open_engine(self) -> None:
         await self.engine.open()
-        self._take_sampling()
+        self._adopt_sampling()
         if self.engine.facts is not None and self.conversation.messages:
-            self._tell_model()
-            await self._kv_files.restore()
-        self.engine.rest()
+            self._say_other_model()
+            await self.kv_files.restore()
+        self.engine.set_idle()
 
-    def _take_sampling(self) -> None:
-        """What the open model asks for holds where nobody said otherwise."""
+    def _adopt_sampling(self) -> None:
+        """Uses the model's own sampling where the user chose none."""
         if self.engine.facts is not None:
             self.settings.model_sampling = self.engine.facts.sampling
 
-    def _tell_model(self) -> None:
-        """Says so where another model goes on with this chat than wrote it."""
+    def _say_other_model(self) -> None:
+        """Tells the user when another model than before goes on with this chat."""
         facts = self.engine.facts
-        other = "" if facts is None else self.conversation.written_with(facts)
-        if other:
-            self._view.say(f"{other}; /model {self.conversation.model} opens its own")
+        note = "" if facts is None else self.conversation.other_model_note(facts)
+        if note:
+            self.view.say(f"{note}; /model {self.conversation.model} opens its own")
 
     async def _find_engine(self) -> None:
-        """Looks for the lost engine until it is there, Esc, or another job."""
+        """Looks for the lost engine until it is back, Esc is pressed, or another job comes."""
         if await self.engine.find():
-            self._take_sampling()
+            self._adopt_sampling()
             if self.engine.facts is not None:
-                self._view.say("the engine is back" + f"; {AGAIN}" * self.unanswered)
-        # What was asked for meanwhile comes first, then the engine is looked for again.
+                self.view.say("the engine is back" + f"; {RETRY_HINT}" * self.unanswered)
+        # A job that came meanwhile runs first, then the engine is looked for again.
         elif not self._jobs:
             self.engine.lost = False
-            self._view.say("the engine is not looked for any more; /retry asks it again")
+            self.view.say("the engine is not looked for any more; /retry asks it again")
 
     # Jobs
 
     async def answer_edited(self, message: Message, text: str) -> None:
-        """Puts `text` beside `message` and answers it, if it is the user's."""
+        """Adds `text` beside `message`, and answers it if it is the user's."""
         before = self.conversation.context(up_to=message)
         edited = self.conversation.add(message.role, text, instead_of=message)
-        self._view.show(self.conversation.messages)
+        self.view.show(self.conversation.messages)
         if edited.role == "user":
-            await self._replies.reply(edited=before)
+            await self.replies.reply(edited=before)
             stats = self.engine.stats
             encoded, total = stats.encoded_tokens, stats.prompt_tokens
             if total:
-                self._view.say(f"encoded {encoded} of {total} tokens again")
+                self.view.say(f"encoded {encoded} of {total} tokens again")
 
     async def reread(self) -> None:
-        """Has what edits left as it was encoded again."""
-        self.engine.opened()
-        count = await self.engine.follow(self.engine.measure, self.engine.client.reread)
-        self._view.say(
+        """Encodes again the tokens that edits left as they were computed before."""
+        self.engine.require_facts()
+        count = await self.engine.follow(self.engine.record, self.engine.client.reread)
+        self.view.say(
             f"{count} tokens were encoded again" if count else "all of it is exact already"
         )
-
-    async def more(self) -> None:
-        """Goes on with the reply that was cut or stopped."""
-        self.engine.opened()
-        await self._replies.more()
 
     async def retry(self, selected: Message | None = None) -> None:
         """Answers again, beside `selected` or the last answer."""
@@ -293,39 +287,38 @@ class ChatController:
             answer = last
         if answer is None and (last is None or last.role != "user"):
             raise UsageError(_NO_QUESTION)
-        await self._replies.reply(instead_of=answer)
+        await self.replies.reply(instead_of=answer)
 
     def make_drafts(self, count: int) -> None:
-        """Answers the last question until there are `count` answers, the one there included."""
+        """Writes answers to the last question until there are `count`, the present one included."""
         self._jobs.append(partial(self._make_drafts, count))
         self._wake.set()
 
     async def _make_drafts(self, count: int) -> None:
-        self.engine.opened()
-        if self.conversation.last("user") is None:
+        self.engine.require_facts()
+        if self.conversation.last_message("user") is None:
             raise UsageError(_NO_QUESTION)
-        if count > (self.conversation.answered is not None):
-            taken = await self._replies.drafts(count)
-            await self._choose(taken.id)
+        if count > (self.conversation.last_reply is not None):
+            chosen = await self.replies.write_drafts(count)
+            await self._choose(chosen.id)
 
-    async def choose_draft(self, message: Message, step: int) -> None:
-        """Shows the replies beside `message`, the one `step` further marked; one is kept."""
-        self.conversation.place_of(message)
+    async def choose_sibling(self, message: Message, step: int) -> None:
+        """Shows the branch `step` siblings after a question.
+
+        Siblings of a reply are shown side by side with that reply marked, to choose among them.
+        """
+        self.conversation.index_of(message)
         chat_id = self.conversation.id
-        siblings = await self.history.read(lambda history: history.beside(chat_id, message.id))
+        siblings = await self.history.read(
+            lambda history: history.sibling_messages(chat_id, message.id)
+        )
         ids = [sibling.id for sibling in siblings]
-        marked = (ids.index(message.id) + step) % len(ids)
-        self.engine.doing("choose a draft")
-        number = await self._view.open_drafts(siblings, marked)
+        number: int | None = (ids.index(message.id) + step) % len(ids)
+        if message.role == "assistant":
+            self.engine.set_activity("choose a draft")
+            number = await self.view.open_drafts(siblings, number)
         if number is not None and ids[number] != message.id:
             await self._choose(ids[number])
-
-    async def switch_branch(self, message: Message, step: int) -> None:
-        """Shows the branch `step` siblings after `message`."""
-        self.conversation.place_of(message)
-        chat_id = self.conversation.id
-        siblings = await self.history.read(lambda history: history.siblings(chat_id, message.id))
-        await self._choose(siblings[(siblings.index(message.id) + step) % len(siblings)])
 
     async def _choose(self, message_id: str) -> None:
         """Shows the branch that this message is in."""
@@ -338,32 +331,30 @@ class ChatController:
             return saved
 
         self.conversation.show(await self.history.read(choose))
-        self._view.show(self.conversation.messages)
+        self.view.show(self.conversation.messages)
 
     async def new_chat(self) -> None:
-        """Leaves this chat, its KV saved, and begins another."""
+        """Saves the KV cache of this chat and begins another chat."""
         await self._leave_chat()
         self.conversation.begin(self.settings.system)
-        self._view.show([])
+        self.view.show([])
         self.engine.stats = ReplyStats()
 
     async def rename_chat(self, chat_id: str, title: str) -> None:
-        """Gives a chat another title."""
         if chat_id == self.conversation.id:
             self.conversation.rename(title)
         else:
             self.history.write(lambda history: history.rename(chat_id, title))
 
     async def delete_chat(self, chat_id: str) -> None:
-        """Removes a chat and its KV for good; the open one makes way for another."""
-        await self._kv_files.forget(chat_id)
+        """Deletes a chat and its KV cache. If it is the open one, a new chat begins."""
+        await self.kv_files.forget(chat_id)
         if chat_id == self.conversation.id:
             self.engine.kv_changed = False
             await self.new_chat()
         self.history.write(lambda history: history.delete(chat_id))
 
-    def _begin_anew(self, question: str) -> None:
-        """Has `question` answered in a new chat."""
+    def begin_anew(self, question: str) -> None:
         self._jobs.append(self.new_chat)
         self.queue.insert(0, question)
 
@@ -371,58 +362,67 @@ class ChatController:
         """Leaves this chat and goes on with another."""
         await self._leave_chat()
         await self._show_chat(chat_id)
-        await self._open_its_model()
-        await self._kv_files.restore()
+        await self._open_chat_model()
+        await self.kv_files.restore()
 
-    async def _open_its_model(self) -> None:
-        """Opens the model this chat was written with, unless the user chose one for all."""
+    async def _open_chat_model(self) -> None:
+        """Opens the model this chat was written with, unless the user chose one for all chats."""
         facts, model = self.engine.facts, self.conversation.model
-        if facts is None or not self.conversation.written_with(facts):
+        if facts is None or not self.conversation.other_model_note(facts):
             return
         if not self.settings.model_pinned and self.client_for is not None:
             try:
-                await self._become_model(self.client_for(model))
+                await self._switch_model(self.client_for(model))
             except KvqError as error:
-                self._view.say(told(error), error=True)
-        self._tell_model()
+                self.view.say(format_error(error), error=True)
+        self._say_other_model()
 
     async def _leave_chat(self) -> None:
-        await self._kv_files.save()
-        self._replies.warned_full = False
+        await self.kv_files.save()
+        self.replies.warned_full = False
         if self.engine.facts is not None:
             await self.engine.call(self.engine.client.begin)
 
     async def change_kv(self, k_bits: int | None, v_bits: int | None, budget: str | None) -> None:
-        """Goes on with other KV settings, the conversation encoded again."""
+        """Changes the KV settings and encodes the conversation again."""
         engine = self.engine
-        engine.opened()
+        engine.require_facts()
         engine.facts = facts = await engine.follow(
-            engine.measure, engine.client.change_kv, k_bits, v_bits, budget
+            engine.record, engine.client.change_kv, k_bits, v_bits, budget
         )
-        widths = output.kv_text(facts.k_bits, facts.v_bits)
-        size = output.format_bytes(facts.kv_budget)
-        self._view.say(f"KV {widths} of {size}; the conversation was encoded again")
+        self.view.say(f"{facts.cache_text}; the conversation was read again")
 
     async def change_model(self, client: ChatClient) -> None:
-        """Opens the new model first: if that fails the old one is still there."""
-        await self._kv_files.save()
-        facts = await self._become_model(client)
-        self._view.say(f"{facts.model} answers from now on")
+        """Opens another model, pulled first if the user agrees; on failure the old one stays."""
+        await self.kv_files.save()
+        try:
+            facts = await self._switch_model(client)
+        except NotPulledError as error:
+            if not await self._pull(error):
+                return
+            facts = await self._switch_model(client)
+        self.view.say(f"{facts.model} answers from now on")
 
-    async def _become_model(self, client: ChatClient) -> Facts:
-        self.engine.doing("loading the model")
+    async def _pull(self, missing: NotPulledError) -> bool:
+        """Pulls a model if the user agrees; returns whether it is here now."""
+        answers = (("pull", "Pull it"), ("keep", "Go on with the model of now"))
+        if await self.view.ask(missing.question, answers) != "pull":
+            return False
+        from kvq_apps.names.pulling import pull
+
+        self.engine.set_activity(f"pulling {missing.model.name}")
+        await self.engine.call(pull, missing.model, LOG)
+        return True
+
+    async def _switch_model(self, client: ChatClient) -> Facts:
+        self.engine.set_activity("loading the model")
         facts = await self.engine.call(client.open)
         await self.engine.change_client(client, facts)
-        self._take_sampling()
+        self._adopt_sampling()
         return facts
 
-    async def save_now(self) -> None:
-        """Saves the KV without leaving."""
-        await self._kv_files.save_now()
-
     async def load_file(self, path: Path) -> None:
-        """Begins a chat with the messages of a file."""
         messages = await self.engine.call(interchange.import_chat, path)
         await self.new_chat()
         self.conversation.adopt(messages)
-        self._view.show(self.conversation.messages)
+        self.view.show(self.conversation.messages)

@@ -1,4 +1,4 @@
-"""The chat that is open: its chosen branch, what the model is given of it, what is written down.
+"""The open chat: its chosen branch, what the model gets of it, and what is stored.
 
 Writing goes through `write`, in order, on another thread; nothing here waits for a disk.
 """
@@ -6,30 +6,23 @@ Writing goes through `write`, in order, on another thread; nothing here waits fo
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
-from pathlib import Path
 from time import monotonic, time
 
 from kvq.errors import UsageError
 from kvq_apps.chat.client import Facts
-from kvq_apps.chat.history import History, SavedChat, new_id
+from kvq_apps.chat.history import History, SavedChat, model_name, new_id
 from kvq_apps.chat.messages import Message, ReplyStats
 
 CHUNK_INTERVAL_S = 0.25
 TITLE_CHARACTERS = 60
-# A template may know no system message, so the summary goes before the first question it leaves.
+# A template may know no system message, so the summary goes before the first question it keeps.
 SUMMARY_HEAD = "(What was said before, summed up: {})\n\n"
 
 Write = Callable[[Callable[[History], None]], object]
 
 
-def model_name(model: str) -> str:
-    """What `--list` calls a model that is opened by this: a path's last part, else itself."""
-    path = Path(model)
-    return path.name if path.is_absolute() else model
-
-
-class Conversation:
-    """One chat's chosen branch; the last message may be streaming."""
+class ChatConversation:
+    """Holds the chosen branch of one chat; the last message may be streaming."""
 
     def __init__(self, write: Write, *, system: str | None = None) -> None:
         self._write = write
@@ -49,7 +42,7 @@ class Conversation:
         self._saved_s = 0.0
 
     def show(self, saved: SavedChat) -> None:
-        """Becomes a chat of the history. What another process still writes is not waited for."""
+        """Becomes a chat of the history, without text that another process still writes."""
         self.id, self.title, self.messages = saved.id, saved.title, list(saved.messages)
         for message in self.messages:
             message.state = "interrupted" if message.state == "streaming" else message.state
@@ -57,36 +50,35 @@ class Conversation:
         self._stored = True
         self._unsaved = {}
 
-    def written_with(self, facts: Facts) -> str:
-        """What to say where another model wrote this chat than goes on with it, else nothing."""
-        if not self.model or not facts.opens or self.model == facts.opens:
+    def other_model_note(self, facts: Facts) -> str:
+        """Returns a note where another model wrote this chat than goes on with it, else nothing."""
+        if not self.model or not facts.lasting_name or self.model == facts.lasting_name:
             return ""
         return f"this chat was written with {model_name(self.model)}; {facts.model} goes on with it"
 
-    def answered_by(self, facts: Facts) -> None:
-        """Remembers the model that answers now, where there is a way to open it again."""
-        if facts.opens and facts.opens != self.model:
-            self.model = model = facts.opens
+    def remember_model(self, facts: Facts) -> None:
+        """Remembers the model that answers now, if its name can open it again."""
+        if facts.lasting_name and facts.lasting_name != self.model:
+            self.model = model = facts.lasting_name
             chat_id = self.id
             self._write(lambda history: history.remember_model(chat_id, model))
 
     @property
     def system(self) -> str:
-        """The system message, perhaps empty."""
         first = self.messages[0] if self.messages else None
         if first is not None and first.role == "system":
             return first.text
         return "" if self._stored else self._system or ""
 
     def add(self, role: str, text: str, *, instead_of: Message | None = None) -> Message:
-        """Appends a message; `instead_of` one, everything from that on leaves the branch.
+        """Appends a message; with `instead_of` it replaces the branch from that message on.
 
-        Raises `UsageError` where that one is not in the branch.
+        Raises `UsageError` where that message is not in the branch.
         """
         branches = 1
         if instead_of is not None:
             branches = instead_of.branches + 1
-            del self.messages[self.place_of(instead_of) :]
+            del self.messages[self.index_of(instead_of) :]
         if not self._stored:
             self._store()
         parent = self.messages[-1].id if self.messages else None
@@ -103,49 +95,49 @@ class Conversation:
         self.messages.append(message)
         self._save(message)
         if role == "user" and not self.title:
-            self._name(text)
+            self._set_title(text)
         return message
 
-    def place_of(self, message: Message) -> int:
-        """Where in the branch `message` is. Raises `UsageError` where it is not."""
+    def index_of(self, message: Message) -> int:
+        """Returns the index of `message` in the branch. Raises `UsageError` for another one."""
         ids = [row.id for row in self.messages]
         if message.id not in ids:
             raise UsageError("this message is not on the screen any more; Alt+Up selects another")
         return ids.index(message.id)
 
     def adopt(self, messages: Sequence[Message]) -> None:
-        """Takes the messages of a file into this empty chat."""
+        """Adds the messages of a file to this empty chat."""
         if messages[0].role == "system":
             self._system = None
         for message in messages:
             self.add(message.role, message.text)
 
     def begin_drafts(self, count: int) -> list[Message]:
-        """As many more replies to the last question; the branch is without a reply meanwhile."""
-        former = self.answered
-        before = 0 if former is None else former.branches
+        """Adds `count` more replies to the last question. The branch has no reply meanwhile."""
+        previous = self.last_reply
+        before = 0 if previous is None else previous.branches
         drafts: list[Message] = []
         for number in range(1, count + 1):
-            message = self.add("assistant", "", instead_of=None if drafts else former)
+            message = self.add("assistant", "", instead_of=None if drafts else previous)
             message.branch, message.branches = before + number, before + count
             drafts.append(self.messages.pop())
         return drafts
 
     @property
-    def answered(self) -> Message | None:
-        """The reply that the branch ends in, if it does."""
+    def last_reply(self) -> Message | None:
+        """Returns the reply that the branch ends with, if it does."""
         last = self.messages[-1:]
         return last[0] if last and last[0].role == "assistant" else None
 
     def cut_reply(self) -> Message:
-        """The reply at the end that did not come to its own. Raises `UsageError` for none."""
-        reply = self.answered
+        """Returns the last reply if it is not complete. Raises `UsageError` otherwise."""
+        reply = self.last_reply
         if reply is None or reply.state == "done" or not reply.text:
             raise UsageError("there is no reply to go on with: the last one came to its end")
         return reply
 
     def feed(self, text: str, message: Message | None = None) -> None:
-        """Text arrived for a message, by default the last; at most 250 ms of it are not written."""
+        """Adds text to a message, by default the last, and stores it at most 250 ms later."""
         message = message or self.messages[-1]
         message.text += text
         if text:
@@ -154,7 +146,7 @@ class Conversation:
             self._flush()
 
     def finish(self, state: str, stats: ReplyStats, message: Message | None = None) -> None:
-        """A message, by default the last, is over."""
+        """Ends a message, by default the last."""
         self._flush()
         message = message or self.messages[-1]
         message.state, message.stats = state, asdict(stats)
@@ -162,17 +154,17 @@ class Conversation:
         self._write(lambda history: history.finish(key, state, values))
 
     def context(self, *, up_to: Message | None = None) -> list[Message]:
-        """What the model is given: the system message, then all from the first not left out.
+        """Returns what the model gets: the system message, then all from the first not left out.
 
-        A summary of what is left out stands before that first one. `up_to` a message: it is the
-        last of them, also while it is streaming; none where it is left out.
+        A summary of the messages left out stands before that first one. `up_to` is the last message
+        to return, also while it is streaming; the list is empty if it is left out.
         """
         rows = [
             row for row in self.messages if row.text and (row.state != "streaming" or row is up_to)
         ]
         system = [row for row in rows[:1] if row.role == "system"]
         rest = rows[len(system) :]
-        first = self._first_of(rest)
+        first = self._context_start(rest)
         if first and self.summary:
             text = SUMMARY_HEAD.format(self.summary) + rest[first].text
             rest[first] = replace(rest[first], text=text)
@@ -183,18 +175,18 @@ class Conversation:
         return rows[: ids.index(up_to.id) + 1] if up_to.id in ids else []
 
     @property
-    def left_out(self) -> int:
-        """How many messages of this branch the model is not given."""
-        return self._first_of([row for row in self.messages if row.role != "system"])
+    def num_left_out(self) -> int:
+        """Counts the messages of this branch that the model does not get."""
+        return self._context_start([row for row in self.messages if row.role != "system"])
 
-    def _first_of(self, rows: Sequence[Message]) -> int:
+    def _context_start(self, rows: Sequence[Message]) -> int:
         ids = [row.id for row in rows]
         return ids.index(self.first_id) if self.first_id in ids else 0
 
     def oldest_turns(self, characters: int) -> list[Message]:
-        """As few of the context's oldest questions and answers as have so many characters.
+        """Returns the fewest of the context's oldest questions and answers with `characters`.
 
-        At least one question with its answer, but never the last question.
+        That is at least one question with its answer, but never the last question.
         """
         rows = [row for row in self.context() if row.role != "system"]
         ends = [index for index, row in enumerate(rows) if row.role == "user" and index]
@@ -207,10 +199,9 @@ class Conversation:
         rows = [row for row in self.context() if row.role != "system"]
         self.first_id, self.summary = rows[len(old)].id, summary
         chat_id, first_id = self.id, self.first_id
-        self._write(lambda history: history.begin_at(chat_id, first_id, summary))
+        self._write(lambda history: history.set_first_message(chat_id, first_id, summary))
 
-    def last(self, role: str) -> Message | None:
-        """The last message of a role."""
+    def last_message(self, role: str) -> Message | None:
         return next((row for row in reversed(self.messages) if row.role == role), None)
 
     def set_system(self, text: str) -> None:
@@ -218,7 +209,7 @@ class Conversation:
         self._system = text
 
     def rename(self, title: str) -> None:
-        """Gives the chat another title. Nothing is written of a chat that is empty."""
+        """Gives the chat another title. Nothing is stored of an empty chat."""
         self.title = title
         chat_id = self.id
         if self._stored:
@@ -233,13 +224,13 @@ class Conversation:
         if self._system and not self.messages:
             self.add("system", self._system)
 
-    def _name(self, text: str) -> None:
+    def _set_title(self, text: str) -> None:
         self.rename(" ".join(text.split())[:TITLE_CHARACTERS])
 
     def _save(self, message: Message) -> None:
-        # The message goes on growing while this waits for its turn.
-        chat_id, now = self.id, replace(message)
-        self._write(lambda history: history.add(chat_id, now))
+        # The message goes on growing while the write waits for its turn.
+        chat_id, snapshot = self.id, replace(message)
+        self._write(lambda history: history.add(chat_id, snapshot))
 
     def _flush(self) -> None:
         unsaved, self._unsaved = self._unsaved, {}

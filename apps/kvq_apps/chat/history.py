@@ -1,7 +1,7 @@
-"""The chats on disk: one SQLite file, a tree of messages per chat, text in chunks as it arrives.
+"""The chats on disk: one SQLite file with a tree of messages per chat, text in chunks.
 
-Every method is one short transaction; `History` is used from one thread at a time. What cannot be
-written is kept in memory from then on, told through `on_trouble`, and nothing is deleted. What
+Every method is one short transaction; `History` is used from one thread at a time. When the disk
+refuses a write, the history goes on in memory, `on_trouble` is called, and nothing is deleted. What
 cannot be read raises `DataError`.
 """
 
@@ -10,7 +10,8 @@ import secrets
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from json import dumps, loads
 from pathlib import Path
 from time import monotonic, sleep, time, time_ns
@@ -18,7 +19,7 @@ from typing import Any
 
 from kvq.errors import DataError
 from kvq_apps.chat.messages import Message
-from kvq_apps.chat.visible import storable
+from kvq_apps.chat.visible import storable, visible
 from kvq_apps.processes import is_alive
 
 # One script per version; a database of version v gets the scripts after the first v.
@@ -49,9 +50,9 @@ LOSES_NOTHING = "; this chat goes on in memory and will not be saved, nothing wa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatSummary:
-    """A row of the list of chats; `excerpt` is where a search found its words.
+    """Describes a chat in the list of chats; `excerpt` is where a search matched.
 
-    `model` opens the model that answered last, empty where that is not known.
+    `model` is the name that opens the model that answered last; empty: not known.
     """
 
     id: str
@@ -64,9 +65,10 @@ class ChatSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedChat:
-    """A chat's chosen branch; the model is given it from `first_id` on, `summary` for the rest.
+    """Holds a chat's chosen branch.
 
-    `model` as in `ChatSummary`.
+    The model gets the messages from `first_id` on, and `summary` for those before. `model` is as in
+    `ChatSummary`.
     """
 
     id: str
@@ -79,20 +81,37 @@ class SavedChat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotRow:
-    """Where a chat's KV was saved, and what a session must agree on to take it.
+    """Tells where a chat's KV cache was saved, and what a session must match to load it.
 
-    `kv_plan` is K:V bits, `kv_budget` in bytes, 0 where an older kvq saved it.
+    `kv_plan` is K:V bits. `kv_budget` is in bytes; 0: saved by an older kvq.
     """
 
     path: str
     model: str
     kv_plan: str
-    token_hash: str
     kv_budget: int = 0
 
 
+def model_name(model: str) -> str:
+    """Returns the name of a model in `--list`: a path's last part, else the name itself."""
+    path = Path(model)
+    return path.name if path.is_absolute() else model
+
+
+def chat_title(chat: ChatSummary) -> str:
+    """Returns what a search matched, else the title."""
+    return visible(" ".join(chat.excerpt.split()) or chat.title or "(no title)")
+
+
+def chat_line(chat: ChatSummary) -> str:
+    """Describes a chat in one line: date, length, model and title."""
+    when = datetime.fromtimestamp(chat.updated_s).astimezone().strftime("%Y-%m-%d %H:%M")
+    parts = when, f"{chat.messages:>4} messages", visible(model_name(chat.model)), chat_title(chat)
+    return "  ".join(filter(None, parts))
+
+
 class History:
-    """The open database; `path` None keeps everything in memory."""
+    """Reads and writes the database; `path` None keeps everything in memory."""
 
     def __init__(
         self, path: Path | None, *, on_trouble: Callable[[str], None] = lambda _text: None
@@ -110,25 +129,19 @@ class History:
             self._transaction(self._mark_interrupted)
 
     def close(self) -> None:
-        """Closes the file."""
         self._db.close()
 
     # Writing
 
     def new_chat(self, chat_id: str) -> None:
-        """Adds an empty chat."""
-        values = {"id": chat_id, "now": time()}
-        self._write("INSERT OR IGNORE INTO chat (id, created, updated) VALUES (:id, :now, :now)",
-                    values)  # fmt: skip
-
-    def rename(self, chat_id: str, title: str) -> None:
-        """Gives a chat its title."""
         self._write(
-            "UPDATE chat SET title = :title WHERE id = :id", {"id": chat_id, "title": title}
+            "INSERT OR IGNORE INTO chat (id, created, updated) VALUES (:id, :now, :now)", id=chat_id
         )
 
+    def rename(self, chat_id: str, title: str) -> None:
+        self._write("UPDATE chat SET title = :title WHERE id = :id", id=chat_id, title=title)
+
     def delete(self, chat_id: str) -> None:
-        """Removes a chat and everything that was said in it."""
 
         def write(db: sqlite3.Connection) -> None:
             for table in ("message_text", "run", "chunk"):
@@ -170,11 +183,11 @@ class History:
         self._write(
             "INSERT INTO chunk SELECT :id, coalesce(max(seq) + 1, 0), :text FROM chunk "
             "WHERE message_id = :id",
-            {"id": message_id, "text": text},
-        )
+            id=message_id, text=text,
+        )  # fmt: skip
 
     def finish(self, message_id: str, state: str, stats: Mapping[str, Any]) -> None:
-        """The message is whole, or as whole as it gets."""
+        """Stores the final state of a message."""
 
         def write(db: sqlite3.Connection) -> None:
             db.execute("UPDATE message SET state = ? WHERE id = ?", (state, message_id))
@@ -185,73 +198,60 @@ class History:
         self._transaction(write)
 
     def choose(self, chat_id: str, message_id: str | None) -> None:
-        """Makes the newest end below `message_id` the chosen branch's; None: no branch."""
+        """Chooses the branch that ends in the newest message below `message_id`; None: none."""
         leaf = message_id
         while leaf is not None:
-            row = self._one(
+            row = self._first_row(
                 "SELECT id FROM message WHERE parent_id = ? ORDER BY created DESC, id DESC", leaf
             )
             if row is None:
                 break
             leaf = row["id"]
-        self._write("UPDATE chat SET leaf_id = :leaf WHERE id = :id", {"id": chat_id, "leaf": leaf})
+        self._write("UPDATE chat SET leaf_id = :leaf WHERE id = :id", id=chat_id, leaf=leaf)
 
-    def begin_at(self, chat_id: str, message_id: str | None, summary: str = "") -> None:
-        """The model is given `summary`, or nothing, for the messages before this one."""
+    def set_first_message(self, chat_id: str, message_id: str | None, summary: str = "") -> None:
+        """Sets the first message that the model gets, and the `summary` of those before."""
         self._write(
             "UPDATE chat SET first_id = :first, summary = :summary WHERE id = :id",
-            {"id": chat_id, "first": message_id, "summary": summary},
-        )
+            id=chat_id, first=message_id, summary=summary,
+        )  # fmt: skip
 
     def remember_model(self, chat_id: str, model: str) -> None:
-        """What opens the model that answers from now on."""
-        self._write(
-            "UPDATE chat SET model = :model WHERE id = :id", {"id": chat_id, "model": model}
-        )
+        """Remembers the name that opens the model that answers from now on."""
+        self._write("UPDATE chat SET model = :model WHERE id = :id", id=chat_id, model=model)
 
     def remember_snapshot(self, chat_id: str, snapshot: SnapshotRow) -> None:
-        """Where the chat's KV is saved now."""
+        """Remembers where the chat's KV cache is saved now."""
         self._write(
             "INSERT OR REPLACE INTO kv_snapshot "
-            "VALUES (:id, :path, :model, :plan, :hash, :now, :budget)",
-            {"id": chat_id, "path": snapshot.path, "model": snapshot.model,
-             "plan": snapshot.kv_plan, "hash": snapshot.token_hash, "now": time(),
-             "budget": snapshot.kv_budget},
+            "VALUES (:id, :path, :model, :kv_plan, '', :now, :kv_budget)",
+            id=chat_id, **asdict(snapshot),
         )  # fmt: skip
 
     def set(self, name: str, value: str) -> None:
-        """Remembers a setting of the app."""
-        self._write("INSERT OR REPLACE INTO setting VALUES (:name, :value)",
-                    {"name": name, "value": value})  # fmt: skip
+        self._write("INSERT OR REPLACE INTO setting VALUES (:name, :value)", name=name, value=value)
 
     # Reading
 
     def setting(self, name: str) -> str | None:
-        """A remembered setting."""
-        row = self._one("SELECT value FROM setting WHERE name = ?", name)
+        row = self._first_row("SELECT value FROM setting WHERE name = ?", name)
         return None if row is None else row["value"]
 
     def chats(self, limit: int = 200) -> list[ChatSummary]:
-        """The chats that hold something, the latest first."""
-        rows = self._all(
-            "SELECT chat.id, title, updated, model, count(message.id) AS messages FROM chat "
-            "JOIN message ON message.chat_id = chat.id GROUP BY chat.id "
-            "ORDER BY updated DESC, chat.id DESC LIMIT ?",
-            limit,
-        )
-        return [_summary(row) for row in rows]
+        """Lists the chats that have messages, the latest first."""
+        order = "WHERE messages > 0 ORDER BY updated DESC, chat.id DESC LIMIT ?"
+        return self._summaries(f"{_SUMMARY} FROM chat {order}", limit)
 
     def latest(self) -> str | None:
-        """The chat used last."""
         return next((chat.id for chat in self.chats(1)), None)
 
     def search(self, text: str, limit: int = 200) -> list[ChatSummary]:
-        """Chats with a message that holds all the words, or else the text itself; latest first."""
+        """Finds chats with a message that has all the words, or the text itself; latest first."""
         text = storable(text)
         words = ['"' + word.replace('"', '""') + '"' for word in text.split()]
         if not words:
             return self.chats(limit)
-        found = self._all(
+        chats = self._summaries(
             _SEARCH.format(
                 condition="message_text MATCH ?",
                 excerpt="snippet(message_text, 0, '', '', '…', 12)",
@@ -259,81 +259,67 @@ class History:
             " ".join([*words[:-1], words[-1] + "*"]),
             limit,
         )
-        if not found:
-            # Words of languages written without spaces are not words to the index.
-            part = text.strip().replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-            found = self._all(
-                _SEARCH.format(
-                    condition="text LIKE ? ESCAPE '\\'", excerpt="substr(message_text.text, 1, 80)"
-                ),
-                f"%{part}%",
-                limit,
-            )
-        return [_summary(row) for row in found]
+        if chats:
+            return chats
+        # The index knows no words of languages that are written without spaces.
+        part = text.strip().replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        return self._summaries(
+            _SEARCH.format(
+                condition="text LIKE ? ESCAPE '\\'", excerpt="substr(message_text.text, 1, 80)"
+            ),
+            f"%{part}%",
+            limit,
+        )
 
     def branch(self, chat_id: str) -> list[Message]:
-        """The messages of the chosen branch, from the first."""
-        chat = self._one("SELECT leaf_id FROM chat WHERE id = ?", chat_id)
-        if chat is None or chat["leaf_id"] is None:
-            return []
-        rows = self._all(
-            "WITH RECURSIVE path(id, depth) AS (SELECT ?, 0 UNION ALL SELECT parent_id, depth + 1 "
-            "FROM path JOIN message USING (id) WHERE parent_id IS NOT NULL) "
-            "SELECT message.*, stats FROM path JOIN message USING (id) "
-            "LEFT JOIN run ON run.message_id = message.id ORDER BY depth DESC",
-            chat["leaf_id"],
+        """Returns the messages of the chosen branch, from the first."""
+        return self._messages(
+            f"""
+            WITH RECURSIVE path(id, depth) AS (SELECT leaf_id, 0 FROM chat WHERE id = ?
+                UNION ALL SELECT parent_id, depth + 1 FROM path JOIN message USING (id)
+                WHERE parent_id IS NOT NULL)
+            {_MESSAGE} JOIN path USING (id) ORDER BY depth DESC
+            """,  # noqa: S608 - our own names
+            chat_id,
         )
-        return [self._message(row) for row in rows]
 
-    def siblings(self, chat_id: str, message_id: str) -> list[str]:
-        """Ids of the messages with the same parent, the oldest first."""
-        rows = self._all(
-            "SELECT id FROM message WHERE chat_id = ? AND parent_id IS "
+    def sibling_messages(self, chat_id: str, message_id: str) -> list[Message]:
+        """Returns the messages with the same parent, the oldest first."""
+        return self._messages(
+            f"{_MESSAGE} WHERE chat_id = ? AND parent_id IS "  # noqa: S608 - our own names
             "(SELECT parent_id FROM message WHERE id = ?) ORDER BY created, id",
             chat_id, message_id,
         )  # fmt: skip
-        return [row["id"] for row in rows]
-
-    def beside(self, chat_id: str, message_id: str) -> list[Message]:
-        """The messages with the same parent, the oldest first."""
-        marks = self.siblings(chat_id, message_id)
-        rows = [self._all(_MESSAGE, mark) for mark in marks]
-        return [self._message(row) for found in rows for row in found]
 
     def saved_chat(self, chat_id: str) -> SavedChat | None:
-        """The chat with its chosen branch, or None if there is no such chat."""
-        row = self._one("SELECT title, first_id, summary, model FROM chat WHERE id = ?", chat_id)
+        """Returns the chat with its chosen branch, or None if there is no such chat."""
+        row = self._first_row(
+            "SELECT title, first_id, summary, model FROM chat WHERE id = ?", chat_id
+        )
         if row is None:
             return None
         return SavedChat(id=chat_id, messages=self.branch(chat_id), **dict(row))
 
     def snapshot(self, chat_id: str) -> SnapshotRow | None:
-        """Where the chat's KV was saved last."""
-        row = self._one(_SNAPSHOT, chat_id)
+        """Returns where the chat's KV cache was saved last."""
+        row = self._first_row(_SNAPSHOT, chat_id)
         return None if row is None else SnapshotRow(**dict(row))
 
-    def _message(self, row: sqlite3.Row) -> Message:
-        chunks = self._all("SELECT text FROM chunk WHERE message_id = ? ORDER BY seq", row["id"])
-        siblings = self.siblings(row["chat_id"], row["id"])
-        return Message(
-            id=row["id"],
-            parent_id=row["parent_id"],
-            role=row["role"],
-            state=row["state"],
-            created_s=row["created"],
-            text="".join(chunk["text"] for chunk in chunks),
-            branch=siblings.index(row["id"]) + 1,
-            branches=len(siblings),
-            stats=loads(row["stats"]) if row["stats"] else {},
-        )
+    def _summaries(self, statement: str, *values: Any) -> list[ChatSummary]:
+        return [ChatSummary(**dict(row)) for row in self._rows(statement, *values)]
+
+    def _messages(self, statement: str, *values: Any) -> list[Message]:
+        rows = self._rows(statement, *values)
+        return [Message(**{**dict(row), "stats": loads(row["stats"] or "{}")}) for row in rows]
 
     # The database
 
-    def _write(self, statement: str, values: Mapping[str, Any]) -> None:
-        self._transaction(lambda db: db.execute(statement, values))
+    def _write(self, statement: str, **values: Any) -> None:
+        """Executes one statement; `:now` in it is the time."""
+        self._transaction(lambda db: db.execute(statement, {"now": time(), **values}))
 
     def _transaction(self, write: Callable[[sqlite3.Connection], object]) -> None:
-        """Runs `write`; when the disk refuses it, everything moves to memory and it runs there."""
+        """Runs `write`. When the disk refuses it, everything moves to memory and it runs there."""
         try:
             with self._db:
                 write(self._db)
@@ -342,11 +328,11 @@ class History:
         except sqlite3.DatabaseError as error:
             if not self.saved:
                 raise
-            self._retreat(f"the chat history cannot be written ({error})")
+            self._move_to_memory(f"the chat history cannot be written ({error})")
             with self._db:
                 write(self._db)
 
-    def _retreat(self, reason: str) -> None:
+    def _move_to_memory(self, reason: str) -> None:
         memory = _connect(None)
         with suppress(sqlite3.DatabaseError):
             self._db.backup(memory)
@@ -354,10 +340,10 @@ class History:
         self._db, self.saved = memory, False
         self._on_trouble(reason + LOSES_NOTHING)
 
-    def _one(self, statement: str, *values: Any) -> sqlite3.Row | None:
-        return next(iter(self._all(statement, *values)), None)
+    def _first_row(self, statement: str, *values: Any) -> sqlite3.Row | None:
+        return next(iter(self._rows(statement, *values)), None)
 
-    def _all(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+    def _rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         try:
             return self._db.execute(statement, values).fetchall()
         except sqlite3.DatabaseError as error:
@@ -367,7 +353,7 @@ class History:
             ) from error
 
     def _mark_interrupted(self, db: sqlite3.Connection) -> None:
-        """What a process that is gone was streaming stays, as interrupted."""
+        """Marks the streaming messages of processes that are gone as interrupted."""
         rows = db.execute("SELECT id, writer FROM message WHERE state = 'streaming'").fetchall()
         for row in rows:
             if row["writer"] == os.getpid() or not is_alive(row["writer"]):
@@ -376,29 +362,43 @@ class History:
 
 
 def new_id() -> str:
-    """An identifier that sorts by time and no other process makes."""
+    """Returns an identifier that sorts by time and that no other process makes."""
     return f"{time_ns():016x}{secrets.token_hex(4)}"
 
 
-_MESSAGE = (
-    "SELECT message.*, stats FROM message LEFT JOIN run ON run.message_id = message.id WHERE id = ?"
+_TEXT = (
+    "(SELECT group_concat(text, '') FROM "
+    "(SELECT text FROM chunk WHERE message_id = {} ORDER BY seq))"
 )
-_SNAPSHOT = "SELECT path, model, kv_plan, token_hash, kv_budget FROM kv_snapshot WHERE chat_id = ?"
-_SEARCH = """
-    SELECT chat.id, title, updated, model, {excerpt} AS excerpt,
-        (SELECT count(*) FROM message WHERE chat_id = chat.id) AS messages
+_SIBLINGS = (
+    "(SELECT count(*) FROM message AS sibling WHERE sibling.chat_id = message.chat_id "
+    "AND sibling.parent_id IS message.parent_id"
+)
+_MESSAGE = (
+    "SELECT message.id, parent_id, role, state, created AS created_s, stats, "  # noqa: S608
+    f"coalesce({_TEXT.format('message.id')}, '') AS text, {_SIBLINGS}) AS branches, "
+    f"{_SIBLINGS} AND (sibling.created, sibling.id) <= (message.created, message.id)) AS branch "
+    "FROM message LEFT JOIN run ON run.message_id = message.id"
+)
+_SNAPSHOT = "SELECT path, model, kv_plan, kv_budget FROM kv_snapshot WHERE chat_id = ?"
+_SUMMARY = (
+    "SELECT chat.id, title, updated AS updated_s, model, "
+    "(SELECT count(*) FROM message WHERE chat_id = chat.id) AS messages"
+)
+_SEARCH = f"""
+    {_SUMMARY}, {{excerpt}} AS excerpt
     FROM message_text JOIN message ON message.id = message_text.message_id
         JOIN chat ON chat.id = message.chat_id
-    WHERE {condition} ORDER BY updated DESC, chat.id DESC, message.created LIMIT ?
+    WHERE {{condition}} ORDER BY updated DESC, chat.id DESC, message.created LIMIT ?
 """
 
 
 class _UnusableError(Exception):
-    """Why a database file cannot be used."""
+    """Says why a database file cannot be used."""
 
 
 def _connect(path: Path | None) -> sqlite3.Connection:
-    """The database at `path`, made or brought to this version. Raises `_UnusableError`."""
+    """Opens the database at `path`, made or migrated to this version. Raises `_UnusableError`."""
     if path is None:
         return _migrated(_open(":memory:"), None)
     try:
@@ -427,7 +427,10 @@ def _connect(path: Path | None) -> sqlite3.Connection:
 
 
 def _write_ahead(db: sqlite3.Connection) -> None:
-    """Switches to the write-ahead log. SQLite does not wait for a lock here, so this does."""
+    """Switches to the write-ahead log.
+
+    SQLite does not wait for a lock here, so this function does.
+    """
     deadline = monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -460,7 +463,7 @@ def _migrated(db: sqlite3.Connection, path: Path | None) -> sqlite3.Connection:
         with closing(sqlite3.connect(copy)) as target:
             db.backup(target)
         copy.chmod(0o600)
-    # Another process may be migrating too: only one holds the lock, the other finds it done.
+    # Another process may be migrating too: one gets the lock, the other finds the work done.
     db.isolation_level = None
     db.execute("BEGIN IMMEDIATE")
     for number in range(_version(db), len(MIGRATIONS)):
@@ -477,25 +480,9 @@ def _version(db: sqlite3.Connection) -> int:
 
 
 def _index(db: sqlite3.Connection, message_id: str) -> None:
-    db.execute("DELETE FROM message_text WHERE message_id = ?", (message_id,))
-    db.execute(
-        "INSERT INTO message_text SELECT group_concat(text, ''), ? FROM "
-        "(SELECT text FROM chunk WHERE message_id = ? ORDER BY seq)",
-        (message_id, message_id),
-    )
+    db.execute("DELETE FROM message_text WHERE message_id = :id", {"id": message_id})
+    db.execute(f"INSERT INTO message_text SELECT {_TEXT.format(':id')}, :id", {"id": message_id})
 
 
 def _store_stats(db: sqlite3.Connection, message_id: str, stats: Mapping[str, Any]) -> None:
     db.execute("INSERT OR REPLACE INTO run VALUES (?, ?)", (message_id, dumps(dict(stats))))
-
-
-def _summary(row: sqlite3.Row) -> ChatSummary:
-    excerpt = row["excerpt"] if "excerpt" in row.keys() else ""  # noqa: SIM118 - not a mapping
-    return ChatSummary(
-        id=row["id"],
-        title=row["title"],
-        updated_s=row["updated"],
-        messages=row["messages"],
-        model=row["model"],
-        excerpt=" ".join((excerpt or "").split()),
-    )

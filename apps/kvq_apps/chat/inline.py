@@ -1,6 +1,6 @@
-"""The screen below the command line: Textual's driver, which here can also make way for others.
+"""Textual's driver for a screen below the command line that can be suspended.
 
-Linux and macOS only: elsewhere there is no such driver, and this cannot be imported.
+Works on Linux and macOS only: elsewhere Textual has no such driver, and the import fails.
 """
 
 from rich.control import Control
@@ -8,21 +8,20 @@ from textual.drivers.linux_inline_driver import LinuxInlineDriver
 
 
 class InlineDriver(LinuxInlineDriver):
-    """Draws from the line on that the cursor stood in, and leaves it again for an editor or `fg`.
+    """Draws from the cursor's line on, and can hand the terminal over to an editor or `fg`.
 
-    Everything is drawn relative to the cursor, so it must stand as far below the first line when
-    drawing goes on as it did before.
+    All drawing is relative to the cursor. After a suspension the cursor must stand as far below the
+    first line as before.
     """
 
     _cursor = (0, 0)
 
     @property
     def can_suspend(self) -> bool:
-        """Whether the screen can be handed over."""
         return True
 
     def suspend_application_mode(self) -> None:
-        """Takes away what is drawn."""
+        """Removes what is drawn."""
         x, y = self._cursor = self._app.cursor_position
         self.write(Control.move(-x, -y).segment.text)
         super().suspend_application_mode()
@@ -31,6 +30,6 @@ class InlineDriver(LinuxInlineDriver):
         """Draws again, below what was written meanwhile."""
         super().resume_application_mode()
         x, y = self._cursor
-        # Line feeds scroll at the end of the screen, where moving down would stop.
+        # Line feeds scroll at the end of the screen; moving down would stop there.
         self.write("\n" * y + Control.move(x, 0).segment.text)
         self.flush()

@@ -1,4 +1,4 @@
-"""Chats as files: JSON lines and Markdown out, those and ChatGPT's JSON in."""
+"""Chats as files: writes JSON lines and Markdown; reads those and ChatGPT's JSON."""
 
 import json
 import re
@@ -6,28 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import DataError, argument
+from kvq.errors import DataError, argument, reason_of
 from kvq.files import replace_file
 from kvq.json_values import is_array, is_object
-from kvq_apps import text_input
 from kvq_apps.chat.messages import ROLES, Message
 from kvq_apps.chat.visible import storable
+from kvq_apps.terminal import text_input
 
 _HEADING = re.compile(r"^## (system|user|assistant)$", re.MULTILINE)
-
-
-def path_of(name: str) -> Path:
-    """The file that `name` means; `~` is the user's folder. Raises `DataError`."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        raise DataError(f"{name} is not possible: there is no such user; write ./{name}") from None
 
 
 def export_chat(path: Path, messages: Sequence[Message]) -> None:
     """Writes a whole file or none: Markdown for `.md`, otherwise JSON lines.
 
-    Raises `DataError` when the place cannot be written.
+    Raises `DataError` when the file cannot be written.
     """
     as_text = _markdown if path.suffix.lower() in (".md", ".markdown") else as_lines
     content = as_text(messages)
@@ -39,7 +31,7 @@ def export_chat(path: Path, messages: Sequence[Message]) -> None:
 
 
 def import_chat(path: Path) -> list[Message]:
-    """The messages of a file. Raises `DataError` for one that holds no chat."""
+    """Reads the messages of a file. Raises `DataError` for a file without a chat."""
     text = text_input.read_text(str(path))
     if path.suffix.lower() in (".md", ".markdown"):
         messages = _from_markdown(text)
@@ -55,7 +47,7 @@ def import_chat(path: Path) -> list[Message]:
 
 
 def as_lines(messages: Sequence[Message]) -> str:
-    """A chat as JSON lines."""
+    """Returns a chat as JSON lines."""
     rows = [
         {
             "role": message.role,
@@ -70,7 +62,7 @@ def as_lines(messages: Sequence[Message]) -> str:
 
 
 def _markdown(messages: Sequence[Message]) -> str:
-    # A line that looks like one of our headings must not become one when the file comes back.
+    # A line that looks like one of our headings must not become one when the file is read again.
     parts = [
         f"## {message.role}\n\n" + _HEADING.sub(r"\\\g<0>", message.text)
         for message in messages
@@ -90,13 +82,13 @@ def _from_markdown(text: str) -> list[Message]:
 
 def _from_json(path: Path, text: str) -> list[Message]:
     try:
-        found: Any = [json.loads(line) for line in text.splitlines() if line.strip()]
+        value: Any = [json.loads(line) for line in text.splitlines() if line.strip()]
     except (ValueError, RecursionError):
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is neither JSON lines nor JSON: {error}") from None
-    rows = found if is_array(found) else [found]
+            raise DataError(f"{path} is neither JSON lines nor JSON: {reason_of(error)}") from None
+    rows = value if is_array(value) else [value]
     if len(rows) == 1 and is_array(rows[0]):
         rows = rows[0]
     if rows and is_object(rows[0]) and "mapping" in rows[0]:
@@ -115,7 +107,7 @@ def _message(path: Path, row: Any) -> Message:
 
 
 def _from_chatgpt(chat: Mapping[str, Any]) -> list[Message]:
-    """The branch that was shown last, from its end to its root."""
+    """Reads the branch that was shown last, from its end to its root."""
     nodes: Mapping[str, Any] = chat["mapping"]
     current = chat.get("current_node")
     messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""Every key the chat knows: one table that footer, palette, help and the user's file share."""
+"""The table of the chat's keys, which footer, palette, help and the user's file share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,88 +9,63 @@ from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.binding import Binding
 
 from kvq.json_values import is_object
-from kvq_apps import configuration
+from kvq_apps.settings import configuration
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class KeyRow:
-    """A key, or several, and what it does. `app`: works everywhere, also while typing."""
+    """Describes a key, or several, and its action. `app`: works everywhere, also while typing."""
 
     name: str
     keys: str
     action: str
-    says: str
+    help: str
     app: bool = True
     shown: bool = False
 
 
 KEYS = (
-    KeyRow(
-        name="send",
-        keys="enter",
-        action="send",
-        says="send; when empty: ask again after a failure",
-        app=False,
-    ),
-    KeyRow(
-        name="newline",
-        keys="ctrl+j,shift+enter,alt+enter",
-        action="newline",
-        says="a new line in the message",
-        app=False,
-    ),
-    KeyRow(name="cancel", keys="escape", action="cancel", says="stop the reply", shown=True),
-    KeyRow(
-        name="interrupt",
-        keys="ctrl+c",
-        action="interrupt",
-        says="copy the selection, else stop the reply; twice: quit",
-    ),
-    KeyRow(name="quit", keys="ctrl+q", action="quit", says="quit", shown=True),
-    KeyRow(name="new", keys="ctrl+n", action="new_chat", says="new chat", shown=True),
-    KeyRow(name="resume", keys="ctrl+r", action="resume", says="resume a chat", shown=True),
-    KeyRow(name="search", keys="ctrl+f", action="search", says="search in all chats"),
-    KeyRow(name="sidebar", keys="ctrl+b", action="sidebar", says="the chats beside, or not"),
-    KeyRow(name="editor", keys="ctrl+g", action="editor", says="write in your editor"),
-    KeyRow(name="redraw", keys="ctrl+l", action="redraw", says="draw the screen again"),
-    KeyRow(name="suspend", keys="ctrl+z", action="suspend_process", says="to the background"),
-    KeyRow(name="help", keys="f1", action="help", says="help", shown=True),
-    KeyRow(name="page-up", keys="pageup", action="page(-1)", says="a page up"),
-    KeyRow(name="page-down", keys="pagedown", action="page(1)", says="a page down"),
-    KeyRow(name="previous", keys="alt+up", action="select(-1)", says="select the turn before"),
-    KeyRow(name="next", keys="alt+down", action="select(1)", says="select the turn after"),
-    KeyRow(
-        name="next-draft",
-        keys="alt+right_square_bracket,alt+n",
-        action="draft(1)",
-        says="drafts of the reply side by side, the next one marked",
-    ),
-    KeyRow(
-        name="previous-draft",
-        keys="alt+left_square_bracket,alt+p",
-        action="draft(-1)",
-        says="the same, the one before marked",
-    ),
-    KeyRow(
-        name="thoughts", keys="ctrl+o", action="thoughts", says="what the model thought, or fold it"
-    ),
-    KeyRow(name="top", keys="home", action="top", says="to the first line", app=False),
-    KeyRow(name="bottom", keys="end", action="bottom", says="to the end, and follow it", app=False),
-    KeyRow(name="copy", keys="y", action="copy", says="copy the message", app=False),
-    KeyRow(name="copy-fence", keys="Y", action="copy_fence", says="copy its code", app=False),
-    KeyRow(name="edit", keys="e", action="edit", says="edit the message", app=False),
-    KeyRow(name="retry", keys="r", action="retry", says="another reply", app=False),
-)
+    KeyRow("send", "enter", "send", "send; when empty: ask again after a failure", app=False),
+    KeyRow("newline", "ctrl+j,shift+enter,alt+enter", "newline", "a new line in the message",
+        app=False),
+    KeyRow("cancel", "escape", "cancel", "stop the reply", shown=True),
+    KeyRow("interrupt", "ctrl+c", "interrupt",
+        "copy the selection, else stop the reply; twice: quit"),
+    KeyRow("quit", "ctrl+q", "quit", "quit", shown=True),
+    KeyRow("new", "ctrl+n", "new_chat", "new chat", shown=True),
+    KeyRow("resume", "ctrl+r", "resume", "resume a chat", shown=True),
+    KeyRow("search", "ctrl+f", "search", "search in all chats"),
+    KeyRow("sidebar", "ctrl+b", "sidebar", "the chats beside, or not"),
+    KeyRow("editor", "ctrl+g", "editor", "write in your editor"),
+    KeyRow("redraw", "ctrl+l", "redraw", "draw the screen again"),
+    KeyRow("suspend", "ctrl+z", "suspend_process", "to the background"),
+    KeyRow("help", "f1", "help", "help", shown=True),
+    KeyRow("page-up", "pageup", "page(-1)", "a page up"),
+    KeyRow("page-down", "pagedown", "page(1)", "a page down"),
+    KeyRow("previous", "alt+up", "select(-1)", "select the turn before"),
+    KeyRow("next", "alt+down", "select(1)", "select the turn after"),
+    KeyRow("next-draft", "alt+right_square_bracket,alt+n", "draft(1)",
+        "drafts of the reply side by side, the next one marked"),
+    KeyRow("previous-draft", "alt+left_square_bracket,alt+p", "draft(-1)",
+        "the same, the one before marked"),
+    KeyRow("thoughts", "ctrl+o", "thoughts", "thoughts and long messages: show all, or fold"),
+    KeyRow("top", "home", "top", "to the first line", app=False),
+    KeyRow("bottom", "end", "bottom", "to the end, and follow it", app=False),
+    KeyRow("copy", "y", "copy", "copy the message", app=False),
+    KeyRow("copy-fence", "Y", "copy_fence", "copy its code", app=False),
+    KeyRow("edit", "e", "edit", "edit the message", app=False),
+    KeyRow("retry", "r", "retry", "another reply", app=False),
+)  # fmt: skip
 PROMPT_KEYS = ("send", "newline")
 
 
 def bindings(*, app: bool) -> list[Binding]:
-    """The table's rows as Textual takes them, for the app or for the transcript."""
+    """Returns the table's rows as Textual takes them, for the app or for the transcript."""
     return [
         Binding(
             row.keys,
             row.action if app else f"app.{row.action}",
-            row.says,
+            row.help,
             id=row.name,
             show=row.shown,
             # What works while typing comes before what the text box does with the key.
@@ -102,45 +77,41 @@ def bindings(*, app: bool) -> list[Binding]:
 
 
 def teach_old_terminals() -> None:
-    """Reads ESC and Enter as Alt+Enter: terminals without the newer key protocol send that."""
+    """Reads ESC and Enter as Alt+Enter, which terminals without the newer key protocol send."""
     alt_enter = SimpleNamespace(value="alt+enter")
     ANSI_SEQUENCES_KEYS["\x1b\r"] = (alt_enter,)  # type: ignore[assignment]
 
 
-# As keyboards have them; other keys by their name or their character.
+# As keyboards name them; other keys have their own name or character.
 _NAMES = {
-    "escape": "Esc",
-    "pageup": "PgUp",
-    "pagedown": "PgDn",
-    "right_square_bracket": "]",
-    "left_square_bracket": "[",
-}
+    "escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn",
+    "right_square_bracket": "]", "left_square_bracket": "[",
+}  # fmt: skip
 
 
 def key_name(keys: str) -> str:
-    """`"ctrl+j,alt+n"` as keyboards name them: `Ctrl+J, Alt+N`."""
-    return ", ".join("+".join(_cap(part) for part in key.split("+")) for key in _shifted(keys))
+    """Names keys as keyboards do: `"ctrl+j,alt+n"` becomes `Ctrl+J, Alt+N`."""
+    shifted = (
+        f"shift+{key}" if len(key) == 1 and key.isupper() else key for key in keys.split(",")
+    )
+    return ", ".join("+".join(map(_part_name, key.split("+"))) for key in shifted)
 
 
-def _shifted(keys: str) -> list[str]:
-    return [f"shift+{key}" if len(key) == 1 and key.isupper() else key for key in keys.split(",")]
-
-
-def _cap(part: str) -> str:
+def _part_name(part: str) -> str:
     return _NAMES.get(part, part if len(part) > 1 and part[0].isupper() else part.capitalize())
 
 
 def help_text(chosen: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The table as lines of text, with the keys that the user has `chosen`."""
+    """Returns the table as lines of text, with the keys that the user has `chosen`."""
     names = [key_name(chosen.get(row.name, row.keys)) for row in KEYS]
     width = max(map(len, names)) + 3
-    return "\n".join(f"{name:<{width}}{row.says}" for name, row in zip(names, KEYS, strict=True))
+    return "\n".join(f"{name:<{width}}{row.help}" for name, row in zip(names, KEYS, strict=True))
 
 
 def read_keys(path: Path) -> tuple[dict[str, str], list[str]]:
-    """The `[keys]` of the user's file, name -> keys, and a warning for each row left out.
+    """Reads `[keys]` of the user's file; returns keys by name and a warning for each bad row.
 
-    What is wrong with the file as a whole, the configuration says.
+    Errors of the file as a whole are reported by the configuration.
     """
     file = configuration.read(path)
     section = file.values.get(configuration.KEYS)
@@ -153,17 +124,11 @@ def read_keys(path: Path) -> tuple[dict[str, str], list[str]]:
             warnings.append(f"{where}: there is no key action {name}; F1 lists them")
         elif not isinstance(keys, str) or not keys:
             warnings.append(f'{where}: {name} needs keys in quotes, such as "ctrl+t"')
-        elif taken := _taken(keys, name, known | chosen):
-            warnings.append(f"{where}: {keys} is the key of {taken} already; choose another")
+        elif conflicts := [
+            row for row, row_keys in (known | chosen).items()
+            if row != name and set(keys.split(",")) & set(row_keys.split(","))
+        ]:  # fmt: skip
+            warnings.append(f"{where}: {keys} is the key of {conflicts[0]} already; choose another")
         else:
             chosen[name] = keys
     return chosen, warnings
-
-
-def _taken(keys: str, name: str, by_name: Mapping[str, str]) -> str:
-    wanted = set(keys.split(","))
-    return next(
-        (other for other, theirs in by_name.items()
-         if other != name and wanted & set(theirs.split(","))),
-        "",
-    )  # fmt: skip

@@ -1,6 +1,5 @@
-"""A client whose engine lives in this process: one session, kept from turn to turn."""
+"""A client with the engine in this process: one session for all turns of a chat."""
 
-import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -8,29 +7,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq.errors import BudgetError, UsageError
-from kvq.formats import whole_units
-from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, Stream, Turn
+from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, ReplyWriter, Stream, Turn
 from kvq_apps.chat.messages import Message, ReplyStats
-from kvq_apps.chat.thoughts import Thoughts
 from kvq_apps.chat.visible import storable
+from kvq_apps.terminal.output import kv_text
 from kvq_apps.thinking import AUTO, variables
-from kvq_models.thinking import Thinking, ThinkingWriter, said, split
+from kvq_models.thinking import Thinking, ThinkingWriter, assistant_message, split
 
 if TYPE_CHECKING:
-    from kvq_runtime.branch_answers import BranchAnswers
     from kvq_runtime.engine import Engine
-    from kvq_runtime.metrics import Rounds
-    from kvq_runtime.session import Session
+    from kvq_runtime.session.branch_answers import BranchAnswers
+    from kvq_runtime.session.metrics import Rounds
+    from kvq_runtime.session.session import Session
 
 
-# So many tokens of drafts are written side by side; longer ones one after the other.
+# Up to so many tokens of drafts are written side by side; longer ones one after the other.
 DRAFT_TOKENS = 64
+# Numbers of a session that a reply's numbers have under the same names.
+_REPORTED = (
+    *("ttft_ms", "decode_tok_s", "kv_bytes", "auxiliary_bytes", "edits.predicted_tokens"),
+    *("held.mean_k_bits", "held.mean_v_bits", "held.evicted_share"),
+)
 
 
 class LocalClient:
-    """Opens `model` when asked to; the options are those of `Engine.open` and `Engine.session`."""
+    """Opens `model` with the options of `Engine.open` and `Engine.session`."""
 
     def __init__(
         self,
@@ -42,19 +44,18 @@ class LocalClient:
         self._model = model
         self._engine_options = engine_options
         self._session_options: dict[str, Any] = {**session_options}
-        self._opens = ""
-        self._branched: BranchAnswers[Any] | None = None
+        self._lasting_name = ""
+        self._branch_answers: BranchAnswers[Any] | None = None
         self._open_drafts = ExitStack()
-        self._before: Rounds | None = None
+        self._rounds_before: Rounds | None = None
         self._engine: Engine | None = None
         self._thinking: Thinking | None = None
         self._think = AUTO
-        self._asked_tokens = 0
+        self._request_tokens = 0
         self._session: Session[Any] | None = None
 
     def open(self) -> Facts:
-        """Loads the model and opens a session."""
-        from kvq_apps.model_path import lasting_name
+        from kvq_apps.names.model_path import lasting_name
         from kvq_apps.opening import open_engine
 
         engine = open_engine(self._model, **self._engine_options)
@@ -62,81 +63,82 @@ class LocalClient:
             engine.close()
             name = self._model or engine.model.name
             raise NoChatError(name, f"`kvq run -m {name}`")
-        self._engine, self._opens = engine, lasting_name(self._model)
+        engine.tokenizer.begin_chat()
+        self._engine, self._lasting_name = engine, lasting_name(self._model)
         self._thinking = Thinking.of(engine.tokenizer)
         self._session = self._new_session(self._session_options)
         return self._facts()
 
     def reply(self, turn: Turn, stream: Stream) -> str:
-        """Keeps the tokens the session and the prompt share, encodes the rest, generates."""
+        """Keeps the tokens that session and prompt share, encodes the rest, and generates."""
         prompt = self._prompt(turn)
         if turn.seed is not None:
             self._opened()[1].reseed(turn.seed)
         return self._answer(turn, prompt, stream)
 
     def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
-        """Side by side where they are short enough for that, else one after the other."""
+        """Writes drafts side by side where they are short enough, else one after the other."""
         prompt, (_, session) = self._prompt(turn), self._opened()
         seed = secrets.randbits(32) if turn.seed is None else turn.seed
         seeds = range(seed, seed + count)
         if session.branches_fit(count, turn.max_tokens):
-            return self._answer_branched(turn, prompt, seeds, stream)
+            return self._answer_in_branches(turn, prompt, seeds, stream)
         reasons: list[str] = []
-        for draft, each in enumerate(seeds):
-            session.reseed(each)
+        for draft, draft_seed in enumerate(seeds):
+            session.reseed(draft_seed)
             reasons.append(self._answer(turn, prompt, stream, draft))
         return reasons
 
     def keep(self, draft: int) -> None:
-        """What was written side by side is in the cache; of others what the last one shares."""
-        if self._branched is not None:
-            self._branched.kept = draft
+        """Keeps a draft of a branch; of drafts in turn the cache keeps what the last one shares."""
+        if self._branch_answers is not None:
+            self._branch_answers.kept = draft
         self._settle()
 
     def _prompt(self, turn: Turn) -> list[int]:
-        """The tokens of `turn`, which fit the context."""
+        """Returns the tokens of `turn`. Raises `ContextFullError` where they do not fit."""
         self._settle()
         engine, session = self._opened()
         last = turn.messages[-1]
-        asked = turn.messages[:-1] if last.role == "assistant" else turn.messages
-        prompt = prompt_tokens(engine, asked, turn.think)
-        self._asked_tokens = len(prompt)
+        messages = turn.messages[:-1] if last.role == "assistant" else turn.messages
+        prompt = prompt_tokens(engine, messages, turn.think)
+        self._request_tokens = len(prompt)
         if last.role == "assistant":
-            prompt = self._begun(prompt, last.text)
+            prompt = self._with_reply_start(prompt, last.text)
         limit = session.config.context_tokens
         if len(prompt) >= limit:
             raise ContextFullError(len(prompt), limit)
         return prompt
 
-    def _begun(self, asked: list[int], text: str) -> list[int]:
-        """The tokens `asked` and those of the reply begun as `text`: the model's own where held."""
+    def _with_reply_start(self, prompt: list[int], text: str) -> list[int]:
+        """Returns `prompt` and the reply begun as `text`, as cached tokens if they match."""
         engine, session = self._opened()
-        held = list(session.tokens)
-        own = self._kept(asked, held[len(asked) :])
-        if held[: len(asked)] == asked and storable(own) == storable(text):
-            return held
+        cached = list(session.tokens)
+        stored = self._stored_text(prompt, cached[len(prompt) :])
+        if cached[: len(prompt)] == prompt and storable(stored) == storable(text):
+            return cached
         if self._thinking is None:
-            return asked + engine.tokenizer.encode(text)
-        return asked + self._thinking.ids(*split(text), begun=self._thinking.begun(asked))
+            return prompt + engine.tokenizer.encode(text)
+        return prompt + self._thinking.ids(*split(text), begun=self._thinking.begun(prompt))
 
-    def _kept(self, asked: Sequence[int], ids: Sequence[int]) -> str:
-        """What a message keeps of the reply to `asked` that has these tokens."""
+    def _stored_text(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """Returns the text that a message keeps of a reply to `prompt` with these tokens."""
         if self._thinking is None:
             return self._opened()[0].tokenizer.decode(ids)
-        reader, writer = self._thinking.reader(asked), ThinkingWriter()
+        reader, writer = self._thinking.reader(prompt), ThinkingWriter()
         return writer.text(reader.feed(self._thinking.text(ids)))
 
     def _encode(self, turn: Turn, prompt: list[int], stream: Stream) -> int | None:
-        """Has the session hold `prompt`; how much of it it held, None if that was stopped."""
+        """Encodes `prompt`; returns how many of its tokens were cached, None if it was stopped."""
         _, session = self._opened()
-        self._before = session.rounds
+        self._rounds_before = session.rounds
         self._think = turn.think
-        cached = session.align(prompt, edits=self._goes_back(turn.edited))
-        stream.measured(self._stats(prompt, cached, 0))
-        whole = cached == len(prompt) or session.prefill(
-            progress=stream.prefilled, cancel=stream.cancelled
+        cached = session.align(prompt, edits=self._roll_back_edit(turn.edited))
+        stream.report_stats(self._stats(prompt, cached, 0))
+        complete = cached == len(prompt) or session.prefill(
+            progress=stream.report_prefill, cancel=stream.cancelled
         )
-        return cached if whole else None
+        return cached if complete else None
 
     def _answer(self, turn: Turn, prompt: list[int], stream: Stream, draft: int = 0) -> str:
         cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
@@ -148,34 +150,34 @@ class LocalClient:
             shown=self._shown_tokens,
             cancel=stream.cancelled,
         )
-        reason, thoughts = "cancelled", self._thoughts(prompt, stream, draft)
+        reason, writer = "cancelled", self._reply_writer(prompt, stream, draft)
         for count, step in enumerate(steps, 1):
-            thoughts.token(step.text)
-            stream.measured(thoughts.measured(self._stats(prompt, cached, count)))
+            writer.token(step.text)
+            stream.report_stats(writer.with_thought(self._stats(prompt, cached, count)))
             reason = step.finish_reason or reason
-        thoughts.end(reason)
+        writer.end(reason)
         return reason
 
     @property
     def _shown_tokens(self) -> frozenset[int]:
-        """The control tokens that thoughts are known by."""
+        """Returns the control tokens that mark thoughts."""
         return frozenset() if self._thinking is None else self._thinking.shown
 
-    def _thoughts(self, prompt: Sequence[int], stream: Stream, draft: int = 0) -> Thoughts:
-        """What writes the reply to `prompt`, whose end may be what the reply began with."""
+    def _reply_writer(self, prompt: Sequence[int], stream: Stream, draft: int = 0) -> ReplyWriter:
+        """Returns the writer of the reply to `prompt`, which may end with the reply's beginning."""
         if self._thinking is None:
-            return Thoughts(stream, None, draft)
-        asked, begun = prompt[: self._asked_tokens], prompt[self._asked_tokens :]
-        thoughts = Thoughts(stream, self._thinking.reader(asked), draft)
-        thoughts.begin(self._thinking.text(begun))
-        return thoughts
+            return ReplyWriter(stream, None, draft)
+        request, reply_start = prompt[: self._request_tokens], prompt[self._request_tokens :]
+        writer = ReplyWriter(stream, self._thinking.reader(request), draft)
+        writer.begin(self._thinking.text(reply_start))
+        return writer
 
-    def _answer_branched(
+    def _answer_in_branches(
         self, turn: Turn, prompt: list[int], seeds: Sequence[int], stream: Stream
     ) -> list[str]:
-        """A token of each answer in every pass; they stay until one is kept."""
-        from kvq_runtime.generation import GenerationOptions
-        from kvq_runtime.passes import run
+        """Writes a token of each answer per pass; the answers stay until one is kept."""
+        from kvq_runtime.answer.generation import GenerationOptions
+        from kvq_runtime.sequence.passes import run
 
         reasons = ["cancelled"] * len(seeds)
         cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
@@ -184,51 +186,53 @@ class LocalClient:
         options = GenerationOptions(
             max_tokens=turn.max_tokens, sampling=turn.sampling, shown=self._shown_tokens
         )
-        thoughts = [self._thoughts(prompt, stream, draft) for draft in range(len(seeds))]
-        self._branched = self._open_drafts.enter_context(session.branch_answers(seeds, options))
-        count, spent_s = 0, 0.0
-        while self._branched.going and not stream.cancelled():
-            steps, seconds = run(self._branched.stepping(stream.cancelled))
-            count, spent_s = count + len(steps), spent_s + seconds
+        writers = [self._reply_writer(prompt, stream, draft) for draft in range(len(seeds))]
+        self._branch_answers = self._open_drafts.enter_context(
+            session.branch_answers(seeds, options)
+        )
+        count, elapsed_s = 0, 0.0
+        while self._branch_answers.running and not stream.cancelled():
+            steps, seconds = run(self._branch_answers.stepping(stream.cancelled))
+            count, elapsed_s = count + len(steps), elapsed_s + seconds
             for draft, step in steps:
-                thoughts[draft].token(step.text)
+                writers[draft].token(step.text)
                 reasons[draft] = step.finish_reason or reasons[draft]
-            rate = count / spent_s if spent_s else 0.0
-            stream.measured(replace(self._stats(prompt, cached, count), decode_tok_s=rate))
-        for one, reason in zip(thoughts, reasons, strict=True):
-            one.end(reason)
+            rate = count / elapsed_s if elapsed_s else 0.0
+            stream.report_stats(replace(self._stats(prompt, cached, count), decode_tok_s=rate))
+        for writer, reason in zip(writers, reasons, strict=True):
+            writer.end(reason)
         return reasons
 
     def _settle(self) -> None:
-        """Ends what drafts left open."""
-        self._branched = None
+        """Closes the drafts that are still open."""
+        self._branch_answers = None
         self._open_drafts.close()
 
     def begin(self) -> None:
-        """Opens a fresh session in place of the old one."""
+        """Opens a new session in place of the old one."""
         self._settle()
         self._opened()[1].close()
         self._session = self._new_session(self._session_options)
-        self._before = None
+        self._rounds_before = None
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
-        """Opens a session of the new plan and encodes the tokens again.
+        """Opens a session with the new plan and encodes the tokens again.
 
         The old session stays when the new one is refused or stopped.
         """
         self._settle()
         _, old = self._opened()
-        asked = {"k_bits": k_bits, "v_bits": v_bits, "kv_budget": budget}
+        changes = {"k_bits": k_bits, "v_bits": v_bits, "kv_budget": budget}
         options = self._session_options | {
-            name: value for name, value in asked.items() if value is not None
+            name: value for name, value in changes.items() if value is not None
         }
         session = self._new_session(options)
         try:
             tokens = old.tokens
             done = not tokens or session.prefill(
-                tokens, progress=stream.prefilled, cancel=stream.cancelled
+                tokens, progress=stream.report_prefill, cancel=stream.cancelled
             )
         except BaseException:
             session.close()
@@ -238,49 +242,46 @@ class LocalClient:
             raise UsageError("the KV settings stay as they were: encoding again was stopped")
         old.close()
         self._session, self._session_options = session, options
-        self._before = None
-        stream.measured(self._stats(list(tokens), 0, 0))
+        self._rounds_before = None
+        stream.report_stats(self._stats(list(tokens), 0, 0))
         return self._facts()
 
     def reread(self, stream: Stream) -> int:
-        """Encodes from the first stale token on."""
-        from kvq_runtime.prediction import OFF
+        """Encodes again from the first stale token on."""
+        from kvq_runtime.sequence.prediction import OFF
 
         self._settle()
         _, session = self._opened()
         stale = session.sequence.drop_stale()
         if stale:
-            session.prefill(progress=stream.prefilled, cancel=stream.cancelled, predict=OFF)
+            session.prefill(progress=stream.report_prefill, cancel=stream.cancelled, predict=OFF)
         return stale
 
     def refine(self, stream: Stream) -> int:
-        """Piece by piece from the left; the numbers after each."""
+        """Computes piece by piece from the left, and reports the numbers after each."""
         _, session = self._opened()
-        left = session.sequence.encoding.staleness.stale
-        while left and not stream.cancelled():
-            left = session.refresh(session.sequence.chunk_tokens, cancel=stream.cancelled)
-            stream.measured(self._stats(session.tokens, len(session.tokens), 0))
-        return left
+        remaining = session.sequence.encoding.staleness.stale
+        while remaining and not stream.cancelled():
+            remaining = session.refresh(session.sequence.chunk_tokens, cancel=stream.cancelled)
+            stream.report_stats(self._stats(session.tokens, len(session.tokens), 0))
+        return remaining
 
-    def save(self, path: Path) -> str | None:
-        """Writes the session to `path`."""
+    def save(self, path: Path) -> bool:
         self._settle()
         _, session = self._opened()
         if not session.tokens:
-            return None
+            return False
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         session.save(path)
-        return token_hash(session.tokens)
+        return True
 
     def restore(self, path: Path) -> ReplyStats:
-        """Becomes the session saved at `path`."""
         self._settle()
         _, session = self._opened()
         session.load(path)
         return replace(self._stats((), 0, 0), ttft_ms=0.0, decode_tok_s=0.0)
 
     def close(self) -> None:
-        """Frees the session and the weights."""
         self._settle()
         if self._session is not None:
             self._session.close()
@@ -288,9 +289,9 @@ class LocalClient:
             self._engine.close()
         self._session = self._engine = None
 
-    def _goes_back(self, edited: Sequence[Message]) -> bool:
-        """Whether there was an edit; the session then ends where its message did."""
-        from kvq_runtime.hunks import common_prefix
+    def _roll_back_edit(self, edited: Sequence[Message]) -> bool:
+        """Rolls the session back to the edited message; returns whether there was an edit."""
+        from kvq_runtime.sequence.hunks import common_prefix
 
         engine, session = self._opened()
         if edited:
@@ -304,25 +305,16 @@ class LocalClient:
         return self._engine, self._session
 
     def _new_session(self, options: Mapping[str, Any]) -> "Session[Any]":
-        """With room for drafts side by side, where the budget has that.
+        """Opens a session with room for drafts side by side, if the budget allows.
 
-        Elsewhere they come one after the other: the smallest budget is the model's, as everywhere.
+        Otherwise drafts are written one after the other.
         """
         assert self._engine is not None
-        # A drafter of guesses would make them as long as there is room for.
+        # A drafter would make its guesses as long as that room.
         if "draft" not in options:
             with suppress(BudgetError):
                 return self._engine.session(draft_tokens=DRAFT_TOKENS, **options)
         return self._engine.session(**options)
-
-    def _smaller_kv(self) -> str:
-        """Widths and the smallest budget, where the cache is ours to make smaller."""
-        arena = self._opened()[1].config.arena
-        if arena is None:
-            return ""
-        plan = replace(arena.spec.plan, k_bits=4, v_bits=2)
-        spec = arena.spec.changed(plan=plan, draft_tokens=DEFAULT_DRAFT_TOKENS)
-        return f"4:2 {whole_units(spec.minimum_bytes)}"
 
     def _facts(self) -> Facts:
         engine, session = self._opened()
@@ -334,48 +326,36 @@ class LocalClient:
             v_bits=config.plan.v_bits,
             kv_budget=config.budget_bytes,
             budget_tokens=config.budget_tokens,
+            full_kv=kv_text(*config.full_bits),
+            full_tokens=config.full_tokens,
             fingerprint=engine.model.fingerprint,
             keeps_kv=True,
             sampling=engine.model.sampling,
-            opens=self._opens,
-            smaller_kv=self._smaller_kv(),
+            lasting_name=self._lasting_name,
         )
 
     def _stats(self, prompt: Sequence[int], cached: int, new_tokens: int) -> ReplyStats:
+        from kvq_runtime.session.metrics import figures
+
         _, session = self._opened()
         stats = session.stats()
-        rounds = stats.rounds if self._before is None else stats.rounds - self._before
+        rounds = stats.rounds if self._rounds_before is None else stats.rounds - self._rounds_before
         return ReplyStats(
             prompt_tokens=len(prompt),
             cached_tokens=cached,
             new_tokens=new_tokens,
-            ttft_ms=stats.ttft_ms,
-            decode_tok_s=stats.decode_tok_s,
             context_tokens=len(session.tokens),
-            kv_bytes=stats.kv_bytes,
-            auxiliary_bytes=stats.auxiliary_bytes,
-            mean_k_bits=stats.held.mean_k_bits,
-            mean_v_bits=stats.held.mean_v_bits,
-            evicted_share=stats.held.evicted_share,
-            drafted_tokens=rounds.drafted_tokens,
-            accepted_tokens=rounds.accepted_tokens,
-            predicted_tokens=stats.edits.predicted_tokens,
+            **figures(rounds, ("drafted_tokens", "accepted_tokens")),
+            **figures(stats, _REPORTED),
         )
 
 
 def prompt_tokens(engine: "Engine", messages: Sequence[Message], think: str = AUTO) -> list[int]:
-    """Token ids of the conversation in the model's chat template, ready for a reply."""
-    rows = [
-        {
-            "role": row.role,
-            **(said(*split(row.text)) if row.role == "assistant" else {"content": row.text}),
-        }
-        for row in messages
-    ]
-    given = variables(Thinking.of(engine.tokenizer), think)
-    return engine.tokenizer.chat(rows, add_generation_prompt=True, variables=given)
-
-
-def token_hash(tokens: Sequence[int]) -> str:
-    """Identifies a sequence of tokens."""
-    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
+    """Returns the tokens of the conversation in the model's chat template, ready for a reply."""
+    rows: list[dict[str, Any]] = []
+    for row in messages:
+        replied = row.role == "assistant"
+        content = assistant_message(*split(row.text)) if replied else {"content": row.text}
+        rows.append({"role": row.role, **content})
+    template_variables = variables(Thinking.of(engine.tokenizer), think)
+    return engine.tokenizer.chat(rows, add_generation_prompt=True, variables=template_variables)

@@ -1,14 +1,14 @@
-"""Draws a block as strips of a given width. Keeps nothing, and takes the text as data.
+"""Draws a block of markdown as strips of a given width. Keeps nothing.
 
-No HTML, no link escape codes, no markup but markdown: what the model wrote is either styled or
-shown as it stands. Styles come by name from a palette, so themes decide all colours.
+The text is data: no HTML, no escape codes of links, no markup but markdown. What the model wrote is
+styled or shown as it is. Styles come by name from a palette, so themes decide all colours.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
-from kvq_apps.chat.blocks import Block
+from kvq_apps.chat.markdown_blocks import MarkdownBlock, markdown_parser
 from kvq_apps.chat.visible import visible
 
 Palette = Mapping[str, Style]
@@ -29,26 +29,33 @@ STYLES = (
 HIGHLIGHT_CHARACTERS = 64 * 1024
 # Longer lines of prose are hard to read; code and tables may be wider.
 PROSE_CELLS = 100
+_LISTS = ("bullet_list", "ordered_list")
+# Matches two characters of one word.
+_WORD = re.compile(r"\w\w")
+# Characters per cell that are looked at: a letter and its combining marks.
+_MARKS = 4
 _CONSOLE = Console(width=80, color_system=None, force_terminal=False)
 
 
-def draw(block: Block, width: int, palette: Palette, *, highlight: bool = True) -> list[Strip]:
-    """The strips of `block`, each at most `width` cells, a blank one first if it wants a gap."""
+def draw(block: MarkdownBlock, width: int, palette: Palette) -> list[Strip]:
+    """Draws `block` as strips of at most `width` cells, with a blank strip first for a gap."""
     width = max(1, width)
     if block.kind == "fence":
-        lines = draw_code(block.source, block.language, width, palette, highlight=highlight)
+        lines = _fence(block, width, palette)
     elif block.kind == "plain":
-        lines = draw_plain(block.source, width, palette["text"])
-    elif block.kind == "item":
-        lines = _strips(_item_lines(block, width, palette))
+        lines = _plain(block.source, width, palette["text"])
     else:
         tree = SyntaxTreeNode(_parser().parse(visible(block.source)))
-        lines = _strips(_stacked(tree.children, width, palette))
-    return [Strip.blank(0), *lines] if block.gap else lines
+        lists = [node for node in tree.children if node.type in _LISTS]
+        if block.kind == "item" and len(lists) == len(tree.children) == 1:
+            lines = _list(lists[0], width, palette, first=block.number)
+        else:
+            lines = _stacked(tree.children, width, palette)
+    return [Strip.blank(0)] * block.gap + [_strip(line) for line in lines]
 
 
-def estimate(block: Block, width: int) -> int:
-    """About how many strips `draw` would make, without drawing."""
+def estimate(block: MarkdownBlock, width: int) -> int:
+    """Estimates how many strips `draw` would return, without drawing."""
     width = max(1, width if block.kind == "fence" else min(width, PROSE_CELLS))
     source = block.source
     lines = source.count("\n") + 1
@@ -56,58 +63,54 @@ def estimate(block: Block, width: int) -> int:
     return max(1, wrapped) + (block.gap is True) + (block.kind == "fence" and bool(block.language))
 
 
-def draw_plain(text: str, width: int, style: Style) -> list[Strip]:
-    """`text` as written, every character of it, words wrapped."""
-    strips: list[Strip] = []
-    for line in visible(text).expandtabs(4).split("\n"):
-        strips += _strips(_wrapped(Text(line, style), min(width, PROSE_CELLS)))
-    return strips
+def _plain(text: str, width: int, style: Style) -> list[Text]:
+    """Draws `text` as written, with every character; wraps words."""
+    lines = visible(text).expandtabs(4).split("\n")
+    return [part for line in lines for part in _wrapped(Text(line, style), min(width, PROSE_CELLS))]
 
 
-def draw_code(
-    code: str, language: str, width: int, palette: Palette, *, highlight: bool
-) -> list[Strip]:
-    """Lines of code on their own background, under the name of their language."""
-    strips: list[Strip] = []
-    if language:
-        name = Text(f" {visible(language)}", palette["code-comment"] + palette["code"])
-        strips.append(_filled(name, width, palette["code"]))
-    lines = visible(code).expandtabs(4).split("\n")
-    texts = _highlighted(lines, language, palette) if highlight else None
-    for text in texts or (Text(line) for line in lines):
-        strips += code_line(text, width, palette["code"])
-    return strips
+def _fence(block: MarkdownBlock, width: int, palette: Palette) -> list[Text]:
+    """Draws lines of code on a background of their own, below the name of their language."""
+    lines = _code(visible(block.source), block.language, width, palette)
+    if not block.language:
+        return lines
+    style = palette["code-comment"] + palette["code"]
+    name = Text(f" {visible(block.language)}", style, end="")
+    name.truncate(width, pad=True)
+    return [name, *lines]
 
 
-def code_line(text: Text, width: int, style: Style) -> list[Strip]:
-    """One line of code with a margin, folded where it is too long; no character is dropped."""
+def _code(code: str, language: str, width: int, palette: Palette) -> list[Text]:
+    lines = code.expandtabs(4).split("\n")
+    texts = _highlighted(lines, language, palette) or [Text(line) for line in lines]
+    return [part for text in texts for part in _code_line(text, width, palette["code"])]
+
+
+def _code_line(text: Text, width: int, style: Style) -> list[Text]:
+    """Draws one line of code with a margin, folded where it is too long; keeps every character."""
     text.style = style
-    inner = max(1, width - 2)
-    return [_filled(Text(" ", style) + part, width, style) for part in _folded(text, inner)]
+    return [
+        Text.assemble(
+            " ", part, " " * max(0, width - 1 - cell_len(part.plain)), style=style, end=""
+        )
+        for part in folded(text, max(1, width - 2))
+    ]
 
 
-def _filled(text: Text, width: int, style: Style) -> Strip:
-    strip = _strip(text)
-    return strip.extend_cell_length(width, style).crop(0, width)
+def code_line(line: str, width: int, style: Style) -> list[Strip]:
+    """Draws one line of code as `draw` draws it in a fence of no language."""
+    return [_strip(part) for part in _code_line(Text(line, end=""), width, style)]
 
 
-@cache
-def _parser() -> MarkdownIt:
-    # Definitions of link targets would vanish from the screen, so they stay text.
-    parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 20})
-    return parser.enable(["table", "strikethrough"]).disable(["reference", "html_block"])
+_parser = cache(markdown_parser)
 
 
 def _strip(text: Text) -> Strip:
     return Strip([segment for segment in text.render(_CONSOLE) if segment.text])
 
 
-def _strips(texts: Iterable[Text]) -> list[Strip]:
-    return [_strip(text) for text in texts]
-
-
 def _wrapped(text: Text, width: int) -> list[Text]:
-    """Lines of at most `width` cells, broken between words where that is possible."""
+    """Wraps into lines of at most `width` cells, between words where possible."""
     width = max(1, width)
     if not {"\n", "\t"} & set(text.plain) and cell_len(text.plain) <= width:
         return [text]
@@ -119,14 +122,29 @@ def _wrapped(text: Text, width: int) -> list[Text]:
     return lines
 
 
-def _folded(text: Text, width: int) -> list[Text]:
-    """Lines of at most `width` cells, broken between characters."""
-    if cell_len(text.plain) <= width:
-        return [text]
-    ends: list[int] = []
-    for part in chop_cells(text.plain, width):
-        ends.append(len(part) + (ends[-1] if ends else 0))
-    return list(text.divide(ends[:-1]))
+def folded(text: Text, width: int) -> list[Text]:
+    """Folds code into lines of at most `width` cells, between words where possible.
+
+    Every character stays, spaces at a break included.
+    """
+    plain, ends = text.plain, list[int]()
+    start = 0
+    while cell_len(plain[start : start + width + 1]) > width or len(plain) - start > width + 1:
+        # A character takes up to two cells; combining marks take none and may be many.
+        fits = max(1, len(chop_cells(plain[start : start + _MARKS * width], width)[0]))
+        start = _word_start(plain, start, start + fits)
+        if start == len(plain):
+            break
+        ends.append(start)
+    return list(text.divide(ends))
+
+
+def _word_start(plain: str, start: int, stop: int) -> int:
+    """Returns where the word across `stop` begins, or `stop` when it is the first after `start`."""
+    place = stop
+    while start < place < len(plain) and _WORD.match(plain[place - 1 : place + 1]):
+        place -= 1
+    return stop if not plain[start:place].strip() else place
 
 
 def _lines_of(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
@@ -135,7 +153,7 @@ def _lines_of(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
 
 
 def _stacked(nodes: Sequence[SyntaxTreeNode], width: int, palette: Palette) -> list[Text]:
-    """The lines of several nodes, a blank line between two; items of a list stay together."""
+    """Stacks the lines of several nodes with blank lines between; list items stay together."""
     lines: list[Text] = []
     for index, node in enumerate(nodes):
         if index and not _tight(nodes[index - 1], node):
@@ -145,22 +163,13 @@ def _stacked(nodes: Sequence[SyntaxTreeNode], width: int, palette: Palette) -> l
 
 
 def _tight(before: SyntaxTreeNode, after: SyntaxTreeNode) -> bool:
-    if after.type in ("bullet_list", "ordered_list") and before.type == "paragraph":
+    if after.type in _LISTS and before.type == "paragraph":
         return before.map is not None and after.map is not None and before.map[1] == after.map[0]
     return False
 
 
 def _blank() -> Text:
     return Text("", end="")
-
-
-def _item_lines(block: Block, width: int, palette: Palette) -> list[Text]:
-    """The one item of a top-level list, with the number it has there."""
-    tree = SyntaxTreeNode(_parser().parse(visible(block.source)))
-    lists = tree.children
-    if len(lists) != 1 or lists[0].type not in ("bullet_list", "ordered_list"):
-        return _stacked(lists, width, palette)
-    return _list(lists[0], width, palette, first=block.number)
 
 
 def _list(
@@ -179,7 +188,7 @@ def _list(
 
 
 def _prefixed(lines: Sequence[Text], first: Text, rest: Text, width: int) -> list[Text]:
-    """`lines` with something before each; nothing where the width has no room for it."""
+    """Puts a prefix before each line, if the width has room for it."""
     if cell_len(first.plain) >= width:
         return list(lines)
     return [
@@ -209,16 +218,8 @@ def _rule(_node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
 
 
 def _inner_code(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
-    """Code inside an item or a quote, or indented code."""
-    code = node.content.removesuffix("\n").expandtabs(4).split("\n")
-    highlighted = _highlighted(code, node.info.split(" ")[0], palette)
-    lines: list[Text] = []
-    for text in highlighted or [Text(line) for line in code]:
-        text.style = palette["code"]
-        for part in _folded(text, max(1, width - 2)):
-            padding = " " * max(0, width - 1 - cell_len(part.plain))
-            lines.append(Text.assemble(" ", part, padding, style=palette["code"], end=""))
-    return lines
+    """Draws code inside an item or a quote, or indented code."""
+    return _code(node.content.removesuffix("\n"), node.info.split(" ")[0], width, palette)
 
 
 def _shown_as_written(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
@@ -244,15 +245,15 @@ def _table(node: SyntaxTreeNode, width: int, palette: Palette) -> list[Text]:
                 part = cell[height] if height < len(cell) else _blank()
                 line.append(" │ " if column else "", line_style).append_text(part)
                 line.append(" " * (widths[column] - cell_len(part.plain)))
-            lines += _folded(line, width)
+            lines += folded(line, width)
         if index == 0:
             rule = "─┼─".join("─" * column for column in widths)
-            lines += _folded(Text(rule, line_style, end=""), width)[:1]
+            lines += folded(Text(rule, line_style, end=""), width)[:1]
     return lines
 
 
 def _column_widths(rows: Sequence[Sequence[Text]], room: int) -> list[int]:
-    """Natural widths, the widest columns made narrower until all fit."""
+    """Returns the natural widths, the widest columns narrowed until all fit."""
     columns = zip(*rows, strict=True)
     widths = [max(1, *(cell_len(cell.plain) for cell in column)) for column in columns]
     if sum(widths) <= room:
@@ -280,7 +281,7 @@ _SPANS = {"strong": "strong", "em": "emphasis", "s": "strike"}
 
 
 def _inline(nodes: Sequence[SyntaxTreeNode], palette: Palette, style: Style) -> Text:
-    """One text of all inline nodes."""
+    """Joins inline nodes into one text."""
     text = Text("", style, end="")
     for node in nodes:
         _append_inline(text, node, palette, Style())
@@ -307,7 +308,7 @@ def _append_inline(text: Text, node: SyntaxTreeNode, palette: Palette, style: St
 
 
 def _append_link(text: Text, node: SyntaxTreeNode, palette: Palette, style: Style) -> None:
-    """The words of a link and, when it says something else, where it goes."""
+    """Appends the words of a link and, if it differs, its target."""
     before = len(text)
     for child in node.children:
         _append_inline(text, child, palette, style)
@@ -317,7 +318,7 @@ def _append_link(text: Text, node: SyntaxTreeNode, palette: Palette, style: Styl
 
 
 def _highlighted(lines: Sequence[str], language: str, palette: Palette) -> list[Text] | None:
-    """One text per line of code, or None when no rules for the language are known."""
+    """Returns one styled text per line of code, or None for an unknown language."""
     if not language or sum(map(len, lines)) > HIGHLIGHT_CHARACTERS:
         return None
     lexer = _lexer(language)
@@ -362,11 +363,11 @@ _CODE_STYLES = (
 
 @cache
 def _code_style(kind: Any) -> str:
-    """The palette's name for a pygments token type."""
+    """Returns the palette's name for a pygments token type."""
     name = str(kind)
     return next((style for prefix, style in _CODE_STYLES if name.startswith(prefix)), "code")
 
 
 def strip_text(strip: Strip) -> str:
-    """The characters of a strip without the padding at its end."""
+    """Returns the characters of a strip without the padding at its end."""
     return strip.text.rstrip()

@@ -1,19 +1,29 @@
-"""What a conversation is made of. Knows no screen, no file and no engine."""
+"""The messages of a conversation and the numbers of a reply. Knows no screen, file or engine.
 
+A reply begins with its thought, between the marks of `kvq_models.thinking.KEPT`, whichever model
+wrote it. The transcript folds the thought away. The model gets both parts again, and its template
+keeps or drops the first.
+"""
+
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvq_apps.chat.visible import storable
+from kvq_models.thinking import split
+
 ROLES = ("system", "user", "assistant")
+_FENCE = re.compile(r"(?P<indent> {0,3})(?P<mark>`{3,}|~{3,})(?P<info>.*)")
 
 
 @dataclass(kw_only=True, slots=True)
 class Message:
-    """One message of a chat's tree.
+    """Holds one message of a chat's tree.
 
-    `state` is done, streaming, stopped (by the user), length (its limit, or the context's, came
-    first), failed or interrupted (the process died). `branch` of `branches` siblings share a
-    parent. A note belongs to the screen only: it has no id.
+    `state` is done, streaming, stopped (by the user), length (the reply's limit or the context's
+    end came first), failed or interrupted (the process died). `branch` of `branches` siblings share
+    a parent. A note belongs to the screen only and has no id.
     """
 
     role: str
@@ -28,20 +38,19 @@ class Message:
 
 
 def state_after(reason: str) -> str:
-    """The state of a reply that ended for `reason`."""
+    """Returns the state of a reply that ended for `reason`."""
     return {"cancelled": "stopped", "stop": "done"}.get(reason, reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyStats:
-    """What one reply cost, as the engine counted it. Bytes, tokens, milliseconds, tokens a second.
+    """Holds what one reply cost, as the engine counted it: bytes, tokens, milliseconds, tok/s.
 
-    Of `prompt_tokens` the cache held `cached_tokens`; `context_tokens` is what it holds now, in
-    `kv_bytes` bytes at mean widths of `mean_k_bits` and `mean_v_bits` (0: not known), but for
-    `evicted_share` of them; a model that reads prompts holds `auxiliary_bytes` beside.
-    `predicted_tokens` of them were predicted and not computed. Of
-    `drafted_tokens` that were guessed `accepted_tokens` were right. The reply was thought about
-    for `thought_ms` in `thought_tokens`.
+    The cache had `cached_tokens` of the `prompt_tokens`. It now holds `context_tokens` in
+    `kv_bytes` bytes, at mean widths of `mean_k_bits` and `mean_v_bits` (0: not known);
+    `evicted_share` of the tokens was given up, and `predicted_tokens` were predicted and not
+    computed. A model that reads prompts holds `auxiliary_bytes` beside. `accepted_tokens` of
+    `drafted_tokens` guesses were right. The model thought for `thought_ms` in `thought_tokens`.
     """
 
     prompt_tokens: int = 0
@@ -63,11 +72,43 @@ class ReplyStats:
 
     @property
     def encoded_tokens(self) -> int:
-        """Prompt tokens that went through the model for this reply."""
+        """Counts the prompt tokens that went through the model for this reply."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def tokens_per_pass(self) -> float:
-        """New tokens that one pass brought on average; the first one comes of the prompt's."""
+        """Returns the mean number of new tokens per pass.
+
+        The first token comes from the prompt's pass.
+        """
         passes = self.new_tokens - 1 - self.accepted_tokens
         return (self.new_tokens - 1) / passes if passes > 0 else 1.0
+
+
+def answer_text(message: Message) -> str:
+    """Returns what a message says; of a reply without its thought."""
+    return split(message.text)[1] if message.role == "assistant" else message.text
+
+
+def code_fences(text: str) -> list[str]:
+    """Returns the code of every fence in a markdown text, in order; an open one ends with it."""
+    fences: list[list[str]] = []
+    indent = mark = ""
+    for line in storable(text).removesuffix("\n").split("\n"):
+        fence = _FENCE.fullmatch(line)
+        if mark and fence and fence["mark"].startswith(mark) and not fence["info"].strip():
+            mark = ""
+        elif mark:
+            fences[-1].append(line.removeprefix(indent))
+        # After backticks another backtick means inline code, not a fence.
+        elif fence and not (fence["mark"][0] == "`" and "`" in fence["info"]):
+            indent, mark = fence["indent"], fence["mark"]
+            fences.append([])
+    return ["\n".join(lines) for lines in fences]
+
+
+def thought_line(stats: ReplyStats) -> str:
+    """Describes a folded thought: `thought for 3.2 s, 120 tokens`."""
+    seconds = f" for {stats.thought_ms / 1e3:.1f} s" if stats.thought_ms else ""
+    tokens = f", {stats.thought_tokens} tokens" if stats.thought_tokens else ""
+    return f"thought{seconds}{tokens}"

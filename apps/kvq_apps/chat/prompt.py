@@ -1,103 +1,129 @@
-"""The box a message is written in. Text goes in and out exactly; controls are shown, not obeyed."""
+"""The box a message is written in, and its menu of slash commands.
+
+Control characters are shown, not obeyed.
+"""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from rich.table import Table
 from rich.text import Text
 from textual.events import Key, Paste
 from textual.message import Message as Event
-from textual.widgets import TextArea
+from textual.widgets import Static, TextArea
 
+from kvq_apps.chat.commands import Command, matching_commands
 from kvq_apps.chat.keys import KEYS, PROMPT_KEYS
-from kvq_apps.chat.menu import CommandMenu
 from kvq_apps.chat.visible import storable, visible
 
-# What is pasted in more lines or characters than these stands as one word until it is sent.
+# A longer paste is shown as one word until it is sent.
 PASTE_LINES = 20
 PASTE_CHARACTERS = 4000
+MENU_ROWS = 8
 
 
-class Prompt(TextArea):
-    """A text area whose Enter sends; `keys_of` says which keys send and which break the line.
+class MenuView(Static):
+    """Draws the offered commands: a few rows around the marked one."""
 
-    They are taken with the text, not as bindings, so that fast typing keeps its order. `written`
-    is the text with what long pastes stand for; `menu` the commands that it may become.
+    DEFAULT_CSS = "MenuView { height: auto; padding: 0 2; display: none; }"
+
+    def draw(self, commands: Sequence[Command], marked: int) -> None:
+        """Shows the commands, or hides the menu if there is none."""
+        self.display = bool(commands)
+        first = max(0, min(marked - MENU_ROWS // 2, len(commands) - MENU_ROWS))
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
+        for number, row in list(enumerate(commands))[first : first + MENU_ROWS]:
+            style = "reverse" if number == marked else ""
+            table.add_row(Text(row.usage), Text(row.help), style=style)
+        self.update(table)
+
+
+class PromptBox(TextArea):
+    """Edits a text; Enter sends it. `keys_by_name` says which keys send or break the line.
+
+    These keys are handled with the text, not as bindings, so that fast typing keeps its order.
+    `full_text` is the text with long pastes in full.
     """
 
     DEFAULT_CSS = """
-    Prompt { height: auto; min-height: 3; max-height: 40%;
+    PromptBox { height: auto; min-height: 3; max-height: 40%;
         padding: 0 1; border: round $foreground-muted;
     }
-    Prompt:focus { border: round $primary; }
+    PromptBox:focus { border: round $primary; }
     """
 
     class Sent(Event):
-        """The user wants `text` to go."""
+        """Asks to send `text`."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
             self.text = text
 
-    class Again(Event):
-        """The user sent nothing: Enter in an empty box."""
+    class RetryRequested(Event):
+        """Asks to answer again: Enter in an empty box."""
 
-    class Recalled(Event):
-        """The user asks for the queued message back: Up in an empty box."""
+    class RecallRequested(Event):
+        """Asks for the queued message: Up in an empty box."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, soft_wrap=True, placeholder="Write a message, / for commands")
         self.highlight_cursor_line = False
-        self.menu = CommandMenu()
-        self._pasted: dict[str, str] = {}
-        self.keys_of = {row.name: row.keys.split(",") for row in KEYS if row.name in PROMPT_KEYS}
+        # Which command of the menu for this text is marked; None: the menu is closed.
+        self._menu_text = ""
+        self._menu_index: int | None = 0
+        self._pastes: dict[str, str] = {}
+        self.keys_by_name = {
+            row.name: row.keys.split(",") for row in KEYS if row.name in PROMPT_KEYS
+        }
 
     def send(self) -> None:
-        """Hands the text over and empties the box."""
-        text = storable(self.written)
+        text = storable(self.full_text)
         if text.strip():
             self.fill("")
             self.post_message(self.Sent(text))
         else:
-            self.post_message(self.Again())
+            self.post_message(self.RetryRequested())
 
     def fill(self, text: str) -> None:
-        """Replaces what is written; the cursor goes to the end."""
-        self._pasted.clear()
+        """Replaces the text; the cursor goes to the end."""
+        self._pastes.clear()
         self.text = text
         self.move_cursor(self.document.end)
 
     @property
-    def written(self) -> str:
-        """The text with every long paste in its place."""
+    def full_text(self) -> str:
+        """Returns the text with every long paste in its place."""
         text = self.text
-        if self._pasted:
-            parts = re.split("(" + "|".join(map(re.escape, self._pasted)) + ")", text)
-            text = "".join(self._pasted.get(part, part) for part in parts)
+        if self._pastes:
+            parts = re.split("(" + "|".join(map(re.escape, self._pastes)) + ")", text)
+            text = "".join(self._pastes.get(part, part) for part in parts)
         return text
 
     def get_line(self, line_index: int) -> Text:
-        """A line as it is drawn: the same length, control characters as pictures."""
+        """Returns a line as drawn: of the same length, with pictures for control characters."""
         return Text(visible(self.document.get_line(line_index)), end="", no_wrap=True)
 
     async def _on_key(self, event: Key) -> None:
-        taken = self._in_menu(event.key)
-        if taken is not None:
+        action = self._menu_action(event.key)
+        if action is not None:
             pass
-        elif event.key in self.keys_of["send"]:
-            taken = self.send
-        elif event.key in self.keys_of["newline"]:
-            taken = partial(self.insert, "\n")
+        elif event.key in self.keys_by_name["send"]:
+            action = self.send
+        elif event.key in self.keys_by_name["newline"]:
+            action = partial(self.insert, "\n")
         elif event.key == "up" and not self.text:
-            taken = partial(self.post_message, self.Recalled())
-        elif event.key == "backspace" and self._stands_after_paste():
-            taken = self._take_paste_away
+            action = partial(self.post_message, self.RecallRequested())
+        elif event.key == "backspace" and self._paste_before_cursor():
+            action = self._delete_paste
         else:
             await super()._on_key(event)
             return
         event.stop()
         event.prevent_default()
-        taken()
+        action()
 
     async def _on_paste(self, event: Paste) -> None:
         event.stop()
@@ -105,48 +131,56 @@ class Prompt(TextArea):
         text = storable(event.text)
         lines = text.count("\n") + 1
         if lines > PASTE_LINES or len(text) > PASTE_CHARACTERS:
-            word = f"[paste {len(self._pasted) + 1}: {lines} lines, {len(text)} characters]"
-            self._pasted[word] = text
+            word = f"[paste {len(self._pastes) + 1}: {lines} lines, {len(text)} characters]"
+            self._pastes[word] = text
             text = word
         self._replace_via_keyboard(text, *self.selection)
 
     # A long paste
 
-    def _stands_after_paste(self) -> str | None:
-        """The word for a long paste right before the cursor."""
+    def _paste_before_cursor(self) -> str | None:
+        """Returns the word of the long paste right before the cursor, if there is one."""
         row, column = self.cursor_location
         before = self.document.get_line(row)[:column] if self.selection.is_empty else ""
-        return next((word for word in self._pasted if before.endswith(word)), None)
+        return next((word for word in self._pastes if before.endswith(word)), None)
 
-    def _take_paste_away(self) -> None:
-        word, (row, column) = self._stands_after_paste(), self.cursor_location
+    def _delete_paste(self) -> None:
+        word, (row, column) = self._paste_before_cursor(), self.cursor_location
         if word is not None:
             self.delete((row, column - len(word)), (row, column))
 
     # The menu of commands
 
-    def _in_menu(self, key: str) -> Callable[[], object] | None:
-        """What `key` does while commands are offered; None: what it does always."""
-        text, chosen = self.text, self.menu.chosen(self.text)
-        if chosen is None:
+    def offered(self) -> tuple[list[Command], int]:
+        """Returns the commands that the text may become, and the number of the marked one.
+
+        A menu that was closed opens again when the text changes.
+        """
+        if self.text != self._menu_text:
+            self._menu_text, self._menu_index = self.text, 0
+        rows = [] if self._menu_index is None else matching_commands(self.text)
+        return rows, (self._menu_index or 0) % max(1, len(rows))
+
+    def _menu_action(self, key: str) -> Callable[[], object] | None:
+        """Returns what `key` does while commands are offered; None: its usual action."""
+        rows, marked = self.offered()
+        if not rows:
             return None
         if key in ("up", "down"):
-            return partial(self._mark, 1 if key == "down" else -1)
+            return partial(self._mark, marked + (1 if key == "down" else -1))
         if key == "escape":
-            return self._close_menu
-        typed = text.removeprefix("/") in (chosen.name, *chosen.synonyms)
-        if key == "tab" or (key in self.keys_of["send"] and chosen.needs_words and not typed):
-            return partial(self.fill, f"/{chosen.name}{' ' * bool(chosen.takes)}")
-        if key in self.keys_of["send"] and not typed:
-            return partial(self._send_command, chosen.name)
+            return partial(self._mark, None)
+        command, sends = rows[marked], key in self.keys_by_name["send"]
+        is_complete = self.text.removeprefix("/") in command.names
+        if key == "tab" or (sends and command.needs_argument and not is_complete):
+            return partial(self.fill, f"/{command.name}{' ' * bool(command.argument)}")
+        if sends and not is_complete:
+            return partial(self._send_command, command.name)
         return None
 
-    def _mark(self, step: int) -> None:
-        self.menu.step(self.text, step)
-        self.post_message(self.Changed(self))
-
-    def _close_menu(self) -> None:
-        self.menu.close()
+    def _mark(self, index: int | None) -> None:
+        """Marks a command, or closes the menu."""
+        self._menu_index = index
         self.post_message(self.Changed(self))
 
     def _send_command(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A client of a running OpenAI-compatible server, `kvq serve` above all. Standard library only."""
+"""A client of a running OpenAI-compatible server such as `kvq serve`. Standard library only."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,21 +10,21 @@ from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvq.errors import BackendError, ModelError, SnapshotError, UsageError, argument
+from kvq.errors import BackendError, ModelError, SnapshotError, UsageError, argument, reason_of
 from kvq.json_values import is_object
 from kvq_apps.chat.client import (
     ContextFullError,
     EngineLostError,
     Facts,
     NoChatError,
+    ReplyWriter,
     Stream,
     Turn,
 )
 from kvq_apps.chat.messages import Message, ReplyStats
-from kvq_apps.chat.thoughts import Thoughts
 from kvq_apps.serve.protocol import check_answer, sampling_fields, sampling_of
 from kvq_apps.thinking import request_fields
-from kvq_models.thinking import Piece, Thought, split
+from kvq_models.thinking import KEPT, Piece, ThinkingReader, Thought, split
 
 CONNECT_TIMEOUT_S = 10.0
 UNAVAILABLE = 503
@@ -54,7 +54,7 @@ class RemoteClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def open(self) -> Facts:
-        """Asks which models are served. Raises `ModelError` when the one wanted is not."""
+        """Asks which models are served. Raises `ModelError` when the requested one is not."""
         connection = self._connect()
         try:
             listed = self._json(connection, "GET", "/v1/models")["data"]
@@ -84,16 +84,24 @@ class RemoteClient:
             v_bits=int(meta.get("vbits") or 0),
             kv_budget=int(meta.get("kv_budget") or 0),
             budget_tokens=int(meta.get("budget_tokens") or 0),
+            full_kv=str(meta.get("full_kv") or ""),
+            full_tokens=int(meta.get("full_tokens") or 0),
             sampling=sampling_of(meta.get("sampling") or {}),
         )
 
     def reply(self, turn: Turn, stream: Stream) -> str:
-        """Streams a chat completion. Raises `BackendError` where a reply is to go on."""
-        if turn.messages[-1].role == "assistant":
+        """Streams a chat completion, or the rest of a reply that was cut.
+
+        Only `kvq serve` can continue a reply; other servers raise `BackendError`.
+        """
+        last = turn.messages[-1]
+        if last.role != "assistant":
+            return self._ask(turn, stream, {})[0]
+        if not self._is_kvq:
             raise BackendError(
                 f"{self._url} does not go on with a reply that was cut; ask it to go on"
             )
-        return self._ask(turn, stream, {})[0]
+        return self._ask(turn, stream, {"continue_final_message": True}, reply_start=last.text)[0]
 
     def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
         """Streams several choices of one completion. Raises `BackendError` if fewer come."""
@@ -106,19 +114,21 @@ class RemoteClient:
         return [reasons.get(draft) or "cancelled" for draft in range(count)]
 
     def keep(self, draft: int) -> None:
-        """The server finds what it holds by its text."""
+        """Does nothing: the server finds its cached text by itself."""
 
-    def _ask(self, turn: Turn, stream: Stream, more: Mapping[str, Any]) -> dict[int, str]:
-        """Why each choice ended, by its number."""
+    def _ask(
+        self, turn: Turn, stream: Stream, extra_fields: Mapping[str, Any], *, reply_start: str = ""
+    ) -> dict[int, str]:
+        """Returns why each choice ended, by its number. The first begins with `reply_start`."""
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": [{"role": row.role, **_said(row)} for row in turn.messages],
+            "messages": [{"role": row.role, **_message_fields(row)} for row in turn.messages],
             "stream": True,
             "stream_options": {"include_usage": True},
             "temperature": turn.sampling.temperature,
             "top_p": turn.sampling.top_p,
             **request_fields(turn.think),
-            **more,
+            **extra_fields,
         }
         if self._is_kvq:
             body |= sampling_fields(turn.sampling)
@@ -128,7 +138,7 @@ class RemoteClient:
             body["seed"] = turn.seed
         connection = self._connect()
         try:
-            return self._stream(connection, body, stream)
+            return self._stream(connection, body, stream, reply_start)
         except (OSError, HTTPException) as error:
             if stream.cancelled():
                 return {0: "cancelled"}
@@ -139,35 +149,35 @@ class RemoteClient:
             connection.close()
 
     def begin(self) -> None:
-        """The server tells conversations apart by their text."""
+        """Does nothing: the server tells conversations apart by their text."""
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
-        """Refused: the server's settings serve all its users."""
+        """Raises `BackendError`: the server's settings serve all its users."""
         raise BackendError(
             f"{self._url} decides its KV settings for everybody; restart it with "
             "`kvq serve --kv K:V --kv-budget SIZE`"
         )
 
     def reread(self, stream: Stream) -> int:
-        """Nothing: an edit has the server read all that follows it."""
+        """Does nothing: after an edit the server reads all that follows it."""
         return 0
 
     def refine(self, stream: Stream) -> int:
-        """The server does so itself."""
+        """Does nothing: the server does so itself."""
         return 0
 
-    def save(self, path: Path) -> str | None:
-        """The server keeps the KV itself."""
-        return None
+    def save(self, path: Path) -> bool:
+        """Does nothing: the server keeps the KV cache itself."""
+        return False
 
     def restore(self, path: Path) -> ReplyStats:
-        """The server keeps the KV itself."""
+        """Raises `SnapshotError`: the server keeps the KV cache itself."""
         raise SnapshotError(f"{self._url} restores the KV itself")
 
     def close(self) -> None:
-        """Connections live for one request only."""
+        """Does nothing: connections live for one request only."""
 
     def _connect(self) -> HTTPConnection:
         kind = HTTPSConnection if self._secure else HTTPConnection
@@ -176,7 +186,7 @@ class RemoteClient:
             connection.connect()
         except OSError as error:
             raise EngineLostError(
-                f"{self._url} does not answer ({error}); start it with `kvq serve`"
+                f"{self._url} does not answer ({reason_of(error)}); start it with `kvq serve`"
             ) from error
         return connection
 
@@ -186,14 +196,14 @@ class RemoteClient:
             response = connection.getresponse()
             body = response.read()
         except (OSError, HTTPException) as error:
-            raise EngineLostError(f"{self._url} went away ({error})") from error
+            raise EngineLostError(f"{self._url} went away ({reason_of(error)})") from error
         check_answer(self._url, response.getheader)
         if response.status != 200:
             raise _refusal(self._url, response.status, body)
         return json.loads(body)
 
     def _stream(
-        self, connection: HTTPConnection, body: Mapping[str, Any], stream: Stream
+        self, connection: HTTPConnection, body: Mapping[str, Any], stream: Stream, reply_start: str
     ) -> dict[int, str]:
         connection.request(
             "POST", f"{self._base}/v1/chat/completions", json.dumps(body), self._headers
@@ -204,7 +214,8 @@ class RemoteClient:
         sock.settimeout(None)
         stream.when_cancelled(lambda: _hang_up(sock))
         reasons: dict[int, str] = {}
-        thoughts: dict[int, Thoughts] = {}
+        writers = {0: ReplyWriter(stream, ThinkingReader(KEPT))}
+        writers[0].begin(reply_start)
         # A response outlives its connection where the server closes that, so it is closed too.
         with connection.getresponse() as response:
             check_answer(self._url, response.getheader)
@@ -215,12 +226,11 @@ class RemoteClient:
                     raise _error_of(event["error"], self._url)
                 stats = _stats(event)
                 if stats is not None:
-                    spent_ms = thoughts[0].ms if 0 in thoughts else 0.0
-                    stream.measured(replace(stats, thought_ms=spent_ms))
+                    stream.report_stats(replace(stats, thought_ms=writers[0].ms))
                 for choice in event.get("choices") or ():
                     draft = choice.get("index") or 0
                     delta: dict[str, Any] = choice.get("delta") or {}
-                    writer = thoughts.setdefault(draft, Thoughts(stream, None, draft))
+                    writer = writers.setdefault(draft, ReplyWriter(stream, None, draft))
                     writer.write(_pieces(delta))
                     if choice.get("finish_reason"):
                         reasons[draft] = choice["finish_reason"]
@@ -231,8 +241,8 @@ class RemoteClient:
         return reasons
 
 
-def _said(message: Message) -> dict[str, str]:
-    """A message as servers take it: the thought of a reply apart from what it said."""
+def _message_fields(message: Message) -> dict[str, str]:
+    """Returns a message as servers take it: a reply's thought apart from its answer."""
     if message.role != "assistant":
         return {"content": message.text}
     thought, answer = split(message.text)
@@ -240,7 +250,7 @@ def _said(message: Message) -> dict[str, str]:
 
 
 def _pieces(delta: Mapping[str, Any]) -> list[Piece]:
-    """What a delta has of a thought, under either of the names servers give it, and of text."""
+    """Returns the thought, under either of its usual names, and the text of a delta."""
     thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
     text = delta.get("content") or ""
     return [*([Thought(thought)] if thought else []), *([text] if text else [])]
@@ -252,7 +262,7 @@ def _hang_up(sock: socket) -> None:
 
 
 def _events(response: HTTPResponse, stream: Stream) -> Iterator[dict[str, Any]]:
-    """The JSON of each server-sent event, until the last one or a cancel."""
+    """Yields the JSON of each server-sent event, until the last one or a cancel."""
     data: list[bytes] = []
     while not stream.cancelled():
         line = response.readline()
@@ -268,11 +278,13 @@ def _events(response: HTTPResponse, stream: Stream) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(content)
             except ValueError as error:
-                raise BackendError(f"the server sent no JSON ({error}); ask again") from error
+                raise BackendError(
+                    f"the server sent no JSON ({reason_of(error)}); ask again"
+                ) from error
 
 
-# What a server of ours tells under the names that a reply's numbers have here.
-_TOLD = (
+# Numbers that `kvq serve` reports under the names that a reply's numbers have here.
+_KVQ_STATS = (
     *("kv_bytes", "auxiliary_bytes", "mean_k_bits", "mean_v_bits", "evicted_share"),
     "predicted_tokens",
 )
@@ -283,7 +295,7 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
     if not usage:
         return None
     details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
-    spent: dict[str, Any] = usage.get("completion_tokens_details") or {}
+    completion_details: dict[str, Any] = usage.get("completion_tokens_details") or {}
     timings: dict[str, Any] = event.get("timings") or {}
     kvq: dict[str, Any] = event.get("x_kvq") or {}
     prompt, new = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
@@ -296,8 +308,8 @@ def _stats(event: Mapping[str, Any]) -> ReplyStats | None:
         context_tokens=kvq.get("context_tokens") or prompt + new,
         drafted_tokens=timings.get("draft_n") or 0,
         accepted_tokens=timings.get("draft_n_accepted") or 0,
-        **{name: kvq[name] for name in _TOLD if kvq.get(name)},
-        thought_tokens=spent.get("reasoning_tokens") or 0,
+        **{name: kvq[name] for name in _KVQ_STATS if kvq.get(name)},
+        thought_tokens=completion_details.get("reasoning_tokens") or 0,
     )
 
 
@@ -307,7 +319,7 @@ def _refusal(url: str, status: int, body: bytes) -> Exception:
     except (ValueError, KeyError, TypeError):
         error = None
     if status == UNAVAILABLE:
-        return EngineLostError(f"{url} is not ready: {_words_of(error)}")
+        return EngineLostError(f"{url} is not ready: {_error_text(error)}")
     if error is None:
         return BackendError(f"{url} answers with status {status}; is it an OpenAI-style server?")
     return _error_of(error, url)
@@ -316,13 +328,13 @@ def _refusal(url: str, status: int, body: bytes) -> Exception:
 def _error_of(error: Any, url: str) -> Exception:
     details: Mapping[str, Any] = error if is_object(error) else {}
     if details.get("type") == "unavailable_error":
-        return EngineLostError(f"{url} is not ready: {_words_of(error)}")
+        return EngineLostError(f"{url} is not ready: {_error_text(error)}")
     if details.get("code") == "context_length_exceeded":
         numbers = (int(details.get("n_prompt_tokens") or 0), int(details.get("n_ctx") or 0))
         return ContextFullError(*numbers)
-    return BackendError(f"{url}: {_words_of(error)}")
+    return BackendError(f"{url}: {_error_text(error)}")
 
 
-def _words_of(error: Any) -> str:
+def _error_text(error: Any) -> str:
     message = error.get("message") if is_object(error) else error
     return " ".join(str(message or "no reason given").split())

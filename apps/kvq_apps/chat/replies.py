@@ -1,51 +1,60 @@
-"""How a question is answered: the reply streams into the conversation, a full context gives way."""
+"""Answers questions: streams a reply into the conversation, and makes room in a full context.
+
+Only the engine counts tokens: its count of the whole conversation gives characters per token.
+"""
 
 from asyncio import ensure_future
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvq.errors import KvqError
-from kvq_apps.chat import fitting
-from kvq_apps.chat.client import ContextFullError, EngineLostError, News, Turn
-from kvq_apps.chat.conversation import Conversation
-from kvq_apps.chat.engine_link import EngineLink
+from kvq_apps.chat.client import ContextFullError, EngineLostError, StreamUpdate, Turn
 from kvq_apps.chat.messages import Message, ReplyStats, state_after
 from kvq_apps.chat.meter import WARN_SHARE, context_share, why_cut
-from kvq_apps.chat.settings import ChatSettings
-from kvq_apps.chat.view import View
 from kvq_apps.chat.visible import storable
-from kvq_apps.flags import told
+from kvq_apps.settings.flags import format_error
 from kvq_models.thinking import split
 
-AGAIN = "Enter in the empty prompt asks again"
+if TYPE_CHECKING:
+    from kvq_apps.chat.controller import ChatController
+
+RETRY_HINT = "Enter in the empty prompt asks again"
+# After a cut this share of the context is filled, so some turns more fit.
+FILLED_SHARE, FILLED_SHARE_SUMMARISED = 0.75, 0.5
+SUMMARY_SHARE = 1 / 8
+SUMMARY_TOKENS = (16, 512)
+REMEDIES = (
+    ("trim", "Leave the oldest messages out (they stay in the chat)"),
+    ("summarise", "Let the model sum the oldest messages up (they stay in the chat)"),
+    ("new", "Begin a new chat with this message"),
+    ("keep", "Do nothing"),
+)
+_SUMMARY_REQUEST = (
+    "Sum up our conversation so far in at most {words} words and in its language, so that we can "
+    "go on from the summary alone. Keep names, numbers, decisions, code we still need and open "
+    "questions. Write the summary and nothing else."
+)
 
 
-def words_of(error: Exception) -> str:
-    """What to say of an error on the screen, instead of a traceback."""
-    ours = isinstance(error, KvqError)
-    return told(error) if ours else f"internal error: {type(error).__name__}: {told(error)}"
+def error_text(error: Exception) -> str:
+    """Describes an error on the screen, instead of a traceback."""
+    head = "" if isinstance(error, KvqError) else f"internal error: {type(error).__name__}: "
+    return head + format_error(error)
 
 
 class Replies:
-    """Answers the branch of `conversation` that is shown.
+    """Answers at the end of the branch that `chat` shows.
 
-    `begin_anew` is called with a question that the user wants answered in a new chat. A context
-    that is nearly full is told once, then it is `warned_full`.
+    `warned_full`: the user knows that the context is nearly full.
     """
 
-    def __init__(
-        self,
-        view: View,
-        engine: EngineLink,
-        conversation: Conversation,
-        settings: ChatSettings,
-        begin_anew: Callable[[str], None],
-    ) -> None:
-        self._view = view
-        self._engine = engine
-        self._conversation = conversation
-        self._settings = settings
-        self._begin_anew = begin_anew
+    def __init__(self, chat: "ChatController") -> None:
+        self._chat = chat
+        self._view = chat.view
+        self._engine = chat.engine
+        self._conversation = chat.conversation
+        self._settings = chat.settings
         self.warned_full = False
 
     async def answer(self, text: str) -> None:
@@ -58,118 +67,121 @@ class Replies:
     ) -> None:
         """Streams an answer to the branch's end, or another one instead of a message.
 
-        `edited` is the branch as it was, up to the message of which its end now is an edit.
+        `edited` is the branch as it was, up to the old version of the edited message.
         """
         message = self._conversation.add("assistant", "", instead_of=instead_of)
         if instead_of is None:
             self._view.add(message)
         else:
             self._view.show(self._conversation.messages)
-        await self._stream_into(message, edited=edited)
+        await self._stream_into(message, edited)
+
+    async def continue_reply(self) -> None:
+        """Continues the reply that was cut or stopped. Raises `UsageError` where there is none."""
+        self._engine.require_facts()
+        message = self._conversation.cut_reply()
+        message.state = "streaming"
+        self._view.show(self._conversation.messages)
+        await self._stream_into(message, partial_reply=message)
 
     async def _stream_into(
-        self, message: Message, *, edited: Sequence[Message] = (), begun: Message | None = None
+        self,
+        message: Message,
+        edited: Sequence[Message] = (),
+        partial_reply: Message | None = None,
     ) -> None:
-        """Has the branch answered into its last message, which may have `begun`."""
+        """Streams an answer into the branch's last message, or continues `partial_reply`."""
         state = "failed"
         try:
-            state = await self._ask(edited, begun)
+            state = await self._ask(edited, partial_reply)
         except EngineLostError as error:
             self._engine.lose(error)
         except ContextFullError as error:
-            alone = not self._conversation.oldest_turns(1)
-            self._view.say(fitting.too_long(error) if alone else told(error), error=True)
+            nothing_fits = not self._conversation.oldest_turns(1)
+            self._view.say(_too_long(error) if nothing_fits else format_error(error), error=True)
         except Exception as error:  # noqa: BLE001 - said, and the chat goes on
-            self._view.say(f"{words_of(error)}. {AGAIN}", error=True)
+            self._view.say(f"{error_text(error)}. {RETRY_HINT}", error=True)
         finally:
             self._conversation.finish(state, self._engine.stats)
             self._view.finished(message)
         self._tell_context(state)
 
-    async def more(self) -> None:
-        """Goes on with the reply that was cut. Raises `UsageError` where there is none."""
-        message = self._conversation.cut_reply()
-        message.state = "streaming"
-        self._view.show(self._conversation.messages)
-        await self._stream_into(message, begun=message)
+    async def write_drafts(self, count: int) -> Message:
+        """Writes replies to the last question until there are `count`; returns the chosen one.
 
-    async def drafts(self, count: int) -> Message:
-        """Has the last question answered until there are `count` replies; returns the one chosen.
-
-        A reply that is there is the first of them. A choice stops what is still written.
+        A present reply is the first of them. A choice stops the writing.
         """
-        former = self._conversation.answered
-        context = [row for row in self._conversation.context() if row is not former]
-        new = self._conversation.begin_drafts(count - (former is not None))
-        shown = new if former is None else [former, *new]
-        chosen = ensure_future(self._view.open_drafts(shown, len(shown) - len(new)))
-        chosen.add_done_callback(lambda _: self._engine.cancel())
+        previous = self._conversation.last_reply
+        context = [row for row in self._conversation.context() if row is not previous]
+        new = self._conversation.begin_drafts(count - (previous is not None))
+        shown = new if previous is None else [previous, *new]
+        choice = ensure_future(self._view.open_drafts(shown, len(shown) - len(new)))
+        choice.add_done_callback(lambda _: self._engine.cancel())
         states = ["failed"] * len(new)
         try:
             show = partial(self._drain_drafts, new, len(shown) - len(new))
             turn = self._settings.turn(context)
-            self._answered()
-            self._engine.stats = ReplyStats()
+            self._begin_answering()
             client = self._engine.client
             reasons = await self._engine.follow(show, client.drafts, turn, len(new))
             states = [state_after(reason) for reason in reasons]
         except EngineLostError as error:
             self._engine.lose(error)
         except Exception as error:  # noqa: BLE001 - said, and one of the drafts is still chosen
-            self._view.say(words_of(error), error=True)
+            self._view.say(error_text(error), error=True)
         finally:
             for message, state in zip(new, states, strict=True):
                 self._conversation.finish(state, self._engine.stats, message)
             self._view.drafts_finished(shown)
         self._engine.stream = None
-        self._engine.doing("choose a draft")
-        number = await chosen
-        taken = former if number is None else shown[number]
-        if taken is not None and taken is not former and "failed" not in states:
-            await self._engine.call(self._engine.client.keep, new.index(taken))
-        return taken or new[0]
+        self._engine.set_activity("choose a draft")
+        number = await choice
+        chosen = previous if number is None else shown[number]
+        if chosen is not None and chosen is not previous and "failed" not in states:
+            await self._engine.call(self._engine.client.keep, new.index(chosen))
+        return chosen or new[0]
 
-    def _drain_drafts(self, new: list[Message], first: int, news: News) -> None:
-        self._engine.measure(news)
-        for draft, text in news.texts.items():
+    def _drain_drafts(self, new: list[Message], first: int, update: StreamUpdate) -> None:
+        self._engine.record(update)
+        for draft, text in update.texts.items():
             self._engine.activity = "answering"
             self._view.feed_draft(first + draft, storable(text))
             self._conversation.feed(storable(text), new[draft])
 
-    async def _ask(self, edited: Sequence[Message], begun: Message | None) -> str:
-        """Asks the client until the conversation fits; returns the state the reply ends in."""
-        way: str | None = None
-        left_out = self._conversation.left_out
+    async def _ask(self, edited: Sequence[Message], partial_reply: Message | None) -> str:
+        """Asks the client until the conversation fits; returns the state of the reply."""
+        remedy: str | None = None
+        left_out = self._conversation.num_left_out
         while True:
             try:
-                context = self._conversation.context(up_to=begun)
+                context = self._conversation.context(up_to=partial_reply)
                 turn = self._settings.turn(context, edited=edited)
                 reason = await self._stream(turn, self._drain)
             except ContextFullError as error:
-                way = way or await self._ask_what_goes(error)
-                if way not in ("trim", "summarise"):
+                remedy = remedy or await self._ask_for_remedy(error)
+                if remedy not in ("trim", "summarise"):
                     raise
-                if not await self._make_room(way, error):
-                    way = None
+                if not await self._make_room(remedy, error):
+                    remedy = None
                 continue
-            if self._conversation.left_out != left_out:
+            if self._conversation.num_left_out != left_out:
                 self.tell_left_out()
             return state_after(reason)
 
-    async def _stream(self, turn: Turn, show: Callable[[News], None]) -> str:
-        """Has the client answer `turn`; returns why it ended."""
-        self._answered()
-        self._engine.stats = ReplyStats()
+    async def _stream(self, turn: Turn, show: Callable[[StreamUpdate], None]) -> str:
+        """Streams an answer to `turn`; returns why it ended."""
+        self._begin_answering()
         return await self._engine.follow(show, self._engine.client.reply, turn)
 
-    def _answered(self) -> None:
-        """The model that answers is the chat's from now on."""
+    def _begin_answering(self) -> None:
+        """Remembers the model that answers now as the chat's, and forgets the last numbers."""
         if self._engine.facts is not None:
-            self._conversation.answered_by(self._engine.facts)
+            self._conversation.remember_model(self._engine.facts)
+        self._engine.stats = ReplyStats()
 
-    def _drain(self, news: News) -> None:
-        self._engine.measure(news)
-        text = storable(news.text)
+    def _drain(self, update: StreamUpdate) -> None:
+        self._engine.record(update)
+        text = storable(update.text)
         if text:
             self._engine.activity = "answering"
         self._view.feed(text)
@@ -177,23 +189,27 @@ class Replies:
 
     # A full context
 
-    async def _ask_what_goes(self, error: ContextFullError) -> str | None:
-        """What the user wants done about a full context."""
+    async def _ask_for_remedy(self, error: ContextFullError) -> str | None:
+        """Asks the user what to do about a full context."""
         if not self._conversation.oldest_turns(1):
             return None
         self._engine.stream = None
-        self._engine.doing("the context is full")
-        answer = await self._view.ask(told(error), fitting.WAYS)
-        question = self._conversation.last("user")
+        self._engine.set_activity("the context is full")
+        answer = await self._view.ask(format_error(error), REMEDIES)
+        question = self._conversation.last_message("user")
         if answer == "new" and question is not None:
-            self._begin_anew(question.text)
+            self._chat.begin_anew(question.text)
         return answer
 
-    async def _make_room(self, way: str, error: ContextFullError) -> bool:
-        """Leaves the oldest messages out or sums them up; whether there is anything less now."""
-        conversation = self._conversation
-        summarised = way == "summarise"
-        excess = fitting.excess_characters(conversation.context(), error, summarised=summarised)
+    async def _make_room(self, remedy: str, error: ContextFullError) -> bool:
+        """Leaves out or summarises the oldest messages; returns whether that succeeded."""
+        conversation, summarised = self._conversation, remedy == "summarise"
+        excess = 1
+        if error.needed > 0:
+            share = FILLED_SHARE_SUMMARISED if summarised else FILLED_SHARE
+            characters = sum(len(row.text) for row in conversation.context())
+            tokens = error.needed - share * error.limit
+            excess = max(1, round(tokens * characters / error.needed))
         old = conversation.oldest_turns(excess)
         if old and summarised:
             return await self._summarise(old, error.limit)
@@ -202,13 +218,25 @@ class Replies:
         return bool(old)
 
     async def _summarise(self, old: list[Message], limit: int) -> bool:
-        """Has the model replace its oldest messages by a summary; half as many if it must."""
+        """Lets the model summarise its oldest messages; only half of them if they do not fit.
+
+        The summary may take an eighth of a context of `limit` tokens.
+        """
         conversation = self._conversation
         system = [row for row in conversation.context()[:1] if row.role == "system"]
+        least, most = SUMMARY_TOKENS
+        tokens = min(most, max(least, round(limit * SUMMARY_SHARE)))
+        request = Message(role="user", text=_SUMMARY_REQUEST.format(words=tokens // 2))
         parts: list[str] = []
-        turn = fitting.summary_turn(system, old, limit, self._settings)
+
+        def collect(update: StreamUpdate) -> None:
+            self._engine.record(update)
+            parts.append(update.text)
+            self._engine.activity = "summing up"
+
         try:
-            reason = await self._stream(turn, partial(self._collect, parts))
+            turn = self._settings.turn([*system, *old, request], tokens)
+            reason = await self._stream(turn, collect)
         except ContextFullError:
             fewer = conversation.oldest_turns(sum(len(row.text) for row in old) // 2)
             return len(fewer) < len(old) and await self._summarise(fewer, limit)
@@ -218,19 +246,13 @@ class Replies:
         conversation.leave_out(old, summary)
         return True
 
-    def _collect(self, parts: list[str], news: News) -> None:
-        self._engine.measure(news)
-        parts.append(news.text)
-        self._engine.activity = "summing up"
-
     def tell_left_out(self) -> None:
-        """Says what the model is not given of the conversation, if anything."""
-        conversation = self._conversation
-        count = conversation.left_out
-        if count and conversation.summary:
+        """Says which messages the model does not get, if any."""
+        count, summary = self._conversation.num_left_out, self._conversation.summary
+        if count and summary:
             self._view.say(
                 f"the model is given this instead of the first {count} messages, which stay in "
-                f"the chat: {conversation.summary}"
+                f"the chat: {summary}"
             )
         elif count:
             self._view.say(f"the first {count} messages are no longer given to the model")
@@ -247,3 +269,12 @@ class Replies:
         elif share >= WARN_SHARE and not self.warned_full:
             self.warned_full = True
             self._view.say(f"the context is {share:.0%} full: /new begins a new chat")
+
+
+def _too_long(error: ContextFullError) -> str:
+    """Returns the message for a conversation in which nothing can be left out."""
+    holds = f" of {error.limit} tokens" if error.limit else ""
+    return (
+        f"this message alone is longer than the context{holds}; shorten it (Alt+Up, then e), or "
+        "give more with --ctx-size"
+    )

@@ -1,15 +1,15 @@
 """The conversation on screen, drawn line by line: no widget per message, nothing off screen.
 
-Rows are the blocks of all messages. A row that was never on screen has an estimated height; it is
-measured when it comes into view, and what stands on screen stays where it is. The streaming
-message is always the last one. What a reply thought is one line, and more only if unfolded.
+Rows are the blocks of all messages. A row that was never on screen has an estimated height. It is
+measured when it comes into view, and the lines on screen keep their place. The streaming message is
+always the last one. A reply's thought is one line, and more only if unfolded.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -21,19 +21,18 @@ from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 
-from kvq_apps.chat.blocks import Block, plain_blocks
-from kvq_apps.chat.document import Document
 from kvq_apps.chat.markdown import STYLES, Palette, draw, estimate, strip_text
-from kvq_apps.chat.messages import Message, ReplyStats
-from kvq_apps.chat.thoughts import thought_line
+from kvq_apps.chat.markdown_blocks import MarkdownBlock, plain_blocks
+from kvq_apps.chat.messages import Message, ReplyStats, thought_line
+from kvq_apps.chat.streamed_markdown import StreamedMarkdown
 from kvq_models.thinking import KEPT, Piece, ThinkingReader
 
 GUTTER_CELLS = 2
 FOLLOW_ROWS = 2
 NAMES = {"user": "you", "assistant": "kvq", "system": "system"}
-# Kinds of blocks: the line of a thought, and parts of its text, which is drawn again as it grows.
-_THOUGHT, _THOUGHT_TEXT = "thought", "thought text"
 _THOUGHT_CHARACTERS = 2048
+# A longer message of the user, usually a paste, shows only its first lines.
+LONG_LINES, FIRST_LINES = 20, 6
 _TONES = ("user", "assistant", "note", "error", "header")
 STATES = {
     "stopped": "stopped",
@@ -44,11 +43,18 @@ STATES = {
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """A block of a message (None: its header line) and, once drawn, its strips."""
+class MessageRow:
+    """Holds a block of a message (None: its header line) and, once drawn, its strips.
+
+    Plain text has the style `tone`. A row with `unfolded` is shown only while that is what the
+    transcript is. Of a thought, the row without it is the line that stands for the thought.
+    """
 
     message: Message
-    block: Block | None
+    block: MarkdownBlock | None
+    tone: str = "text"
+    unfolded: bool | None = None
+    thought: bool = False
     height: int = 0
     strips: list[Strip] | None = None
 
@@ -85,8 +91,8 @@ class TranscriptView(ScrollView, can_focus=True):
     }
     """
 
-    class Unseen(Event):
-        """Whether there is more below what is on screen has changed: see `unseen`."""
+    class BelowChanged(Event):
+        """Reports that `has_more_below` has changed."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -95,21 +101,21 @@ class TranscriptView(ScrollView, can_focus=True):
         self.selected: Message | None = None
         self.unfolded = self.hides_thoughts = False
         self._reader = ThinkingReader(KEPT)
-        self._rows: list[Row] = []
+        self._rows: list[MessageRow] = []
         self._ends: list[int] | None = []
-        self._document: Document | None = None
-        self._later: list[Message] = []
+        self._streaming: StreamedMarkdown | None = None
+        self._pending_notes: list[Message] = []
         self._tail: list[Strip] = []
         self._palette: dict[str, Style] = {}
         self._width = 0
         self._moving = False
-        self.unseen = False
+        self.has_more_below = False
 
     # What is shown
 
     def show(self, messages: Sequence[Message]) -> None:
         """Shows `messages` alone, from their end."""
-        self.messages, self._rows, self._document, self._tail = [], [], None, []
+        self.messages, self._rows, self._streaming, self._tail = [], [], None, []
         self.selected = None
         self.follow = True
         for message in messages:
@@ -125,98 +131,87 @@ class TranscriptView(ScrollView, can_focus=True):
     def note(self, text: str, *, error: bool = False) -> None:
         """Appends a remark that belongs to the screen only; while a message streams, after it."""
         note = Message(role="error" if error else "note", text=text)
-        if self._document is None:
+        if self._streaming is None:
             self.add(note)
         else:
-            self._later.append(note)
+            self._pending_notes.append(note)
 
     def feed(self, text: str) -> None:
-        """Appends to the streaming message."""
-        if self._document is None:
+        if self._streaming is None:
             return
         thinking = self._reader.thinking
-        self._take(self._reader.feed(text))
+        self._feed_pieces(self._reader.feed(text))
         if thinking != self._reader.thinking:
-            self.restate(self.messages[-1])
+            self.redraw_header(self.messages[-1])
 
-    def _take(self, pieces: Sequence[Piece]) -> None:
-        """Appends what is thought and what is said to the streaming message."""
-        assert self._document is not None
-        closed: list[Block] = []
-        for piece in pieces:
-            if isinstance(piece, str):
-                closed += self._document.feed(piece)
-            else:
-                self._think(self.messages[-1], piece.text)
+    def _feed_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Appends thoughts and text to the streaming message."""
+        assert self._streaming is not None
+        closed = self._blocks_of(self.messages[-1], pieces, self._streaming)
         self._extend(self.messages[-1], closed)
         self.settle(closed=bool(closed))
 
     def settle(self, *, closed: bool = False) -> None:
-        """Draws the streaming end again if it is time to."""
-        if self._document is None or not self._width:
+        """Draws the tail again if it is time to."""
+        if self._streaming is None or not self._width:
             return
-        tail = self._document.tail(self._width, self._palette, closed=closed)
+        tail = self._streaming.draw_tail(self._width, self._palette, closed=closed)
         if tail is not None:
             self._tail = tail
             self._changed()
 
     def finish(self) -> None:
-        """Freezes the streaming message as it is."""
-        if self._document is not None:
-            self._take(self._reader.flush())
-        document, self._document, self._tail = self._document, None, []
-        if document is None:
+        if self._streaming is not None:
+            self._feed_pieces(self._reader.flush())
+        markdown, self._streaming, self._tail = self._streaming, None, []
+        if markdown is None:
             return
-        self._extend(self.messages[-1], document.finish())
-        later, self._later = self._later, []
+        self._extend(self.messages[-1], markdown.finish())
+        later, self._pending_notes = self._pending_notes, []
         for note in later:
             self._append(note)
         self._changed()
 
-    def restate(self, message: Message) -> None:
+    def redraw_header(self, message: Message) -> None:
         """Draws the header of `message` again: its state, its branch or its cost changed."""
         for row in self._rows:
-            if row.message is message and (row.block is None or row.block.kind == _THOUGHT):
+            if row.message is message and (row.block is None or row.thought):
                 row.strips = None
-        self._see()
+        self._measure_view()
 
     def unfold(self, *, shown: bool) -> None:
-        """Shows what was thought, or one line of it; the first row on screen stays."""
+        """Shows thoughts and all of long messages, or folds both away.
+
+        The first row on screen stays.
+        """
         self.unfolded = shown
         top = self._row_at(round(self.scroll_y))
         self._ends = None
         for row in self._rows:
-            if row.block is not None and row.block.kind == _THOUGHT_TEXT:
-                row.strips = None
-                row.height = self._estimate(row)
+            if row.unfolded is not None:
+                row.strips, row.height = None, self._estimate(row)
         self._changed()
         self._stay_at(top)
 
-    @property
-    def lines(self) -> list[str]:
-        """Every line as it would be drawn, off-screen ones included."""
-        self._measure(range(len(self._rows)))
-        strips = [strip for row in self._rows for strip in row.strips or ()] + self._tail
-        return [strip_text(strip) for strip in strips]
-
     def lines_since(self, created_s: float) -> list[str]:
-        """The lines of the messages that are not older, as they are drawn."""
+        """Returns the lines of the messages since `created_s` as drawn, also those off screen."""
         if not self._width:
             return []
         self._measure(range(len(self._rows)))
         rows = [row for row in self._rows if row.message.created_s >= created_s]
-        return [strip_text(strip) for row in rows for strip in row.strips or ()]
+        strips = [strip for row in rows for strip in row.strips or ()] + self._tail
+        return [strip_text(strip) for strip in strips]
 
     # Choosing a message
 
     def select(self, step: int) -> None:
-        """Selects the next message but `step` - 1, past the last one: none."""
-        real = [message for message in self.messages if message.id]
-        if not real:
+        """Selects the message `step` further; past the last one none."""
+        selectable = [message for message in self.messages if message.id]
+        if not selectable:
             return
-        index = real.index(self.selected) if self.selected in real else len(real)
+        index = selectable.index(self.selected) if self.selected in selectable else len(selectable)
         index = max(0, index + step)
-        self.selected = real[index] if index < len(real) else None
+        self.selected = selectable[index] if index < len(selectable) else None
         if self.selected is None:
             self.action_scroll_end()
         else:
@@ -228,7 +223,7 @@ class TranscriptView(ScrollView, can_focus=True):
         ends = self._row_ends()
         self.follow = False
         self._move(ends[index - 1] if index else 0)
-        self._see()
+        self._measure_view()
 
     # Scrolling
 
@@ -237,7 +232,7 @@ class TranscriptView(ScrollView, can_focus=True):
         super().watch_scroll_y(old_value, new_value)
         if not self._moving:
             self.follow = self.max_scroll_y - new_value <= FOLLOW_ROWS
-            self._see()
+            self._measure_view()
 
     def action_scroll_end(self) -> None:
         """Goes to the newest line and follows it."""
@@ -245,16 +240,15 @@ class TranscriptView(ScrollView, can_focus=True):
         self._changed()
 
     def action_scroll_home(self) -> None:
-        """Goes to the first line."""
         self.follow = False
         self._move(0)
-        self._see()
+        self._measure_view()
 
     def _on_resize(self, event: Resize) -> None:
         self._restyle()
 
     def notify_style_update(self) -> None:
-        """Themes change every style."""
+        """Draws all again: a theme changes every style."""
         super().notify_style_update()
         if self.is_mounted:
             self._restyle()
@@ -272,79 +266,104 @@ class TranscriptView(ScrollView, can_focus=True):
         top = self._row_at(round(self.scroll_y))
         self._width, self._palette, self._ends = width, palette, None
         for row in self._rows:
-            row.strips = None
-            row.height = self._estimate(row)
-        if self._document is not None:
-            self._tail = self._document.tail(width, palette, closed=True) or []
+            row.strips, row.height = None, self._estimate(row)
+        if self._streaming is not None:
+            self._tail = self._streaming.draw_tail(width, palette, closed=True) or []
         self._changed()
         self._stay_at(top)
 
     def _stay_at(self, top: int) -> None:
-        """Has this row be the first on screen again, unless the end is followed."""
+        """Scrolls back to the row `top`, unless the end is followed."""
         if not self.follow and top < len(self._rows):
             self._move(self._row_ends()[top - 1] if top else 0)
-            self._see()
+            self._measure_view()
 
     # Rows and their heights
 
     def _append(self, message: Message) -> None:
         self.messages.append(message)
         if message.role in NAMES:
-            self._rows.append(Row(message, None, 2 if len(self._rows) else 1))
+            self._add_row(message, None)
         if message.role == "assistant":
-            document, self._reader = Document(), ThinkingReader(KEPT)
-            pieces = self._reader.feed(message.text)
+            markdown, self._reader = StreamedMarkdown(), ThinkingReader(KEPT)
             streams = message.state == "streaming"
-            pieces += [] if streams else self._reader.flush()
-            blocks: list[Block] = []
-            for piece in pieces:
-                if isinstance(piece, str):
-                    blocks += document.feed(piece)
-                else:
-                    self._think(message, piece.text)
+            pieces = [*self._reader.feed(message.text), *(() if streams else self._reader.flush())]
+            self._extend(message, self._blocks_of(message, pieces, markdown))
             if streams:
-                self._document = document
+                self._streaming = markdown
             else:
-                blocks += document.finish()
+                self._extend(message, markdown.finish())
+        elif message.role == "user":
+            self._append_question(message)
         else:
-            blocks = plain_blocks(message.text)
-        self._extend(message, blocks)
+            self._extend(message, plain_blocks(message.text))
 
-    def _think(self, message: Message, text: str) -> None:
-        """Appends to what `message` thought."""
+    def _append_question(self, message: Message) -> None:
+        """Appends what the user wrote; of a long text all but its beginning is folded."""
+        lines = message.text.split("\n")
+        first = FIRST_LINES if len(lines) > LONG_LINES else len(lines)
+        self._extend(message, plain_blocks("\n".join(lines[:first])))
+        if first < len(lines):
+            more = plain_blocks(f"… {len(lines) - first} more lines; Ctrl+O shows them")
+            self._add_row(message, more[0], tone="note", unfolded=False)
+            for block in plain_blocks("\n".join(lines[first:])):
+                self._add_row(message, block, unfolded=True)
+
+    def _blocks_of(
+        self, message: Message, pieces: Sequence[Piece], markdown: StreamedMarkdown
+    ) -> list[MarkdownBlock]:
+        """Returns the blocks that the text in `pieces` closes; appends the thoughts in them."""
+        blocks: list[MarkdownBlock] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                blocks += markdown.feed(piece)
+            else:
+                self._append_thought(message, piece.text)
+        return blocks
+
+    def _append_thought(self, message: Message, text: str) -> None:
+        """Appends to the thought of `message`."""
+        empty = MarkdownBlock(kind="plain", source="", gap=False)
+        if self._rows[-1].block is None:
+            self._add_row(message, empty, tone="note", thought=True)
+            self._add_row(message, empty, tone="note", thought=True, unfolded=True)
         last = self._rows[-1]
-        if last.block is None:
-            line = Block(kind=_THOUGHT, source="", gap=False)
-            self._extend(message, [line, Block(kind=_THOUGHT_TEXT, source="", gap=False)])
-            last = self._rows[-1]
         assert last.block is not None
         *lines, rest = (last.block.source + text).split("\n")
         if len(last.block.source) > _THOUGHT_CHARACTERS and lines:
-            last.block = replace(last.block, source="\n".join(lines))
-            self._extend(message, [replace(last.block, source=rest)])
+            last.block = replace(empty, source="\n".join(lines))
+            block = replace(empty, source=rest)
+            self._add_row(message, block, tone="note", thought=True, unfolded=True)
         else:
-            last.block = replace(last.block, source=last.block.source + text)
+            last.block = replace(empty, source=last.block.source + text)
         last.strips = None
         self._changed()
 
-    def _extend(self, message: Message, blocks: Sequence[Block]) -> None:
-        self._ends = None
+    def _extend(self, message: Message, blocks: Sequence[MarkdownBlock]) -> None:
+        tone = message.role if message.role in ("note", "error") else "text"
         for block in blocks:
-            row = Row(message, block)
-            row.height = self._estimate(row)
-            self._rows.append(row)
+            self._add_row(message, block, tone=tone)
 
-    def _estimate(self, row: Row) -> int:
-        if row.block is None:
-            return 2
-        if row.block.kind == _THOUGHT:
-            return 0 if self.hides_thoughts else 1
-        if row.block.kind == _THOUGHT_TEXT and not self._shows_thoughts:
+    def _add_row(self, message: Message, block: MarkdownBlock | None, **options: Any) -> None:
+        row = MessageRow(message, block, **options)
+        row.height = self._estimate(row)
+        self._rows.append(row)
+        self._ends = None
+
+    def _is_shown(self, row: MessageRow) -> bool:
+        if row.thought and self.hides_thoughts:
+            return False
+        return row.unfolded is None or row.unfolded == self.unfolded
+
+    def _estimate(self, row: MessageRow) -> int:
+        if not self._is_shown(row):
             return 0
+        if row.block is None:
+            return 2 if self._rows else 1
         return estimate(row.block, self._width or 80)
 
     def _row_ends(self) -> list[int]:
-        """Where each row ends, in lines from the top."""
+        """Returns where each row ends, in lines from the top."""
         if self._ends is None or len(self._ends) != len(self._rows):
             self._ends = list(accumulate(row.height for row in self._rows))
         return self._ends
@@ -353,7 +372,7 @@ class TranscriptView(ScrollView, can_focus=True):
         return bisect_right(self._row_ends(), line)
 
     def _changed(self) -> None:
-        """Rows or the tail changed: new size, and the end in view when following."""
+        """Updates the size after rows or the tail changed; scrolls to the end when following."""
         if not self._width or not self.is_attached:
             return
         if self.follow:
@@ -361,7 +380,7 @@ class TranscriptView(ScrollView, can_focus=True):
         self._resize_virtual()
         if self.follow:
             self._move(self.max_scroll_y)
-        self._see()
+        self._measure_view()
 
     def _measure_end(self) -> None:
         """Measures the rows of the last screen."""
@@ -372,8 +391,8 @@ class TranscriptView(ScrollView, can_focus=True):
             self._measure(range(index, index + 1))
             room -= self._rows[index].height
 
-    def _see(self) -> None:
-        """Measures the rows in view; those above them push nothing that is on screen."""
+    def _measure_view(self) -> None:
+        """Measures the rows in view; rows above them do not move what is on screen."""
         if self._width:
             top, height = round(self.scroll_y), self.size.height
             first, last = self._row_at(top), self._row_at(top + height)
@@ -381,53 +400,43 @@ class TranscriptView(ScrollView, can_focus=True):
             self._resize_virtual()
             if shift:
                 self._move(top + shift)
-            self._tell_below()
+            self._update_below()
         self.refresh()
 
     def _measure(self, indexes: range, above_line: int = 0) -> int:
-        """Draws these rows; returns by how many lines what begins above a line has grown."""
+        """Draws these rows; returns by how many lines the rows above `above_line` have grown."""
         shift = 0
         for index in indexes:
             row = self._rows[index]
             if row.strips is not None:
                 continue
-            begins = self._row_ends()[index] - row.height
+            row_start = self._row_ends()[index] - row.height
             row.strips = self._draw(row, first=index == 0)
             if len(row.strips) != row.height:
-                if begins + shift < above_line:
+                if row_start + shift < above_line:
                     shift += len(row.strips) - row.height
                 row.height = len(row.strips)
                 self._ends = None
         return shift
 
-    def _draw(self, row: Row, *, first: bool) -> list[Strip]:
-        if row.block is not None and row.block.kind in (_THOUGHT, _THOUGHT_TEXT):
-            return self._draw_thought(row.message, row.block)
-        if row.block is not None:
-            if row.message.role in ("note", "error"):
-                palette: Palette = {**self._palette, "text": self._palette[row.message.role]}
-                return draw(row.block, self._width, palette)
-            return draw(row.block, self._width, self._palette)
-        header = self._header(row.message)
-        return [header] if first else [Strip.blank(0), header]
-
-    @property
-    def _shows_thoughts(self) -> bool:
-        return self.unfolded and not self.hides_thoughts
-
-    def _draw_thought(self, message: Message, block: Block) -> list[Strip]:
-        """The line of a thought, or a part of its text if that is unfolded."""
-        palette: Palette = {**self._palette, "text": self._palette["note"]}
-        if self.hides_thoughts:
+    def _draw(self, row: MessageRow, *, first: bool) -> list[Strip]:
+        if not self._is_shown(row):
             return []
-        if block.kind == _THOUGHT_TEXT:
-            plain = plain_blocks(block.source) if self._shows_thoughts else []
-            return [strip for one in plain for strip in draw(one, self._width, palette)]
-        known = {name: message.stats.get(name, 0) for name in ("thought_ms", "thought_tokens")}
-        streams = message is self.messages[-1] and self._document is not None
-        thinks = streams and self._reader.thinking
-        text = "thinking" if thinks else thought_line(ReplyStats(**known))
-        return draw(replace(block, kind="plain", source=text), self._width, palette)
+        if row.block is None:
+            header = self._header(row.message)
+            return [header] if first else [Strip.blank(0), header]
+        block = row.block
+        if row.thought and row.unfolded is None:
+            block = replace(block, source=self._thought_line(row.message))
+        palette: Palette = {**self._palette, "text": self._palette[row.tone]}
+        return draw(block, self._width, palette)
+
+    def _thought_line(self, message: Message) -> str:
+        streams = message is self.messages[-1] and self._streaming is not None
+        stats = {name: message.stats.get(name, 0) for name in ("thought_ms", "thought_tokens")}
+        return (
+            "thinking" if streams and self._reader.thinking else thought_line(ReplyStats(**stats))
+        )
 
     def _header(self, message: Message) -> Strip:
         text = Text(NAMES[message.role], self._palette[_tone(message)] + Style(bold=True), end="")
@@ -444,23 +453,23 @@ class TranscriptView(ScrollView, can_focus=True):
         self.virtual_size = Size(self._width + GUTTER_CELLS, height)
 
     def _move(self, line: float) -> None:
-        """Scrolls without being taken for the user."""
+        """Scrolls, but not as if the user did."""
         self._moving = True
         try:
             self.scroll_to(y=line, animate=False, immediate=True, force=True)
         finally:
             self._moving = False
 
-    def _tell_below(self) -> None:
+    def _update_below(self) -> None:
         below = not self.follow and self.max_scroll_y - self.scroll_y > FOLLOW_ROWS
-        if below != self.unseen:
-            self.unseen = below
-            self.post_message(self.Unseen())
+        if below != self.has_more_below:
+            self.has_more_below = below
+            self.post_message(self.BelowChanged())
 
     # Lines
 
     def render_line(self, y: int) -> Strip:
-        """One line of the screen: the gutter of its message, then the text."""
+        """Draws one line of the screen: the gutter of its message, then the text."""
         line = round(self.scroll_y) + y
         message, strip = self._line(line)
         base = self.rich_style
@@ -501,7 +510,7 @@ class TranscriptView(ScrollView, can_focus=True):
         return Strip.join([before, inside.apply_style(style), after])
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        """The selected text as it is on screen, without padding."""
+        """Returns the selected text as it is on screen, without padding."""
         if selection.end is None:
             self._measure(range(len(self._rows)))
         lines: list[str] = []
@@ -512,10 +521,9 @@ class TranscriptView(ScrollView, can_focus=True):
         return selection.extract("\n".join(lines)), "\n"
 
     def selection_updated(self, selection: Selection | None) -> None:
-        """Draws the lines again with what is selected."""
         self.refresh()
 
 
 def _tone(message: Message) -> str:
-    """The style of a message's gutter and name."""
+    """Returns the style of a message's gutter and name."""
     return message.role if message.role in _TONES else "header"

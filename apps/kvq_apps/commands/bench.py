@@ -1,36 +1,37 @@
-"""`kvq bench`: decode and prefill speed at given depths, also against other engines."""
+"""`kvq bench`: measures decode and prefill speed at given depths, also of other engines."""
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import DEFAULT_READ, parse_budget, parse_kv
-from kvq.errors import UsageError, argument
-from kvq_apps import flag_values, flags, laboratory, options, output
+from kvq.errors import ModelError, UsageError, argument
+from kvq.files import path_of
+from kvq_apps import laboratory
+from kvq_apps.settings import flag_values, flags, options
+from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
     from kvq_apps.bench.measure import SpeedJob
-    from kvq_apps.bench.suite import Suite
     from kvq_runtime.backends import ModelFiles
 
 DEFAULT_CONTEXTS = (64, 4096)
-# In fewer tokens there is little to give up.
+# With fewer tokens there is little to give up.
 DEFAULT_PRESSED_CONTEXTS = (4096,)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq bench`."""
+    """Adds the flags of `kvq bench`."""
     _add_model(parser)
     _add_cache(parser.add_argument_group("cache"))
     flags.add_flags(parser, "suite", "tune")
     _add_measuring(parser.add_argument_group("measuring"))
-    laboratory.part("bench").add_flags(parser)
+    laboratory.extension("bench").add_flags(parser)
 
 
 def _add_model(parser: ArgumentParser) -> None:
-    """What is measured, and on what."""
+    """Adds the flags for what is measured, and on what."""
     parser.add_argument("bundle", nargs="?", metavar="MODEL", help="see --model")
     flags.add_flags(
         parser, "model", "device", "weights-budget", "offline", "context",
@@ -41,26 +42,26 @@ def _add_model(parser: ArgumentParser) -> None:
     flags.add_flags(parser, "shape")
     parser.add_argument(
         "--wbits",
-        metavar="N,..",
-        type=flag_values.wholes,
-        default=(),
-        help="bits of the shape's weights: 4 or 8; those of a second number are measured beside "
-        "(default: 4) [KVQ_WBITS]",
+        metavar="N",
+        type=flag_values.whole,
+        help="bits of the shape's weights: 4 or 8 (default: 4) [KVQ_WBITS]",
     )
     parser.add_argument(
         "--threads",
+        "-t",
         metavar="N,..",
         type=flag_values.wholes,
         help="thread counts to measure with (default: as for `kvq run`) [KVQ_THREADS]",
     )
-    flags.add_flags(parser, "peer", "plot", plot="draw decode over context")
+    flags.add_flags(parser, "peer")
 
 
 def _add_cache(cache: flags.Group) -> None:
-    """How ours keeps its cache."""
+    """Adds the flags for the cache of kvq."""
     flags.add_flags(
         cache, *flags.KV_WIDTHS, "kv",
-        kv="both at once, or several settings: 4:2,8:8,fp (fp: an unquantised cache)",
+        kv="bits of cached keys and values, or several settings: 4:2,8:8,fp (fp: an "
+        "unquantised cache)",
     )  # fmt: skip
     flags.add_flags(
         cache, "kv-read", "kv-policy", "kv-budget",
@@ -73,18 +74,8 @@ def _add_cache(cache: flags.Group) -> None:
 
 
 def _add_measuring(measuring: flags.Group) -> None:
-    """How often, and how much at once."""
-    flags.add_flags(
-        measuring, "rows", "batch", "repeat", "prefill", "prefill-limit", "chats",
-    )  # fmt: skip
-    measuring.add_argument(
-        "--linear",
-        metavar="NAME,..",
-        type=flag_values.names,
-        default=(),
-        help="operators to multiply the same weights with: kvq, ort, or hi, which is kvq on the "
-        "upper nibbles of 8-bit weights (default: the model's own) [KVQ_LINEAR]",
-    )
+    """Adds the flags for how often, and how much at once."""
+    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit", "chats")
 
 
 def run(arguments: Namespace) -> int:
@@ -95,89 +86,93 @@ def run(arguments: Namespace) -> int:
         raise UsageError(
             f"{argument('--chats')} needs {argument('--suite')} serve, the pool that answers them"
         )
-    laboratory.part("bench").check(arguments)
+    laboratory.extension("bench").check(arguments)
     suite = arguments.suite or "speed"
     if suite == "serve":
-        refuse(arguments, "batch", "device", "weights-budget")
-    own = {"speed": _run_speed, "serve": _run_serve}
-    return (own.get(suite) or laboratory.runs("bench", suite, f"--suite {suite}"))(arguments)
+        refuse(arguments, "device", "weights-budget")
+    own_suites = {"speed": _run_speed, "serve": _run_serve}
+    return (own_suites.get(suite) or laboratory.runner("bench", suite, f"--suite {suite}"))(
+        arguments
+    )
 
 
 def _run_speed(arguments: Namespace) -> int:
-    """The suite `speed`."""
+    """Runs the suite `speed`."""
     peers = tuple(dict.fromkeys(arguments.peer or ()))
 
-    from kvq_apps.bench import engines, machine, measure, plot, report
-    from kvq_apps.bench.shapes import shape_bundle
-    from kvq_runtime.engine import open_files
+    from kvq_apps.bench import engines, machine, measure, report
 
     device = chosen_device(arguments)
     engines.check_peers(peers, device)
-    if arguments.plot is not None:
-        plot.check_plot(arguments.plot)
     threads = thread_counts(arguments)
     files, gguf = opened_files(arguments), _gguf(arguments)
-    widths = _widths(arguments)[1:] if arguments.shape else ()
-    beside = [open_files(shape_bundle(arguments.shape, bits=bits)) for bits in widths]
-    own = engines.own_engine(files)
-    if peers and own != engines.OURS:
-        raise UsageError(
-            f"{argument('--peer')} {','.join(peers)} is not possible: {files.path} has no ONNX "
-            "graph, and peers run on its weights; leave the flag out, or give a bundle"
-        )
+    engine = engines.default_engine(files)
     job = _job(arguments, files, peers, device)
-    if job.kv_policy and own != engines.OURS:
-        raise UsageError(
-            f"{argument('--kv-policy')} is not possible: {files.path} runs on llama.cpp, whose "
-            "cache gives nothing up; leave the flag out, or give a bundle"
-        )
-    found = machine.describe((own, *peers), device)
-    note_load(found)
+    if engine != engines.KVQ:
+        _refuse_without_graph(files, job)
+    machine_facts = machine.describe((engine, *peers), device)
+    note_load(machine_facts)
+    show = report.note_rows if arguments.json else partial(report.print_rows, job=job)
+    if not arguments.json:
+        report.print_head(files, machine_facts)
     rows: list[dict[str, Any]] = []
-    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
+    with output.ProgressBar(quiet=not sys.stderr.isatty()) as progress:
         for count in threads:
-            rows += measure.measure(files, job, count, progress, beside=beside, gguf=gguf)
-    data = report.report(files, job, threads, found, rows)
-    if arguments.plot is not None:
-        plot.draw(arguments.plot, data)
+            for depth_rows in measure.measure(files, job, count, progress, gguf):
+                show(depth_rows)
+                rows += depth_rows
     if arguments.json:
-        output.print_json(data)
-    else:
-        report.print_report(data)
+        output.print_json(report.report(files, job, threads, machine_facts, rows))
     return 0
 
 
-def note_load(found: dict[str, Any]) -> None:
+def _refuse_without_graph(files: "ModelFiles", job: "SpeedJob") -> None:
+    """Raises `UsageError` for what is measured of a bundle's graph alone."""
+    reasons = {
+        f"{argument('--peer')} {','.join(job.peers)}": job.peers and "peers run on its weights",
+        f"{argument('--device')} {job.device}": job.device != "cpu" and "a device runs bundles",
+        argument("--kv-policy"): job.kv_policy and "llama.cpp's cache gives nothing up",
+    }
+    for flag, reason in reasons.items():
+        if reason:
+            raise UsageError(
+                f"{flag} is not possible: {files.path} has no ONNX graph, and {reason}; leave the "
+                "flag out, or give a bundle"
+            )
+
+
+def note_load(machine_facts: dict[str, Any]) -> None:
     """Says on stderr that the machine is busy, where it is."""
     from kvq_apps.bench import machine
 
-    if machine.busy(found):
+    if machine.busy(machine_facts):
         output.print_note(
-            f"the machine is busy (load {found['load']:.1f} on {found['cores']} cores): "
-            "the medians will be too long, more so for engines that wait spinning"
+            f"the machine is busy (load {machine_facts['load']:.1f} on {machine_facts['cores']} "
+            "cores): the medians will be too long, more so for engines that wait spinning"
         )
 
 
 def _run_serve(arguments: Namespace) -> int:
-    """The suite `serve`."""
-    refuse(arguments, "peer", "plot", "kv-policy", "kv-read", "linear")
+    """Runs the suite `serve`."""
+    refuse(arguments, "peer", "kv-policy", "kv-read")
     if arguments.shape is not None and arguments.chats is None:
         raise UsageError(
             f"a {argument('--shape')} has no tokenizer, which the server needs; add "
             f"{argument('--chats')} 1,4, which does without the server"
         )
-    from kvq_apps.bench import chats, serving
+    from kvq_apps.bench import chats
+    from kvq_apps.bench import serve_bench as serving
 
-    given = options.given(arguments, repeat="repeat") | first_context(arguments, "context")
+    job_options = options.keywords(arguments, repeat="repeat") | first_context(arguments, "context")
     if arguments.chats is None:
-        return run_sessions(arguments, serving, serving.ServeJob(**given))
-    return run_sessions(arguments, chats, chats.ChatsJob(chats=arguments.chats, **given))
+        return run_sessions(arguments, serving, serving.ServeJob(**job_options))
+    return run_sessions(arguments, chats, chats.ChatsJob(chats=arguments.chats, **job_options))
 
 
 def refuse(arguments: Namespace, *unknown: str) -> None:
-    """Raises `UsageError` for a flag that the suite does not know."""
+    """Raises `UsageError` for a flag that the suite does not have."""
     for flag in unknown:
-        if getattr(arguments, flag) if flag == "linear" else options.written(arguments, flag):
+        if options.on_command_line(arguments, flag):
             raise UsageError(
                 f"{argument('--suite')} {arguments.suite} knows no {argument('--' + flag)}; "
                 "leave it out"
@@ -185,55 +180,40 @@ def refuse(arguments: Namespace, *unknown: str) -> None:
 
 
 def first_context(arguments: Namespace, name: str) -> dict[str, Any]:
-    """The job's argument `name`, where a depth was given."""
+    """Returns the first depth of `--context` as the argument `name` of a job, if there is one."""
     return {name: arguments.context[0]} if arguments.context else {}
 
 
-def run_sessions(arguments: Namespace, suite: "Suite", job: Any, device: str = "cpu") -> int:
-    """A suite whose sessions are of one model, at one number of threads."""
+def run_sessions(arguments: Namespace, suite: Any, job: Any, device: str = "cpu") -> int:
+    """Runs a suite whose sessions are of one model, with one number of threads.
+
+    `suite` is a module: `measure(setup, job)` returns what `--json` prints, and `print_report`
+    prints that as a table.
+    """
+    from kvq_apps.bench import machine
     from kvq_apps.bench.suite import Setup
 
     files, (threads, *_) = opened_files(arguments), thread_counts(arguments)
-    session_options = options.session_options(arguments)
-
-    def measured(progress: output.Shown) -> dict[str, Any]:
+    machine_facts = machine.describe(("kvq",), device)
+    note_load(machine_facts)
+    with output.ProgressBar(quiet=not sys.stderr.isatty()) as progress:
         setup = Setup(
-            files=files, session_options=session_options, threads=threads, progress=progress,
-            device=device,
+            files=files, session_options=options.session_options(arguments), threads=threads,
+            progress=progress, device=device,
         )  # fmt: skip
-        return {"threads": threads, **suite.measure(setup, job)}
-
-    return run_suite(arguments, ("kvq",), measured, suite.print_report, device)
-
-
-def run_suite(
-    arguments: Namespace,
-    engines: tuple[str, ...],
-    measured: Callable[[output.Shown], dict[str, Any]],
-    print_report: Callable[[dict[str, Any]], None],
-    device: str = "cpu",
-) -> int:
-    """What `measured` gives, on a machine that is described first, printed."""
-    from kvq_apps.bench import machine
-
-    found = machine.describe(engines, device)
-    note_load(found)
-    with output.Progress(quiet=not sys.stderr.isatty()) as progress:
-        data = {"suite": arguments.suite, "machine": found, **measured(progress)}
-    if arguments.json:
-        output.print_json(data)
-    else:
-        print_report(data)
+        measured = suite.measure(setup, job)
+    facts = {"suite": arguments.suite, "machine": machine_facts, "threads": threads}
+    (output.print_json if arguments.json else suite.print_report)(facts | measured)
     return 0
 
 
 def _run_tune(arguments: Namespace) -> int:
-    """`--tune`: what is fastest on this machine, kept for all that runs on it later."""
+    """Runs `--tune`: measures what is fastest on this machine and keeps it."""
     from kvq_apps.bench.tune import tune
-    from kvq_runtime import tuning
+    from kvq_runtime.machine import tuning
 
-    data = tune(lambda what: output.print_note(f"measuring {what}; let other programs rest"))
-    tuning.keep(tuning.Tuning(**data["tuning"]))
+    data = tune(lambda name: output.print_note(f"measuring {name}; let other programs rest"))
+    tuning.save_tuning(tuning.Tuning(**data["tuning"]))
     if arguments.json:
         output.print_json(data)
     else:
@@ -243,15 +223,15 @@ def _run_tune(arguments: Namespace) -> int:
 
 
 def chosen_device(arguments: Namespace) -> str:
-    """What `--device` comes to here. Raises `BackendError` for one that cannot be used."""
-    from kvq_runtime import gpu
+    """Returns the device that `--device` means here. Raises `BackendError` for an unusable one."""
+    from kvq_runtime.machine import gpu
 
-    return gpu.chosen(arguments.device or gpu.PROCESSOR)
+    return gpu.usable_device(arguments.device or gpu.PROCESSOR)
 
 
 def thread_counts(arguments: Namespace) -> tuple[int, ...]:
-    """The numbers of threads to measure with, each once. Raises `UsageError`."""
-    from kvq_runtime.tuning import default_threads
+    """Returns the numbers of threads to measure with, each once. Raises `UsageError`."""
+    from kvq_runtime.machine.tuning import default_threads
 
     threads = arguments.threads or (default_threads(),)
     # The environment gives a single number.
@@ -261,41 +241,33 @@ def thread_counts(arguments: Namespace) -> tuple[int, ...]:
     return tuple(dict.fromkeys(threads))
 
 
-def _widths(arguments: Namespace) -> tuple[int, ...]:
-    """Bits of the weights of a shape, each once. Raises `UsageError` for those there are not."""
-    widths = arguments.wbits or (4,)
-    # The environment gives a single number.
-    widths = (widths,) if isinstance(widths, int) else tuple(dict.fromkeys(widths))
-    for bits in widths:
-        if bits not in (4, 8):
-            raise UsageError(f"{argument('--wbits')} {bits} is not possible: choose 4, 8 or both")
-    return widths
-
-
 def opened_files(arguments: Namespace) -> "ModelFiles":
-    """The files of the one model or shape. Raises `UsageError` for two, `KvqError`."""
-    from kvq_apps.bench.shapes import shape_bundle
-    from kvq_apps.model_path import resolve_model
+    """Returns the files of the model or shape. Raises `UsageError` for two of them, `KvqError`."""
+    from kvq_apps.bench.model_shapes import shape_bundle
+    from kvq_apps.names.model_path import resolve_model
     from kvq_runtime.engine import open_files
 
-    written = [name for name in (arguments.bundle, arguments.shape) if name is not None]
-    written += [arguments.model] if options.written(arguments, "model") else []
-    if len(written) > 1:
+    models = [name for name in (arguments.bundle, arguments.shape) if name is not None]
+    models += [arguments.model] if options.on_command_line(arguments, "model") else []
+    if len(models) > 1:
         raise UsageError(
-            f"{' and '.join(written)} were given; name one model, or one {argument('--shape')}"
+            f"{' and '.join(models)} were given; name one model, or one {argument('--shape')}"
         )
     if arguments.shape is not None:
-        return open_files(shape_bundle(arguments.shape, bits=_widths(arguments)[0]))
+        bits = arguments.wbits or 4
+        if bits not in (4, 8):
+            raise UsageError(f"{argument('--wbits')} {bits} is not possible: choose 4 or 8")
+        return open_files(shape_bundle(arguments.shape, bits=bits))
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 
 def _gguf(arguments: Namespace) -> "ModelFiles | None":
-    """The GGUF file that was given, if one was."""
-    from kvq_runtime.gguf_file import GgufFile
-    from kvq_runtime.gguf_format import is_gguf
+    """Returns the GGUF file on the command line, if there is one."""
+    from kvq_runtime.bundle.gguf_file import GgufFile
+    from kvq_runtime.bundle.gguf_format import is_gguf
 
-    given = Path(arguments.bundle or arguments.model or "").expanduser()
-    return GgufFile.open(given) if arguments.shape is None and is_gguf(given) else None
+    path = path_of(arguments.bundle or arguments.model or "", ModelError)
+    return GgufFile.open(path) if arguments.shape is None and is_gguf(path) else None
 
 
 def _job(
@@ -315,13 +287,11 @@ def _job(
         kv_policy=policies,
         kv_budget=budget,
         peers=peers,
-        linear=arguments.linear,
         device=device,
         weights_budget=_weights_budget(arguments),
-        **options.given(
+        **options.keywords(
             arguments,
             rows="rows",
-            batch="batch",
             repeat="repeat",
             prefill_tokens="prefill",
             prefill_limit_s="prefill-limit",
@@ -332,15 +302,15 @@ def _job(
 def _weights_budget(arguments: Namespace) -> int | None:
     from kvq.config import parse_weights
 
-    asked = arguments.weights_budget
-    return None if asked is None else parse_weights(asked)
+    budget = arguments.weights_budget
+    return None if budget is None else parse_weights(budget)
 
 
 def _reads(arguments: Namespace) -> tuple[str, ...]:
-    """Shares and selectors to time beside whole reads, only those of the command line."""
+    """Returns the shares and selectors of the command line to time besides whole reads."""
     from kvq.selectors import rule_named
 
-    if not options.written(arguments, "kv-read"):
+    if not options.on_command_line(arguments, "kv-read"):
         return ()
     reads = tuple(dict.fromkeys(flag_values.policies(arguments.kv_read)))
     for read in reads:
@@ -349,14 +319,14 @@ def _reads(arguments: Namespace) -> tuple[str, ...]:
 
 
 def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
-    """(policies, budget) to measure pressure with; none unless the command line says so.
+    """Returns the policies and the budget to measure with, only if the command line has them.
 
-    What `KVQ_KV_BUDGET` gives every session is no wish to measure its cost.
+    `KVQ_KV_BUDGET` sets the budget of all sessions, but does not ask to measure its cost.
     """
     from kvq.config import DEFAULT_POLICY
     from kvq.policies import policy_named
 
-    if not any(options.written(arguments, name) for name in ("kv-policy", "kv-budget")):
+    if not any(options.on_command_line(arguments, name) for name in ("kv-policy", "kv-budget")):
         return (), None
     if arguments.kv_budget is None:
         raise UsageError(
@@ -376,10 +346,10 @@ def _pressure(arguments: Namespace, kv: tuple[str, ...]) -> tuple[tuple[str, ...
 
 
 def kv_settings(arguments: Namespace, files: "ModelFiles") -> tuple[str, ...]:
-    """The settings of ours to measure, as `--kv` writes them, each once."""
+    """Returns the KV settings of kvq to measure, as `--kv` writes them, each once."""
     several = str(arguments.kv or "").split(",")
     if len(several) > 1:
-        if options.given(arguments, k="kbits", v="vbits"):
+        if options.keywords(arguments, k="kbits", v="vbits"):
             raise UsageError(
                 f"{argument('--kbits')} and {argument('--vbits')} refine one setting; "
                 f"{argument('--kv')} names several"

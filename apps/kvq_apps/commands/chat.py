@@ -1,60 +1,63 @@
-"""`kvq chat`: talk to a model in the terminal, on a pipe, or line by line."""
+"""`kvq chat`: talks to a model on the whole screen, on a pipe, or line by line."""
 
 import logging
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq import settings as environment_settings
-from kvq.errors import KvqError, UsageError
-from kvq_apps import configuration, flags, laboratory, options, output, text_input
+from kvq.errors import DataError, KvqError, UsageError
+from kvq.files import path_of
+from kvq_apps.settings import configuration, flags, options
+from kvq_apps.terminal import output, text_input
 from kvq_models.catalogue import catalogue
 from kvq_models.embedded import installed_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvq_apps.chat.chat_settings import ChatSettings
     from kvq_apps.chat.client import ChatClient
     from kvq_apps.chat.messages import Message
-    from kvq_apps.chat.settings import ChatSettings
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq chat`."""
+    """Adds the flags of `kvq chat`."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="what to talk to (as -m)")
+    # These come first, since -c is one of them in this command.
+    flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
     flags.add_flags(parser, *flags.ENGINE_FLAGS, "server", "api-key")
     flags.add_flags(
         parser, "ctx-size", "system", "think", "inline", "theme", "meter", "draft", "draft-model"
     )
     flags.add_flags(parser, "predict", predict=PREDICT_HELP)
-    flags.add_flags(parser.add_argument_group("chats"), *flags.CHAT_FLAGS)
     flags.add_flags(parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS)
-    sampling = parser.add_argument_group("sampling", flags.OWN_SAMPLING)
+    sampling = parser.add_argument_group("sampling", flags.SAMPLING_NOTE)
     flags.add_flags(sampling, *flags.SAMPLING_FLAGS)
-    # Tests and pictures run the whole app on an engine without a model.
-    parser.add_argument("--engine", default="", help=SUPPRESS)
 
 
 PREDICT_HELP = (
     "new tokens of a reply at most, after which /more goes on with it, -1: to the end of the "
-    "context (default: {kvq_apps.chat.settings:REPLY_TOKENS})"
+    "context (default: {kvq_apps.chat.chat_settings:REPLY_TOKENS})"
 )
 
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
+    if getattr(arguments, "continue") and str(arguments.name).isdigit():
+        raise UsageError(f"-c goes on with the last chat; the context is --ctx {arguments.name}")
     settings = chat_settings(arguments)
     if arguments.list or arguments.search is not None:
         return _list(settings, arguments)
     if arguments.export is not None or getattr(arguments, "import") is not None:
         return _exchange(settings, arguments)
-    named = options.model_name(arguments)
-    model = named if settings.model_pinned else _written_with(settings) or named
+    model_name = options.model_name(arguments)
+    model = model_name if settings.model_pinned else _saved_model(settings) or model_name
     to_pull = model in catalogue() or (model is None and not installed_names())
-    if arguments.server is None and not arguments.engine and to_pull:
-        from kvq_apps.model_path import pull_missing
+    if arguments.server is None and to_pull:
+        from kvq_apps.names.model_path import pull_missing
 
         pull_missing(model)
     client = _client(arguments, model)
@@ -68,7 +71,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _on_screen(client: "ChatClient", settings: "ChatSettings", arguments: Namespace) -> int:
-    from kvq_apps.chat.app import ChatApp, NoteHandler
+    from kvq_apps.chat.chat_app import ChatApp, NoteHandler
     from kvq_apps.chat.keys import teach_old_terminals
 
     teach_old_terminals()
@@ -89,8 +92,8 @@ def _on_screen(client: "ChatClient", settings: "ChatSettings", arguments: Namesp
     logging.basicConfig(handlers=[NoteHandler(app)], force=True)
     # Below the command line the mouse stays the terminal's, for its own selecting and scrolling.
     app.run(mouse=not arguments.inline)
-    if arguments.inline and app.said:
-        output.print_data("\n".join(app.said))
+    if arguments.inline and app.session_lines:
+        output.print_data("\n".join(app.session_lines))
     return app.return_code or 0
 
 
@@ -104,45 +107,42 @@ def _answer_piped(client: "ChatClient", settings: "ChatSettings", arguments: Nam
 
 
 def chat_settings(arguments: Namespace) -> "ChatSettings":
-    """What the chat starts with."""
-    from kvq_apps.chat.settings import REPLY_TOKENS, ChatSettings
+    """Returns the settings that the chat starts with."""
+    from kvq_apps.chat.chat_settings import REPLY_TOKENS, ChatSettings
 
     system = arguments.system
-    files = configuration.load()
-    themes = [file.values["theme"].origin for file in files if "theme" in file.values]
-    elsewhere = options.written(arguments, "theme") or environment_settings.environment("theme")
+    file = configuration.load()
+    theme = file.values.get("theme")
+    overridden = options.on_command_line(arguments, "theme") or environment_settings.environment(
+        "theme"
+    )
     return ChatSettings(
-        asked=options.sampling_fields(arguments),
+        sampling_overrides=options.sampling_fields(arguments),
         max_tokens=options.max_tokens(arguments.predict, REPLY_TOKENS),
         seed=arguments.seed,
         system=None if system is None else text_input.check_argument(system),
         history_path=None if arguments.no_log else history_path(),
         snapshots=None if arguments.no_log else environment_settings.cache_folder() / "chats",
-        kv_pinned=any(options.written(arguments, flag) for flag in flags.KV_FLAGS),
+        kv_pinned=any(options.on_command_line(arguments, flag) for flag in flags.KV_FLAGS),
         model_pinned=arguments.name is not None
-        or any(options.written(arguments, flag) for flag in ("model", "server")),
+        or any(options.on_command_line(arguments, flag) for flag in ("model", "server")),
         keys_path=configuration.user_path(),
         theme=arguments.theme,
-        theme_origin=themes[0] if themes and not elsewhere else "--theme",
-        **options.given(arguments, meter="meter", think="think"),
-        warnings=[
-            *(warning for file in files for warning in file.warnings),
-            *filter(None, [arguments.untrusted]),
-        ],
+        theme_origin=theme.origin if theme and not overridden else "--theme",
+        **options.keywords(arguments, meter="meter", think="think"),
+        warnings=file.warnings,
         chat_id=arguments.cid,
         latest=getattr(arguments, "continue"),
     )
 
 
 def history_path() -> Path:
-    """Where the chats are kept."""
+    """Returns the path of the file with all chats."""
     return environment_settings.data_folder() / "chats.sqlite3"
 
 
 def _client(arguments: Namespace, model: str | None) -> "ChatClient":
-    """The client the flags ask for; nothing heavy is imported before it is opened."""
-    if arguments.engine:
-        return laboratory.scripted_chat(arguments.engine)
+    """Returns the client that the flags ask for; it imports nothing heavy before it is opened."""
     if arguments.server is not None:
         from kvq_apps.chat.remote import RemoteClient
 
@@ -153,17 +153,18 @@ def _client(arguments: Namespace, model: str | None) -> "ChatClient":
     return LocalClient(
         model,
         engine_options=options.engine_options(arguments),
-        session_options=options.session_options(arguments) | options.given(arguments, seed="seed"),
+        session_options=options.session_options(arguments)
+        | options.keywords(arguments, seed="seed"),
     )
 
 
-def _written_with(settings: "ChatSettings") -> str:
-    """What opens the model of the chat that is gone on with, or nothing where that is not known."""
+def _saved_model(settings: "ChatSettings") -> str:
+    """Returns the name of the model of the chat that goes on, or an empty text if unknown."""
     from kvq_apps.chat.history import History
 
     if not (settings.chat_id or settings.latest):
         return ""
-    # What is wrong with the history is said by the chat, which opens it again.
+    # The chat opens the history again and reports its errors.
     history = History(settings.history_path)
     try:
         chat_id = settings.chat_id or history.latest()
@@ -176,17 +177,16 @@ def _written_with(settings: "ChatSettings") -> str:
 
 
 def _list(settings: "ChatSettings", arguments: Namespace) -> int:
-    """Prints the chats, all or those found."""
-    from kvq_apps.chat.chat_list import chat_line
-    from kvq_apps.chat.history import History
+    """Prints all chats, or those that match a search."""
+    from kvq_apps.chat.history import History, chat_line
 
     history = History(settings.history_path, on_trouble=output.print_note)
     try:
         words = arguments.search
-        found = history.chats() if words is None else history.search(words)
+        matches = history.chats() if words is None else history.search(words)
     finally:
         history.close()
-    chats = {chat.id: chat for chat in reversed(found)}
+    chats = {chat.id: chat for chat in reversed(matches)}
     rows = [chats[key] for key in reversed(chats)]
     if arguments.json:
         output.print_json(
@@ -205,16 +205,16 @@ def _list(settings: "ChatSettings", arguments: Namespace) -> int:
 
 def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
     """Writes a chat to a file, or reads one into the history."""
-    from kvq_apps.chat.conversation import Conversation
+    from kvq_apps.chat.conversation import ChatConversation
     from kvq_apps.chat.history import History
-    from kvq_apps.chat.interchange import import_chat, path_of
+    from kvq_apps.chat.interchange import import_chat
 
     history = History(settings.history_path, on_trouble=output.print_note)
     try:
         source = getattr(arguments, "import")
         if source is not None:
-            messages = import_chat(path_of(source))
-            conversation = Conversation(lambda write: write(history))
+            messages = import_chat(path_of(source, DataError))
+            conversation = ChatConversation(lambda write: write(history))
             conversation.adopt(messages)
             output.print_data(conversation.id)
         if arguments.export is not None:
@@ -228,10 +228,10 @@ def _exchange(settings: "ChatSettings", arguments: Namespace) -> int:
 
 
 def _write(path: str, messages: "Sequence[Message]") -> None:
-    """A chat into the file at `path`, or as JSON lines on stdout for `-`."""
-    from kvq_apps.chat.interchange import as_lines, export_chat, path_of
+    """Writes a chat to the file at `path`, or as JSON lines to stdout for `-`."""
+    from kvq_apps.chat.interchange import as_lines, export_chat
 
     if path == "-":
         output.print_data(as_lines(messages), end="")
     else:
-        export_chat(path_of(path), messages)
+        export_chat(path_of(path, DataError), messages)

@@ -1,4 +1,4 @@
-"""`kvq doctor`: what this installation found, and what it will use."""
+"""`kvq doctor`: shows what this installation found and what it will use."""
 
 import platform
 import shutil
@@ -11,9 +11,11 @@ from typing import Any
 
 import kvq
 from kvq.errors import KvqError
-from kvq_apps import flags, options, output
-from kvq_apps.flags import told
-from kvq_apps.owners import filled
+from kvq.formats import format_bytes
+from kvq_apps.settings import flags, options
+from kvq_apps.settings.flag_values import with_component_values
+from kvq_apps.settings.flags import format_error
+from kvq_apps.terminal import output
 
 PACKAGES = (
     "numpy", "onnxruntime", "onnxruntime-gpu", "llama-cpp-python", "tokenizers", "onnx-ir",
@@ -26,8 +28,8 @@ SECRETS = ("api-key",)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq doctor`."""
-    flags.add_flags(parser, "model", "threads", "config", "paths")
+    """Adds the flags of `kvq doctor`."""
+    flags.add_flags(parser, "model", "threads", "config", "paths", "verbose")
 
 
 def run(arguments: Namespace) -> int:
@@ -37,17 +39,48 @@ def run(arguments: Namespace) -> int:
     if arguments.paths:
         return _print(_paths(), as_json=arguments.json)
     report = _report(arguments)
-    code = _print(report, as_json=arguments.json)
+    if arguments.json or arguments.verbose:
+        _print(report, as_json=arguments.json)
+    else:
+        output.print_data(_summary(report))
     runs = report["runs"].items()
-    slow = [(kind, found) for kind, found in runs if found["backend"] and found["slower"]]
-    for kind, found in slow:
-        # Reasons end in the command that mends it.
+    slow = [(kind, runner) for kind, runner in runs if runner["backend"] and runner["slower"]]
+    for kind, runner in slow:
+        # A reason ends with the command that helps.
         output.print_note(
-            f"a {kind} runs on the slow {found['backend']} backend: {found['slower']}"
+            f"a {kind} runs on the slow {runner['backend']} backend: {runner['slower']}"
         )
-    if not slow:
+    if not report["native"]["loaded"]:
+        output.print_note(report["native"]["reason"])
+    elif not slow:
         output.print_note("ready")
-    return code
+    return 0
+
+
+def _summary(report: dict[str, Any]) -> str:
+    """Says what kvq runs on, and which model runs when none is named."""
+    native, device, model = report["native"], report["device"], report["model"]
+    if not native["loaded"]:
+        return f"kvq {report['kvq']} cannot run a model here: its compiled library is missing."
+    kernels = f"kvq's own kernels ({native['kernels']})"
+    free = device["memory_free_bytes"]
+    memory = f", {format_bytes(free)} of memory free" if free else ""
+    lines = [
+        f"kvq {report['kvq']} runs models on {kernels} with {report['threads']} threads{memory}.",
+        f"Without a name it runs {model['name']}: {_model_text(model)}.",
+    ]
+    if report["servers"]:
+        servers = report["servers"]
+        lines.append("Serving: " + (servers if isinstance(servers, str) else "; ".join(servers)))
+    return "\n".join([*lines, "Everything that was found: kvq doctor -v"])
+
+
+def _model_text(model: dict[str, Any]) -> str:
+    """Says whether that model is here, and fits with its whole context."""
+    if model["state"] != "ok":
+        return model["state"]
+    fits = {True: "which fits", False: "which does not fit", None: "if that fits"}[model["fits"]]
+    return f"with its whole context it takes {format_bytes(model['total_bytes'])}, {fits}"
 
 
 def _print(report: dict[str, Any], *, as_json: bool) -> int:
@@ -59,17 +92,18 @@ def _print(report: dict[str, Any], *, as_json: bool) -> int:
 
 
 def _report(arguments: Namespace) -> dict[str, Any]:
-    from kvq import native
+    from kvq import native_library
     from kvq_apps.bench import machine
-    from kvq_runtime import backends, device, huge_pages, tuning
+    from kvq_runtime import backends
+    from kvq_runtime.machine import device, huge_pages, tuning
 
-    runs = {kind.name: _runner(kind) for kind in (_Kind("bundle"), _Kind("gguf"))}
+    runs = {kind.name: _runner(kind) for kind in (_FileKind("bundle"), _FileKind("gguf"))}
     return {
         "kvq": kvq.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}",
         "packages": {name: machine.version(name) for name in PACKAGES},
-        "native": _native(native.library_path()),
+        "native": _native(native_library.library_path()),
         "backend": runs["bundle"]["backend"],
         "runs": runs,
         "backends": {name: backends.missing(name) or "ok" for name in backends.PREFERENCE},
@@ -87,8 +121,8 @@ def _report(arguments: Namespace) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """Stands for all files of a kind where a backend is asked whether it reads them."""
+class _FileKind:
+    """Stands for all files of a kind in questions to backends."""
 
     name: str
 
@@ -110,74 +144,78 @@ class _Kind:
 
 
 def _runner(kind: Any) -> dict[str, Any]:
-    """The backend that runs files of this kind, and why it is not the fastest one of them."""
+    """Returns the backend that runs files of this kind, and why it is not the fastest one."""
     from kvq_runtime import backends
 
     try:
         backend, slower = backends.choose(kind)
     except KvqError as error:
-        return {"backend": None, "slower": told(error)}
+        return {"backend": None, "slower": format_error(error)}
     return {"backend": backend, "slower": slower}
 
 
 def _native(path: Path | None) -> dict[str, Any]:
-    """The native library: where it is and what it uses, or why it is not there."""
-    from kvq import native
+    """Returns where the native library is and what it uses, or why it is missing."""
+    from kvq import native_library
 
-    reason = native.why_not()
+    reason = native_library.why_not()
     if reason:
         return {"loaded": False, "path": str(path), "reason": reason}
     return {
         "loaded": True,
         "path": str(path),
-        "kernels": native.isa(),
-        "kernels_available": native.isas(),
-    } | ({"kernels_refused": refused} if (refused := native.isa_refused()) else {})
+        "kernels": native_library.isa(),
+        "kernels_available": native_library.isas(),
+    } | ({"kernels_refused": refused} if (refused := native_library.isa_refused()) else {})
 
 
 def _tuning() -> dict[str, Any]:
-    """What was measured on this machine, and how to go back to what is built in."""
-    from kvq_runtime import tuning
+    """Returns what was measured on this machine, and how to go back to the built-in values."""
+    from kvq_runtime.machine import tuning
 
     path = tuning.tuning_path()
     try:
-        found = tuning.kept()
+        kept = tuning.load_tuning()
     except KvqError as error:
         return {"measured": False, "reason": str(error)}
-    if found is None:
+    if kept is None:
         other = f"{path} is of another machine; " if path.exists() else ""
         return {"measured": False, "reason": f"{other}kvq bench --tune measures it"}
-    shown = {key: getattr(found, key) for key in ("threads", "past_caches", "ahead_bytes")}
+    shown = {key: getattr(kept, key) for key in ("threads", "second_level", "ahead_bytes")}
     return {"measured": True} | shown | {"remove": str(path)}
 
 
 def _built_in() -> dict[str, Any]:
-    """How products fetch weights where nobody has measured, and why."""
-    from kvq import native
-    from kvq_runtime import tuning
+    """Returns the built-in values for fetching weights on this processor, and their reason."""
+    from kvq import native_library
+    from kvq_runtime.machine import tuning
 
-    if not native.available():
+    if not native_library.available():
         return {}
-    here = tuning.processor()
-    return asdict(here) | asdict(tuning.built_in_of(here)) | {"reason": tuning.reason(here)}
+    processor = tuning.processor()
+    return (
+        asdict(processor)
+        | asdict(tuning.built_in_of(processor))
+        | {"reason": tuning.reason(processor)}
+    )
 
 
 def _gpu() -> dict[str, Any]:
-    """What `--device cuda` runs on, or why it cannot."""
+    """Returns what `--device cuda` runs on, or why it cannot."""
     from kvq import devices
-    from kvq_runtime import gpu
+    from kvq_runtime.machine import gpu
 
     if reason := gpu.why_not("cuda"):
         return {"usable": False, "reason": reason}
-    found = devices.opened("cuda")
+    device = devices.opened("cuda")
     shown = ("name", "capability", "memory_bytes", "free_bytes", "library")
-    return {"usable": True} | {key: str(getattr(found, key)) for key in shown}
+    return {"usable": True} | {key: str(getattr(device, key)) for key in shown}
 
 
 def _model(arguments: Namespace) -> dict[str, Any]:
-    """The model that runs when none is named, and whether it fits with its whole context."""
-    from kvq_apps.estimate import estimate
-    from kvq_apps.model_path import default_name, ready_model
+    """Returns the model that runs when none is named, and whether its whole context fits."""
+    from kvq_apps.names.model_path import default_name, ready_model
+    from kvq_apps.terminal.estimate import estimate
     from kvq_runtime.engine import open_files
 
     name = arguments.model or default_name()
@@ -186,39 +224,40 @@ def _model(arguments: Namespace) -> dict[str, Any]:
         if path is None:
             return {"name": name, "state": "is exported on first use"}
         files = open_files(path)
-        sizes = estimate(files, **options.given(arguments, threads="threads"))
+        sizes = estimate(files, **options.keywords(arguments, threads="threads"))
     except KvqError as error:
-        return {"name": name, "state": f"cannot be used: {told(error)}"}
+        return {"name": name, "state": f"cannot be used: {format_error(error)}"}
     shown = ("kv", "context", "weight_bytes", "total_bytes", "fits")
     experts = {} if files.experts is None else {"experts": files.experts.to_json()}
-    told_sizes = {key: sizes[key] for key in shown} | experts
-    return {"name": name, "state": "ok", "path": str(path)} | told_sizes
+    shown_sizes = {key: sizes[key] for key in shown} | experts
+    return {"name": name, "state": "ok", "path": str(path)} | shown_sizes
 
 
 def _servers() -> list[str] | str:
-    """Addresses of the servers of this user that run now."""
+    """Returns the addresses of this user's running servers."""
     from kvq_apps.serve.instances import running
 
     try:
-        return [f"{one.address} ({one.model}, process {one.pid})" for one in running()]
+        return [
+            f"{instance.address} ({instance.model}, process {instance.pid})"
+            for instance in running()
+        ]
     except (KvqError, OSError) as error:
-        return f"unknown: {told(error)}"
+        return f"unknown: {format_error(error)}"
 
 
 def _paths() -> dict[str, str]:
-    """Every place kvq reads or writes, whether or not something is there yet."""
-    from kvq import native, settings
-    from kvq_apps import configuration
-    from kvq_apps.known_models import bundles_folder, models_folder
-    from kvq_runtime.tuning import tuning_path
+    """Returns every path that kvq reads or writes, which need not exist."""
+    from kvq import native_library, settings
+    from kvq_apps.names.known_models import bundles_folder, models_folder
+    from kvq_apps.settings import configuration
+    from kvq_runtime.machine.tuning import tuning_path
 
-    project = configuration.project_path()
     cache = settings.cache_folder()
     return {
         "package": str(Path(kvq.__file__).parent),
-        "native": str(native.library_path()),
+        "native": str(native_library.library_path()),
         "config": str(configuration.user_path()),
-        "project": "none" if project is None else str(project),
         "data": str(settings.data_folder()),
         "state": str(settings.state_folder()),
         "cache": str(cache),
@@ -238,31 +277,30 @@ def _print_settings(*, as_json: bool) -> int:
         output.print_json({"settings": rows})
     else:
         output.print_table(
-            ((row["setting"], row["shown"], row["origin"], row["flag"], row["variable"],
-              row["waits_for_trust"] or "")
+            ((row["setting"], row["shown"], row["origin"], row["flag"], row["variable"])
              for row in rows),
-            header=("setting", "value", "origin", "flag", "variable", "waits for trust"),
+            header=("setting", "value", "origin", "flag", "variable"),
         )  # fmt: skip
     return 0
 
 
 def _settings() -> Iterator[dict[str, Any]]:
-    """One row for each setting; `value` None is the default, which `shown` says in words."""
+    """Yields one row for each setting; a `value` None is the default, in words in `shown`."""
     from kvq.settings import environment_name
-    from kvq_apps import configuration
+    from kvq_apps.settings import configuration
 
-    waiting = configuration.waiting()
-    for setting, found in configuration.resolved().items():
+    for setting, flag_value in configuration.resolved().items():
         name = configuration.FLAG_OF[setting]
-        value = None if found is None else "(set)" if name in SECRETS else found.value
+        value = None if flag_value is None else "(set)" if name in SECRETS else flag_value.value
         yield {
             "setting": setting,
             "value": value,
-            "shown": filled(flags.FLAGS[name].default) or "-" if found is None else _text(value),
-            "origin": "default" if found is None else found.origin,
+            "shown": with_component_values(flags.FLAGS[name].default) or "-"
+            if flag_value is None
+            else _text(value),
+            "origin": "default" if flag_value is None else flag_value.origin,
             "flag": f"--{name}",
             "variable": environment_name(name),
-            "waits_for_trust": waiting[setting].origin if setting in waiting else None,
         }
 
 

@@ -1,6 +1,6 @@
-"""`kvq eval`: quality at a KV setting, over texts, generated look-ups or lines to fill in.
+"""`kvq eval`: measures quality at a KV setting, on texts and look-ups.
 
-One task at one setting, or `--table` of several widths.
+It runs one task at one setting, or a `--table` of several widths.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -11,58 +11,50 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.config import parse_kv
 from kvq.errors import ModelError, UsageError, argument
-from kvq.formats import format_bytes
-from kvq_apps import flags, laboratory, options, output
+from kvq_apps import laboratory
+from kvq_apps.settings import flags, options
+from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
     from kvq_apps.evaluation.choices import EvaluationChoices
     from kvq_apps.evaluation.measurement import Measurement, OpenSession, Progress
     from kvq_runtime.engine import Engine
-    from kvq_runtime.session import Session
+    from kvq_runtime.session.session import Session
 
-    # How sessions are opened on the cache that is judged, and on an unquantised one.
+    # Functions that open sessions with the measured cache, and with an unquantised cache.
     Opened = tuple[OpenSession, OpenSession]
 
 DEFAULT_CONTEXT = 2048
-LABORATORY_TASKS = ("drafts", "edit", "predict")
-# A table reads its text many times.
+LABORATORY_TASKS = ("drafts", "edit", "fim", "program", "math")
+# A table reads its text many times, so it is short.
 DEFAULT_WINDOWS = 16
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq eval`."""
+    """Adds the flags of `kvq eval`."""
     parser.add_argument(
         "words",
         nargs="*",
         metavar="[MODEL] FILE",
-        help="UTF-8 texts (`-`: stdin), for fim source files or infilling records (.jsonl, .gz, "
-        ".xz), for program HumanEval's records, for math GSM8K's, for facts prose to hide "
-        "them in; a first word that is no file is the model",
+        help="UTF-8 texts (`-`: stdin), for facts prose to hide them in; from a checkout for "
+        "drafts and edit source files, for fim also infilling records (.jsonl, .gz, .xz), for "
+        "program HumanEval's records, for math GSM8K's; a first word that is no file is the model",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(
         parser, "task", "context", "max-tokens", "depths", "trials", "seed",
         context=f"tokens per window (default: {DEFAULT_CONTEXT}); "
         "passkey, retrieval and facts take a list of lengths",
-        seed="seed of look-ups and of the choice of lines "
+        seed="seed of look-ups and of what is chosen "
         "(default: {kvq_apps.evaluation.choices:EvaluationChoices.seed})",
-    )  # fmt: skip
-    flags.add_flags(
-        parser.add_argument_group("filling in lines, solving problems"),
-        "limit", "predict", "execute", "baseline",
-        predict="tokens of a line or a solution at most (default: "
-        "{kvq_apps.evaluation.choices:EvaluationChoices.line_tokens}, program: "
-        "{kvq_apps.evaluation.problems:PROGRAM_TOKENS}, math: "
-        "{kvq_apps.evaluation.problems:MATH_TOKENS})",
     )  # fmt: skip
     flags.add_flags(parser.add_argument_group("many settings"), "table", "sweep")
     flags.add_flags(
         parser.add_argument_group("cache"), *flags.KV_FLAGS, *flags.PREDICT_FLAGS,
-        kv="both at once, such as 4:2; fp: an unquantised cache; --table takes several",
-        kv_predict="what of a prompt is predicted; task predict: how many tokens are computed, as "
-        "prefix:sink=4,tail=32 (default: off)",
+        kv="bits of cached keys and values, such as 4:2; fp: an unquantised cache; "
+        "--table takes several",
     )  # fmt: skip
-    laboratory.part("eval").add_flags(parser)
+    laboratory.extension("eval").add_flags(parser)
 
 
 def run(arguments: Namespace) -> int:
@@ -70,8 +62,7 @@ def run(arguments: Namespace) -> int:
     modes = [name for name in ("task", "table", "sweep") if getattr(arguments, name)]
     if not modes:
         raise UsageError(
-            f"{argument('--task')} is missing; choose ppl, kld, passkey, retrieval, facts, fim, "
-            "program, math, drafts, edit or predict"
+            f"{argument('--task')} is missing; choose ppl, kld, passkey, retrieval or facts"
         )
     if len(modes) > 1:
         raise UsageError(
@@ -81,10 +72,10 @@ def run(arguments: Namespace) -> int:
     model, files = _model_and_files(arguments)
     mode = _mode(arguments)
 
-    from kvq_apps.model_path import model_files
+    from kvq_apps.names.model_path import model_files
     from kvq_runtime.engine import Engine
 
-    _check_before_loading(arguments)
+    laboratory.extension("eval").check(arguments)
     engine_options = options.engine_options(arguments)
     files_of_model = model_files(model, engine_options.get("backend", "auto"))
     with Engine(files_of_model, **engine_options) as engine:
@@ -92,67 +83,27 @@ def run(arguments: Namespace) -> int:
 
 
 def _mode(arguments: Namespace) -> "Callable[[Engine, Namespace, list[str]], int]":
-    """What answers. Raises `UsageError` for what only the laboratory has, where there is none."""
+    """Returns the function for the mode. Raises `UsageError` if only the laboratory has it."""
     if arguments.sweep:
-        return laboratory.runs("eval", "sweep", "--sweep")
+        return laboratory.runner("eval", "sweep", "--sweep")
     if arguments.task in LABORATORY_TASKS:
-        return laboratory.runs("eval", arguments.task, f"--task {arguments.task}")
+        return laboratory.runner("eval", arguments.task, f"--task {arguments.task}")
     return _table if arguments.table else _one_task
 
 
-def _check_before_loading(arguments: Namespace) -> None:
-    """Refuses what needs no model to be refused."""
-    owners = {
-        "baseline": ("fim",),
-        "execute": ("fim", "program", "sweep"),
-    }
-    mode = arguments.task or ("sweep" if arguments.sweep else "table")
-    for name, takers in owners.items():
-        if mode not in takers and options.written(arguments, name):
-            raise UsageError(
-                f"{argument(f'--{name}')} is for {' and '.join(takers)} only; leave it out"
-            )
-    if mode == "program" and not arguments.execute:
-        raise UsageError(
-            f"{argument('--task')} program judges programs by running them; add "
-            f"{argument('--execute')}, which runs what the "
-            "model wrote on this machine, with limits but no sandbox"
-        )
-    if arguments.execute:
-        from kvq_apps.evaluation import execution
-
-        execution.check_possible()
-        output.print_note(
-            "--execute runs programs the model wrote on this machine: with limits of time "
-            f"({execution.TIMEOUT_S:.0f} s) and memory ({format_bytes(execution.MEMORY_BYTES)}), "
-            "but not in a sandbox"
-        )
-    laboratory.part("eval").check(arguments)
-
-
 def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
-    from kvq_apps.evaluation import problems
     from kvq_apps.evaluation.recall import ANSWER_TOKENS
-    from kvq_apps.evaluation.tasks import RECALL_TASKS
 
     task = arguments.task
-    solution_tokens = problems.ANSWER_TOKENS.get(task)
-    answers = {} if solution_tokens is None else {"line_tokens": solution_tokens}
     room = ANSWER_TOKENS.get(task, 0)
-    several = task in RECALL_TASKS
-    lengths = _lengths(engine, arguments, room) if several else (one_length(engine, arguments),)
-    asked = choices_of(arguments, files, **answers)
+    lengths = _lengths(engine, arguments, room) if room else (one_length(engine, arguments),)
+    choices = choices_of(arguments)
 
-    def measure(opened: "Opened", progress: Any) -> "Measurement":
-        context_tokens = max(lengths) + room
-        material = asked.material(
-            engine.tokenizer, [task], context_tokens, lengths=lengths, texts=files, programs=files
+    def measure(opened: "Opened", progress: "Progress") -> "Measurement":
+        material = choices.material(
+            engine.tokenizer, [task], max(lengths) + room, files=files, lengths=lengths
         )
-        measured = material.measure(task, *opened, progress)
-        if arguments.baseline:
-            beaten = asked.baseline(engine.tokenizer, arguments.baseline, material.gaps, progress)
-            measured.details["baseline"] = beaten
-        return measured
+        return material.measure(task, *opened, progress)
 
     return judge(engine, arguments, max(lengths), room, measure)
 
@@ -163,11 +114,12 @@ def judge(
     context_tokens: int,
     room: int,
     measure: "Callable[[Opened, Progress], Measurement]",
+    **session_options: Any,
 ) -> int:
-    """Shows what `measure` finds of the cache that the flags ask for.
+    """Measures the cache that the flags ask for and shows the result.
 
-    It is given how sessions of `context_tokens + room` tokens on that cache are opened, and how
-    those on an unquantised one.
+    `measure` gets functions that open sessions of `context_tokens + room` tokens: with this cache
+    and `session_options`, and with an unquantised cache.
     """
     from kvq_apps.evaluation.cache_setting import UNQUANTIZED
     from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS
@@ -177,21 +129,22 @@ def judge(
         "kv_budget": f"{tokens}tok",
         "context_tokens": tokens,
         "chunk_tokens": SCORE_CHUNK_TOKENS,
+        **session_options,
     }
     open_session = partial(engine.session, **(cache | options.session_options(arguments)))
     exact = UNQUANTIZED.opener(engine.session, tokens)
-    with output.Progress() as progress:
+    with output.ProgressBar() as progress:
         # An impossible setting is refused before any work.
         with open_session() as session:
             settings = _settings(session)
         measured = measure((open_session, exact), progress)
-    found = {name: getattr(measured, name) for name in ("kv_bytes", "value", "unit", "n")}
-    report = head(engine, context_tokens) | settings | found | measured.details
+    figures = {name: getattr(measured, name) for name in ("kv_bytes", "value", "unit", "n")}
+    report = report_head(engine, context_tokens) | settings | figures | measured.details
     return show(arguments, {"task": arguments.task} | report, print_report)
 
 
 def _settings(session: "Session[Any]") -> dict[str, Any]:
-    """The cache that is judged."""
+    """Returns the settings of the measured cache."""
     plan = session.config.plan
     return {
         "kv": output.kv_text(plan.k_bits, plan.v_bits),
@@ -200,8 +153,8 @@ def _settings(session: "Session[Any]") -> dict[str, Any]:
     }
 
 
-def head(engine: "Engine", context_tokens: int) -> dict[str, Any]:
-    """What every report begins with."""
+def report_head(engine: "Engine", context_tokens: int) -> dict[str, Any]:
+    """Returns the fields that every report begins with."""
     names = {"model": engine.model.name, "backend": engine.backend.name}
     return names | {"context": context_tokens}
 
@@ -209,13 +162,13 @@ def head(engine: "Engine", context_tokens: int) -> dict[str, Any]:
 def show(
     arguments: Namespace, report: dict[str, Any], print_it: Callable[[dict[str, Any]], None]
 ) -> int:
-    """The end of each mode; its exit code."""
+    """Prints a report and returns the exit code."""
     (output.print_json if arguments.json else print_it)(report)
     return 0
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """A report as a table, and its `rows` as another."""
+    """Prints a report as a table, and its `rows` as another one."""
     rows = report.pop("rows", [])
     sizes = {"kv_bytes": "held_bytes", "kv_budget": "budget_bytes"}
     output.print_table(output.flat({sizes.get(key, key): value for key, value in report.items()}))
@@ -233,12 +186,12 @@ def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
     from kvq_apps.evaluation.cache_setting import CacheSetting
 
     refuse(arguments, "--table", "kv-budget", "kv-offload", "kv-policy", "kbits", "vbits")
-    texts = arguments.kv.split(",") if options.written(arguments, "kv") else table.SETTINGS
+    texts = arguments.kv.split(",") if options.on_command_line(arguments, "kv") else table.SETTINGS
     pairs = dict.fromkeys(parse_kv(text) for text in texts)
     context_tokens = one_length(engine, arguments)
-    asked = choices_of(arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens)
-    material = asked.material(engine.tokenizer, table.TASKS, context_tokens, texts=files)
-    with output.Progress() as progress:
+    choices = choices_of(arguments, max_tokens=DEFAULT_WINDOWS * context_tokens)
+    material = choices.material(engine.tokenizer, table.TASKS, context_tokens, files=files)
+    with output.ProgressBar() as progress:
         rows = table.measure_table(
             engine.session,
             material,
@@ -246,18 +199,18 @@ def _table(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
             context_tokens,
             progress,
         )
-    asked_of_each = {
+    counts = {
         "windows": len(material.windows),
         "questions": sum(map(len, material.questions.values())),
     }
-    report = head(engine, context_tokens) | asked_of_each | {"rows": rows}
+    report = report_head(engine, context_tokens) | counts | {"rows": rows}
     return show(arguments, report, table.print_table)
 
 
 def refuse(arguments: Namespace, mode: str, *names: str) -> None:
-    """Raises `UsageError` for a flag of the cache, which `mode` chooses itself."""
+    """Raises `UsageError` for flags of the cache, which `mode` chooses itself."""
     for name in names:
-        if options.written(arguments, name):
+        if options.on_command_line(arguments, name):
             raise UsageError(f"{mode} chooses the caches itself; leave out {argument(f'--{name}')}")
 
 
@@ -275,54 +228,44 @@ def _lengths(
 
 
 def one_length(engine: "Engine", arguments: Namespace, default: int = DEFAULT_CONTEXT) -> int:
-    """The one number of tokens that `--context` says. Raises `UsageError` for several."""
+    """Returns the number of tokens of `--context`. Raises `UsageError` for several."""
     length, *more = _lengths(engine, arguments, default=default)
     if more:
-        asked = ",".join(map(str, (length, *more)))
+        lengths = ",".join(map(str, (length, *more)))
         raise UsageError(
-            f"{argument('--context')} {asked} is not possible: give one number of tokens; only "
+            f"{argument('--context')} {lengths} is not possible: give one number of tokens; only "
             f"{argument('--task')} passkey, retrieval and facts take several"
         )
     return length
 
 
-def choices_of(arguments: Namespace, files: Sequence[str], **defaults: int) -> "EvaluationChoices":
-    """What the flags ask for; `defaults` where they say nothing."""
-    from kvq_apps.evaluation import execution
+def choices_of(arguments: Namespace, **defaults: int) -> "EvaluationChoices":
+    """Returns the choices of the flags, with `defaults` for missing ones."""
     from kvq_apps.evaluation.choices import EvaluationChoices
 
-    given: dict[str, Any] = defaults | options.given(
-        arguments,
-        max_tokens="max-tokens",
-        depths="depths",
-        trials="trials",
-        limit="limit",
-        line_tokens="predict",
-        seed="seed",
-    )
-    passes = execution.passes if arguments.execute else None
-    return EvaluationChoices(**given, files=tuple(files), passes=passes)
+    names = {"max_tokens": "max-tokens", "depths": "depths", "trials": "trials", "seed": "seed"}
+    values: dict[str, Any] = defaults | options.keywords(arguments, **names)
+    return EvaluationChoices(**values)
 
 
 def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
-    """Without a written `-m`, a first word that is no file is the model."""
+    """Returns the model and the files; without `-m` a first word that is no file is the model."""
     model, files = arguments.model, list(arguments.words)
     may_be_model = bool(files) and files[0] != "-" and not Path(files[0]).is_file()
-    if may_be_model and not options.written(arguments, "model"):
+    if may_be_model and not options.on_command_line(arguments, "model"):
         model = files.pop(0)
         if not files:
             _refuse_missing(model)
-    makes_own = arguments.task in ("passkey", "retrieval")
-    if makes_own and files:
+    generates_prompts = arguments.task in ("passkey", "retrieval")
+    if generates_prompts and files:
         raise UsageError(
             f"{argument('--task')} {arguments.task} makes its own prompts; leave out the files"
         )
     for file in files:
         if file != "-" and not Path(file).exists():
             raise UsageError(f"{file}: no such file")
-    if arguments.task and not makes_own and not files:
-        takes_records = arguments.task in ("fim", "edit", "program", "math")
-        needed = "source files or records" if takes_records else "a text"
+    if arguments.task and not generates_prompts and not files:
+        needed = "source files or records" if arguments.task in LABORATORY_TASKS else "a text"
         raise UsageError(
             f"{argument('--task')} {arguments.task} needs {needed}: kvq eval -m MODEL FILE"
         )
@@ -334,8 +277,8 @@ def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
 
 
 def _refuse_missing(name: str) -> None:
-    """Raises `UsageError` for a word alone that is neither a file nor a model."""
-    from kvq_apps.model_path import ready_model
+    """Raises `UsageError` for a single word that is neither a file nor a model."""
+    from kvq_apps.names.model_path import ready_model
 
     try:
         ready_model(name)

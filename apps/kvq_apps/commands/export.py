@@ -1,23 +1,26 @@
-"""`kvq export`: turn a Hugging Face checkpoint or a GGUF file into a bundle."""
+"""`kvq export`: turns a Hugging Face checkpoint or a GGUF file into a bundle."""
 
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvq.errors import UsageError, argument
+from kvq.errors import ModelError, UsageError, argument
+from kvq.files import path_of
 from kvq.formats import format_bytes
-from kvq_apps import flags, options, output, text_input
-from kvq_runtime.gguf_format import SUFFIX
+from kvq_apps.commands.pull import first_command
+from kvq_apps.settings import flags, options
+from kvq_apps.terminal import output, text_input
+from kvq_runtime.bundle.gguf_format import SUFFIX
+from kvq_runtime.bundle.manifest import GGUF_FILE
 
 if TYPE_CHECKING:
     from kvq_export.config import ExportOptions, WeightFormat
-    from kvq_runtime.bundle import Bundle
+    from kvq_runtime.bundle.bundle import Bundle
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq export`."""
+    """Adds the flags of `kvq export`."""
     parser.add_argument(
         "source",
         nargs="?",
@@ -27,11 +30,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_flags(
         parser,
-        "out", "format", "gguf-type", "wbits", "size", "group", "embedding-bits", "linear",
+        "out", "format", "gguf-type", "wbits", "size", "group", "embedding-bits",
         "kbits", "vbits", "kv",
-        "kv-policy", *flags.PREDICT_FLAGS, "no-quality", "calibrate", "no-calibrate", "tune",
-        "force",
-        "threads", "offline",
+        "kv-policy", *flags.PREDICT_FLAGS, "no-quality", "calibrate", "no-calibrate",
+        "tune", "embed", "force",
+        "threads", "offline", "verbose",
         kbits="bits of cached keys the bundle asks for: 8, 6, 4 or 2 "
         "(default: {kvq.config:KvPlan.k_bits})",
         vbits="bits of cached values the bundle asks for: 8, 6, 4 or 2 "
@@ -53,52 +56,58 @@ def run(arguments: Namespace) -> int:
             "nano"
         )
     _refuse_unused(arguments)
-    destination = Path(arguments.out or f"{_name(arguments.source)}-kvq")
 
-    from kvq_apps import known_models
-    from kvq_apps.model_path import resolve_checkpoint
+    from kvq_apps.names import known_models
+    from kvq_apps.names.model_path import other_meaning, resolve_checkpoint
     from kvq_export.export import export_model
 
+    destination = path_of(arguments.out or f"{_name(arguments.source)}-kvq")
+    if known_models.is_ours(destination):
+        raise UsageError(
+            f"{argument('--out')} {destination} is in a folder where kvq keeps what it pulled and "
+            "exported itself; choose another, or `kvq pull` the checkpoint"
+        )
     export_options = _export_options(arguments)
     source = resolve_checkpoint(arguments.source)
     since = perf_counter()
-    with output.Progress(quiet=arguments.json and not sys.stderr.isatty()) as progress:
+    with output.ProgressBar(quiet=arguments.json and not sys.stderr.isatty()) as progress:
         bundle = export_model(source, destination, export_options, progress)
-        if bundle.manifest.quality is not None and bundle.has_onnx:
-            progress(1, 1, "which way to write several drafts is best")
-            bundle = _with_drafts(bundle, export_options.threads)
-    known_models.remember(bundle.path, made=True)
+    other = other_meaning(bundle.path)
+    known_models.remember(bundle.path, made=other is None)
     report = _report(bundle, perf_counter() - since)
     if arguments.json:
         output.print_json(report)
     else:
-        _print(bundle, report, arguments.source)
+        _print(bundle, report, arguments.source, verbose=arguments.verbose)
+    if other is not None:
+        name, path = known_models.exported_name(bundle.path), bundle.path.resolve()
+        output.print_note(f"{name} still means {other}; this bundle is used by its path: -m {path}")
     return 0
 
 
 def _export_options(arguments: Namespace) -> "ExportOptions":
-    """What the flags ask for."""
+    """Returns the options that the flags ask for."""
     from kvq.config import KvPlan
-    from kvq_apps.model_path import resolve_model
+    from kvq_apps.names.model_path import resolve_model
     from kvq_export.config import ExportOptions
-    from kvq_runtime.tuning import default_threads
+    from kvq_runtime.machine.tuning import default_threads
 
-    weights = options.given(
+    weights = options.keywords(
         arguments,
         wbits="wbits",
         size="size",
         block="group",
         embedding_bits="embedding-bits",
-        linear="linear",
     )
     reader = arguments.kv_predict_with
     return ExportOptions(
-        **options.given(
+        **options.keywords(
             arguments,
             format="format",
             gguf_type="gguf-type",
             policy="kv-policy",
             predict="kv-predict",
+            embed="embed",
         ),
         predict_with=None if reader is None else resolve_model(reader),
         weights=_weight_format(weights) if weights else None,
@@ -112,28 +121,28 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
     )
 
 
-def _weight_format(asked: dict[str, Any]) -> "WeightFormat":
-    """What the flags of the weights ask for. Raises `UsageError` for two that contradict."""
+def _weight_format(values: dict[str, Any]) -> "WeightFormat":
+    """Returns the format of the weights. Raises `UsageError` for flags that contradict."""
     from kvq.config import parse_bytes
     from kvq_export.config import WeightFormat
 
-    bits, size = asked.pop("wbits", None), asked.pop("size", None)
+    bits, size = values.pop("wbits", None), values.pop("size", None)
     if size is not None:
         if bits is not None:
             raise UsageError(
                 f"{argument('--size')} finds the widths itself; leave {argument('--wbits')} out"
             )
-        asked["size_bytes"] = parse_bytes("--size", size)
-    elif bits is None and not {"embedding_bits", "linear"} & asked.keys():
-        return WeightFormat.recommended(**asked)
+        values["size_bytes"] = parse_bytes("--size", size)
+    elif bits is None and "embedding_bits" not in values:
+        return WeightFormat.recommended(**values)
     elif bits is not None:
         whole = bits == int(bits)
-        asked["bits" if whole else "mean_bits"] = int(bits) if whole else bits
-    return WeightFormat(**asked)
+        values["bits" if whole else "mean_bits"] = int(bits) if whole else bits
+    return WeightFormat(**values)
 
 
 def _calibration_text(arguments: Namespace) -> str | None:
-    """What the file of --calibrate says; None without it. Raises `KvqError`."""
+    """Returns the text in the file of `--calibrate`, None without it. Raises `KvqError`."""
     if arguments.calibrate is None:
         return None
     if arguments.no_calibrate:
@@ -147,33 +156,19 @@ def _calibration_text(arguments: Namespace) -> str | None:
     return text
 
 
-def _with_drafts(bundle: "Bundle", threads: int) -> "Bundle":
-    """The bundle with the method of several drafts in its report: what `auto` then means."""
-    from dataclasses import replace
-
-    from kvq_apps.evaluation.several import candidates_compared
-    from kvq_export.quality import quality_text
-    from kvq_export.writer import write_manifest
-    from kvq_runtime.named_engine import Engine
-
-    with Engine(bundle, threads=threads) as engine:
-        found = candidates_compared(engine, engine.writer, quality_text())
-    quality = {**(bundle.manifest.quality or {}), "drafts": found}
-    bundle = replace(bundle, manifest=replace(bundle.manifest, quality=quality))
-    write_manifest(bundle.path, bundle.manifest)
-    return bundle
-
-
 def _refuse_unused(arguments: Namespace) -> None:
-    """Flags of a file that is not written would be ignored."""
-    chosen = arguments.format or "onnx"
-    kind = arguments.gguf_type or "q4_k_m"
+    """Raises `UsageError` for flags of a file that is not written."""
+    from kvq_export.config import ExportOptions
+
+    defaults = ExportOptions()
+    file_format = arguments.format or defaults.format
+    kind = arguments.gguf_type or defaults.gguf_type
     unused: dict[str, str] = {}
-    if chosen == "onnx":
+    if file_format == "onnx":
         unused["gguf-type"] = "is of the GGUF file; add --format gguf or both"
-    if chosen == "gguf":
+    if file_format == "gguf":
         unused |= dict.fromkeys(
-            ("wbits", "size", "group", "linear"),
+            ("wbits", "size", "group"),
             "is of the ONNX graph; choose --gguf-type, or --format both",
         )
         if kind != "q4_0":
@@ -181,15 +176,16 @@ def _refuse_unused(arguments: Namespace) -> None:
                 f"changes nothing in a GGUF file of type {kind}, only in q4_0"
             )
     for flag, why in unused.items():
-        if options.given(arguments, value=flag):
+        if options.keywords(arguments, value=flag):
             raise UsageError(f"{argument(f'--{flag}')} {why}")
 
 
 def _name(source: str) -> str:
-    """Last part of a folder's path or a hub id; a file's without its suffix."""
-    if Path(source).suffix == SUFFIX:
-        return Path(source).stem
-    return Path(source).resolve().name if Path(source).is_dir() else source.rsplit("/", 1)[-1]
+    """Returns the last part of a folder's path or a hub id, or a file's name without suffix."""
+    path = path_of(source, ModelError)
+    if path.suffix == SUFFIX:
+        return path.stem
+    return path.resolve().name if path.is_dir() else source.rsplit("/", 1)[-1]
 
 
 def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
@@ -218,10 +214,10 @@ def _report(bundle: "Bundle", seconds: float) -> dict[str, Any]:
 
 
 def _prediction_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """What predicting after so many layers costs, of all that were tried."""
+    """Returns the loss of predicting after each number of layers that was tried."""
     quality: dict[str, Any] = report["quality"] or {}
-    found = report["prediction"] or quality.pop("prediction", None)
-    if found is None:
+    prediction = report["prediction"] or quality.pop("prediction", None)
+    if prediction is None:
         return _auxiliary_rows(report["auxiliary"])
     rows = [
         (
@@ -230,33 +226,57 @@ def _prediction_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"computed {row['exact_nll']:.3f}, no prompt {row['no_prompt_nll']:.3f}; KLD "
             f"{row['fitted']['kld']:.3f}",
         )
-        for row in found["rows"]
+        for row in prediction["rows"]
     ]
-    chosen = found.get("layers")
-    kept = f"after layer {chosen}" if chosen else f"none: all lose over {found['limit_nats']} nats"
-    fitted = f"{found['fit_tokens']} tokens, {format_bytes(found['fit_peak_bytes'])} at most"
+    chosen = prediction.get("layers")
+    kept = (
+        f"after layer {chosen}"
+        if chosen
+        else f"none: all lose over {prediction['limit_nats']} nats"
+    )
+    fitted = (
+        f"{prediction['fit_tokens']} tokens, {format_bytes(prediction['fit_peak_bytes'])} at most"
+    )
     rows += [("maps kept", kept), ("maps fitted to", fitted)]
     return rows + _auxiliary_rows(report["auxiliary"])
 
 
-def _auxiliary_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """What it costs where a smaller model reads prompts."""
-    if found is None:
+def _auxiliary_rows(auxiliary: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Returns the loss where a smaller model reads prompts."""
+    if auxiliary is None:
         return []
     return [
         (
-            f"prompts read by {found['name']}, rule {rule}",
+            f"prompts read by {auxiliary['name']}, rule {rule}",
             f"{row['nll']:.3f} nats a token, computed {row['exact_nll']:.3f}, no prompt "
-            f"{row['no_prompt_nll']:.3f}, {found['name']} alone {found['alone_nll']:.3f}; KLD "
-            f"{row['kld']:.3f}",
+            f"{row['no_prompt_nll']:.3f}, {auxiliary['name']} alone {auxiliary['alone_nll']:.3f}; "
+            f"KLD {row['kld']:.3f}",
         )
-        for rule, row in found["rules"].items()
+        for rule, row in auxiliary["rules"].items()
     ]
 
 
-def _print(bundle: "Bundle", report: dict[str, Any], source: str) -> None:
+def _print(bundle: "Bundle", report: dict[str, Any], source: str, *, verbose: bool) -> None:
+    if verbose:
+        output.print_table(_rows(bundle, report, source))
+    output.print_data(
+        f"{report['path']} is ready: {format_bytes(report['bytes'])}, made in "
+        f"{output.duration(report['seconds'])}; {output.quality_text(report)}."
+    )
+    advice = dict(output.verdict_rows(report, source)).get("advice")
+    if advice is not None and not verbose:
+        output.print_data(advice)
+    # A folder with only a GGUF file needs llama.cpp to run; the file itself does not.
+    model = report["path"] if bundle.has_onnx else str(bundle.path / GGUF_FILE)
+    output.print_note(
+        f"try: {first_command(bundle, model)}" + ("" if verbose else "  (-v: every number)")
+    )
+
+
+def _rows(bundle: "Bundle", report: dict[str, Any], source: str) -> list[tuple[str, Any]]:
+    """Returns all facts about the bundle as rows of a table."""
     kv, predicted = report["kv"], _prediction_rows(report)
-    rows = [
+    return [
         ("bundle", report["path"]),
         ("model", f"{report['name']} ({report['model_type']})"),
         *output.weight_rows(report),
@@ -272,20 +292,10 @@ def _print(bundle: "Bundle", report: dict[str, Any], source: str) -> None:
         *predicted,
         ("total", f"{format_bytes(report['bytes'])} in {report['seconds']:.1f} s"),
     ]
-    output.print_table(rows)
-    output.print_note(f"try: kvq run -m {report['path']} {_example(bundle)}")
-
-
-def _example(bundle: "Bundle") -> str:
-    """What to ask the model first: a question, of one that chats."""
-    tokenizer = bundle.tokenizer()
-    if tokenizer is None or tokenizer.chat_template is None:
-        return "'Once upon a time'"
-    return "--chat 'Who are you?'"
 
 
 def _type_rows(types: dict[str, Any]) -> list[tuple[str, str]]:
-    """What became of the tensors of each type of the file it came from."""
+    """Returns what became of the tensors of each type in a GGUF source."""
     rows: list[tuple[str, str]] = []
     for kind, row in sorted(types.items()):
         formats = ", ".join(f"{count} as {form}" for form, count in row["formats"].items())

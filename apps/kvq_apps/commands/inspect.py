@@ -1,6 +1,6 @@
-"""`kvq inspect`: what a model or a saved session holds, every byte checked, and what it takes.
+"""`kvq inspect`: shows and checks what a model or a saved session holds, and what it takes.
 
-One kind of file, one report: an object for `--json` and its table.
+Each kind of file has a report: an object for `--json` and a table.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -8,20 +8,22 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.errors import KvqError, ModelError, SnapshotError, UsageError, argument
+from kvq.errors import KvqError, ModelError, SnapshotError, UsageError, argument, reason_of
+from kvq.files import path_of
 from kvq.formats import format_bytes
-from kvq_apps import flags, options, output
-from kvq_apps.flags import told
+from kvq_apps.settings import flags, options
+from kvq_apps.settings.flags import format_error
+from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
     from kvq_runtime.backends import ModelFiles
-    from kvq_runtime.bundle import Bundle
+    from kvq_runtime.bundle.bundle import Bundle
 
 Rows = list[tuple[str, Any]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq inspect`."""
+    """Adds the flags of `kvq inspect`."""
     parser.add_argument(
         "path",
         nargs="?",
@@ -29,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a bundle, a GGUF file, a checkpoint folder, a saved session or a model's name; "
         "without one the models made or run so far are listed",
     )
-    flags.add_flags(parser, "model", "offline", "estimate", "remove", "names")
+    flags.add_flags(parser, "model", "offline", "estimate", "names", "verbose")
     sized = parser.add_argument_group("estimating")
     flags.add_flags(
         sized, "threads", "weights-budget", "ctx-size",
@@ -40,32 +42,54 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    from kvq_apps.model_path import default_name
+    from kvq_apps.names.model_path import default_name
 
     name = arguments.path
-    if name is None and (options.written(arguments, "model") or arguments.estimate):
+    if name is None and (options.on_command_line(arguments, "model") or arguments.estimate):
         name = arguments.model or default_name()
     if arguments.names:
         return _print_names(as_json=arguments.json)
-    if arguments.remove:
-        return _remove(arguments.path or arguments.model, as_json=arguments.json)
     if name is None:
         return _list(as_json=arguments.json)
     report, rows = _inspected(name, arguments)
     if arguments.json:
         output.print_json(report)
+    elif arguments.verbose or "session" not in report:
+        output.print_table(rows)
     else:
-        output.print_table([output.line(cell) for cell in row] for row in rows)
+        _print_summary(name, report)
     return 0
 
 
+def _print_summary(name: str, report: dict[str, Any]) -> None:
+    """Prints what the model is, how good it is, what its cache holds and what to do next."""
+    from kvq_apps.terminal import cache_report, estimate
+
+    size, session = format_bytes(report["weight_bytes"]), report["session"]
+    good = f"; {output.quality_text(report)}" if report.get("quality") else ""
+    family = report.get("model_type") or report["architecture"]
+    # Only a bundle has hashes to compare.
+    intact = ", nothing is damaged" if "model_type" in report else ""
+    output.print_data(output.line(f"{report['name']} ({family}): {size} of weights{intact}{good}."))
+    if "estimate" in report:
+        output.print_data(estimate.summary(report["estimate"]))
+    output.print_data(
+        "It is put into kvq's layout when it first runs; what its cache holds is known then."
+        if session is None
+        else f"Its cache takes {format_bytes(session['kv_budget'])} unless --kv-budget says "
+        f"otherwise, and holds {cache_report.sentence(session)}."
+    )
+    more = "" if "estimate" in report else "--estimate says what it takes in memory, "
+    output.print_note(f"try: kvq run -m {name} ...; {more}-v every number")
+
+
 def _inspected(name: str, arguments: Namespace) -> tuple[dict[str, Any], Rows]:
-    from kvq_apps import gguf_report
-    from kvq_apps.model_path import resolve_model
-    from kvq_runtime.bundle import Bundle
-    from kvq_runtime.gguf_file import GgufFile
-    from kvq_runtime.gguf_format import is_gguf
-    from kvq_runtime.snapshot import is_snapshot
+    from kvq_apps.names.model_path import resolve_model
+    from kvq_apps.terminal import estimate, gguf_report
+    from kvq_runtime.bundle.bundle import Bundle
+    from kvq_runtime.bundle.gguf_file import GgufFile
+    from kvq_runtime.bundle.gguf_format import is_gguf
+    from kvq_runtime.session.snapshot import is_snapshot
 
     path = _located(name)
     files: ModelFiles
@@ -91,22 +115,38 @@ def _inspected(name: str, arguments: Namespace) -> tuple[dict[str, Any], Rows]:
     else:
         files = Bundle.open(path)
         report, rows = _bundle(files), _bundle_rows
+    sizes = estimate.estimate(
+        _files_to_run(files),
+        **options.session_options(arguments),
+        **options.keywords(arguments, threads="threads", weights_budget="weights-budget"),
+    )
+    report |= {"session": _session(files, sizes), "weight_bytes": sizes["weight_bytes"]}
     if not arguments.estimate:
         return report, rows(report)
+    return report | {"estimate": sizes}, rows(report) + estimate.rows(sizes)
 
-    from kvq_apps import estimate
 
-    found = estimate.estimate(
-        files,
-        **options.session_options(arguments),
-        **options.given(arguments, threads="threads", weights_budget="weights-budget"),
-    )
-    return report | {"estimate": found}, rows(report) + estimate.rows(found)
+def _session(files: "ModelFiles", sizes: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns what a default session holds; None for a GGUF file that was not run yet."""
+    from kvq_runtime.bundle.gguf_file import GgufFile
+
+    return None if isinstance(_files_to_run(files), GgufFile) else sizes["session"]
+
+
+def _files_to_run(files: "ModelFiles") -> "ModelFiles":
+    """Returns the bundle that was made of a GGUF file, else the files themselves."""
+    from kvq_apps.names.model_path import bundle_of_gguf
+    from kvq_runtime.bundle.bundle import Bundle
+
+    if isinstance(files, Bundle):
+        return files
+    made = bundle_of_gguf(files.path)
+    return files if made is None else Bundle.open(made, verify="size")
 
 
 def _located(name: str) -> Path:
-    """The path itself, or the bundle of a model called so. Raises `ModelError`."""
-    from kvq_apps.model_path import (
+    """Returns the path itself, or the bundle of a model with this name. Raises `ModelError`."""
+    from kvq_apps.names.model_path import (
         EMBEDDED,
         FILE_BACKEND,
         check_regular,
@@ -114,10 +154,10 @@ def _located(name: str) -> Path:
         ready_model,
         resolve_model,
     )
-    from kvq_apps.pulling.wanted import in_catalogue
-    from kvq_runtime.gguf_format import is_gguf
+    from kvq_apps.names.pull_request import in_catalogue
+    from kvq_runtime.bundle.gguf_format import is_gguf
 
-    path = Path(name).expanduser()
+    path = path_of(name, ModelError)
     if not is_name(name) and (path.exists() or is_gguf(path)):
         check_regular(path)
         return path
@@ -131,29 +171,30 @@ def _located(name: str) -> Path:
 
 
 def _bundle(bundle: "Bundle") -> dict[str, Any]:
-    from kvq.config import DEFAULT_DRAFT_TOKENS
     from kvq.formats import bytes_per_token, seen_tokens
-    from kvq.geometry import Geometry, conv_bytes, delta_row_bytes, delta_state_bytes
+    from kvq.sizing import ClassSpec
+    from kvq_runtime.backends.paged import class_fields
 
     config, manifest = bundle.config, bundle.manifest.to_json()
     experts = bundle.experts
+    first = ClassSpec(
+        **class_fields(config)[0], plan=bundle.manifest.kv, context_tokens=config.context_length
+    )
+    regions = first.whole_geometry.regions_for(0, 0)
     token_bytes = at_context = 0.0
-    for one in config.cache_classes:
-        own = bytes_per_token(one.shape, bundle.manifest.kv)
-        layers = one.shape.num_layers
-        seen = seen_tokens(layers, one.windows, config.context_length)
-        token_bytes += own
-        at_context += own * seen / layers
+    for cache_class in config.cache_classes:
+        class_bytes = bytes_per_token(cache_class.shape, bundle.manifest.kv)
+        layers = cache_class.shape.num_layers
+        seen = seen_tokens(layers, cache_class.windows, config.context_length)
+        token_bytes += class_bytes
+        at_context += class_bytes * seen / layers
     return manifest | {
         "path": str(bundle.path),
         "bytes": sum(file["bytes"] for file in manifest["files"].values()),
         "bytes_per_token": token_bytes,
         "bytes_at_context": round(at_context),
-        "conv_bytes": conv_bytes(config.conv_shape, DEFAULT_DRAFT_TOKENS),
-        "delta_bytes": delta_row_bytes(
-            config.delta_shape, DEFAULT_DRAFT_TOKENS, Geometry.delta_states
-        )
-        + delta_state_bytes(config.delta_shape, Geometry.delta_states),
+        "conv_bytes": regions.conv_rows,
+        "delta_bytes": regions.delta_rows + regions.delta_states,
         "fp16_bytes_per_token": config.float_bytes_per_token,
         "experts": None if experts is None else experts.to_json(),
     }
@@ -183,7 +224,7 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
             "KV at context",
             format_bytes(report["bytes_at_context"]) + _windowed(config),
         ),
-        *_others(report),
+        *_other_layers(report),
         ("sampling", _sampling(report["sampling"])),
         ("end tokens", " ".join(map(str, report["eos_token_id"])) or "none"),
         *((f"source, {key}", value) for key, value in output.flat(report["source"])),
@@ -196,36 +237,36 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
     ]
 
 
-def _experts(found: dict[str, int] | None) -> Rows:
-    """How much of the weights `--weights-budget` may leave on the disk."""
-    if found is None:
+def _experts(experts: dict[str, int] | None) -> Rows:
+    """Returns how much of the weights `--weights-budget` may leave on the disk."""
+    if experts is None:
         return []
     return [
         (
             "experts",
-            f"{format_bytes(found['bytes'])} of the weights, of which a token reads "
-            f"{format_bytes(found['token_bytes'])}; --weights-budget from "
-            f"{format_bytes(found['least_budget'])}",
+            f"{format_bytes(experts['bytes'])} of the weights, of which a token reads "
+            f"{format_bytes(experts['token_bytes'])}; --weights-budget from "
+            f"{format_bytes(experts['least_budget'])}",
         )
     ]
 
 
 def _sampling(fields: dict[str, float]) -> str:
-    """What chats and requests that say nothing of it are sampled with."""
-    said = ", ".join(f"{name} {value:g}" for name, value in fields.items())
-    return said or "kvq's own defaults; the model asks for none"
+    """Returns the model's own sampling, in words."""
+    settings = ", ".join(f"{name} {value:g}" for name, value in fields.items())
+    return settings or "kvq's own defaults; the model asks for none"
 
 
 def _shape(config: dict[str, Any]) -> str:
     mixers = [layer["mixer"] for layer in config["layers"]]
-    attending = [one for one in mixers if "heads" in one]
-    kinds = Counter((one["heads"], one["kv_heads"], one["head_dim"]) for one in attending)
+    attending = [mixer for mixer in mixers if "heads" in mixer]
+    kinds = Counter((mixer["heads"], mixer["kv_heads"], mixer["head_dim"]) for mixer in attending)
     heads = [
         (f"{count} with " if count < len(mixers) else "")
         + f"{heads} heads over {kv_heads} KV heads of {head_dim}"
         for (heads, kv_heads, head_dim), count in kinds.items()
     ]
-    readers = sum(one.get("kv_from") is not None for one in mixers)
+    readers = sum(mixer.get("kv_from") is not None for mixer in mixers)
     reading = f", {readers} read others' keys and values" if readers else ""
     return (
         f"{len(mixers)} layers, {', '.join(heads)}{reading}, hidden "
@@ -233,26 +274,26 @@ def _shape(config: dict[str, Any]) -> str:
     )
 
 
-def _others(report: dict[str, Any]) -> Rows:
-    """How many layers do not attend, and what a session holds for them whatever its text."""
+def _other_layers(report: dict[str, Any]) -> Rows:
+    """Returns how many layers have no attention, and what a session holds for them."""
     layers = report["config"]["layers"]
     count = sum("heads" not in layer["mixer"] for layer in layers)
     if not count:
         return []
     deltas = report["delta_bytes"]
     name, most = ("delta nets", "up to ") if deltas else ("convolutions", "")
-    held = format_bytes(deltas or report["conv_bytes"])
-    return [(name, f"{count} of {len(layers)} layers, which hold {most}{held} of any budget")]
+    size = format_bytes(deltas or report["conv_bytes"])
+    return [(name, f"{count} of {len(layers)} layers, which hold {most}{size} of any budget")]
 
 
 def _windowed(config: dict[str, Any]) -> str:
-    """Which layers hold less than the context."""
+    """Says how many layers see less than the context."""
     windows = [layer["mixer"].get("window_tokens", 0) for layer in config["layers"]]
     some = sorted({window for window in windows if window})
     if not some:
         return ""
-    those = " or ".join(map(str, some))
-    return f" ({sum(map(bool, windows))} of {len(windows)} layers see the last {those} tokens)"
+    sizes = " or ".join(map(str, some))
+    return f" ({sum(map(bool, windows))} of {len(windows)} layers see the last {sizes} tokens)"
 
 
 # The list
@@ -260,7 +301,7 @@ def _windowed(config: dict[str, Any]) -> str:
 
 def _print_names(*, as_json: bool) -> int:
     """Prints what `-m` takes: the embedded models, and those that were made or run."""
-    from kvq_apps.model_path import known_names
+    from kvq_apps.names.model_path import known_names
     from kvq_models.embedded import installed_names
 
     names = list(dict.fromkeys((*installed_names(), *known_names())))
@@ -271,40 +312,17 @@ def _print_names(*, as_json: bool) -> int:
     return 0
 
 
-def _remove(name: str | None, *, as_json: bool) -> int:
-    """Deletes a bundle. Raises `UsageError` for anything else: that is not ours."""
-    from kvq_apps import known_models
-    from kvq_runtime.manifest import MANIFEST_FILE
-
-    if name is None:
-        raise UsageError(
-            f"{argument('--remove')} needs the bundle to delete; `kvq inspect` lists them"
-        )
-    path = _located(name).resolve()
-    if not (path / MANIFEST_FILE).exists():
-        raise UsageError(
-            f"{argument('--remove')} deletes bundles only, and {path} is none; delete it yourself"
-        )
-    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    known_models.remove(path)
-    if as_json:
-        output.print_json({"removed": str(path), "bytes": num_bytes})
-    left = "; the folder has other files and stays" if path.exists() else ""
-    output.print_note(f"removed {path} ({format_bytes(num_bytes)}){left}")
-    return 0
-
-
 def _list(*, as_json: bool) -> int:
     """Prints the models that were made or run; a damaged one is a row that says so."""
-    from kvq_apps.model_path import known_names
+    from kvq_apps.names.model_path import known_names
 
-    found = [_listed(name, path) for name, path in sorted(known_names().items())]
+    models = [_listed(name, path) for name, path in sorted(known_names().items())]
     if as_json:
-        output.print_json({"models": found})
-    elif found:
+        output.print_json({"models": models})
+    elif models:
         output.print_table(
-            ([output.line(cell) for cell in _listed_row(one)] for one in found),
-            header=("name", "family", "weights", "KV", "context", "path"),
+            (_listed_row(model) for model in models),
+            header=("name", "family", "weights", "cache holds", "path"),
         )
     else:
         output.print_note(
@@ -315,10 +333,10 @@ def _list(*, as_json: bool) -> int:
 
 
 def _listed(name: str, path: Path) -> dict[str, Any]:
-    """What the list says of the model at `path`, which `-m name` means."""
-    from kvq_apps import gguf_report
-    from kvq_runtime.bundle import Bundle
-    from kvq_runtime.gguf_file import GgufFile
+    """Returns the list's facts about the model at `path`, which `-m name` means."""
+    from kvq_apps.terminal import estimate, gguf_report
+    from kvq_runtime.bundle.bundle import Bundle
+    from kvq_runtime.bundle.gguf_file import GgufFile
 
     files: ModelFiles
     try:
@@ -330,26 +348,33 @@ def _listed(name: str, path: Path) -> dict[str, Any]:
             files = Bundle.open(path, verify="size")
             report = _bundle(files)
             family = report["model_type"]
+        session = _session(files, estimate.estimate(_files_to_run(files)))
     except KvqError as error:
-        return {"name": name, "path": str(path), "error": told(error)}
+        return {"name": name, "path": str(path), "error": format_error(error)}
     kept = ("path", "bytes", "context_length", "bytes_per_token")
     return {"name": name, "model": report["name"], "model_type": family} | {
         **{key: report[key] for key in kept},
         "weight_bytes": files.weights_json()["bytes"],
-        "kv": output.kv_text(files.kv.k_bits, files.kv.v_bits),
+        "kv": output.kv_text(files.kv.k_bits, files.kv.v_bits)
+        if session is None
+        else session["kv"],
+        "session": session,
     }
 
 
 def _listed_row(row: dict[str, Any]) -> tuple[Any, ...]:
     if "error" in row:
-        return (row["name"], "-", "-", "-", "-", f"unusable: {row['error']}")
-    token_bytes = row["bytes_per_token"]
+        return (row["name"], "-", "-", "-", f"unusable: {row['error']}")
+    session, context = row["session"], row["context_length"]
+    holds = "not run yet"
+    if session is not None:
+        fits = min(session["budget_tokens"], context)
+        holds = f"{fits:,} of {context:,} tokens at {session['kv']}"
     return (
         row["name"],
         row["model_type"],
         format_bytes(row["weight_bytes"]),
-        row["kv"] + (f", {token_bytes:.0f} bytes a token" if token_bytes else ""),
-        row["context_length"],
+        holds,
         row["path"],
     )
 
@@ -358,8 +383,8 @@ def _listed_row(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], Rows]:
-    """A checkpoint that every tensor of its architecture was found in."""
-    from kvq_export.source import open_source
+    """Returns the report on a checkpoint after checking that all tensors are there."""
+    from kvq_export.read.source import open_source
 
     source = open_source(folder)
     family, config, _ = source.config()
@@ -394,23 +419,23 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], Rows]:
 
 
 def _snapshot(path: Path) -> tuple[dict[str, Any], Rows]:
-    from kvq_runtime import snapshot
+    from kvq_runtime.session import snapshot
 
-    taken = snapshot.examine(path)
-    identity = taken.identity
+    saved = snapshot.examine(path)
+    identity = saved.identity
     report: dict[str, Any] = {
         "format": snapshot.FORMAT,
-        "version": taken.version,
+        "version": saved.version,
         "path": str(path),
         "bytes": path.stat().st_size,
-        "tokens": len(taken.state.tokens),
-        "cache_bytes": len(taken.state.cache),
+        "tokens": len(saved.state.tokens),
+        "cache_bytes": len(saved.state.cache),
         **identity,
     }
     try:
         return report, [
             ("session", report["path"]),
-            ("format", f"{snapshot.FORMAT} version {taken.version}, sha256 ok"),
+            ("format", f"{snapshot.FORMAT} version {saved.version}, sha256 ok"),
             ("tokens", f"{report['tokens']}, of a context of {identity['context_tokens']}"),
             ("KV plan", output.kv_text(identity["plan"]["k_bits"], identity["plan"]["v_bits"])),
             ("KV budget", format_bytes(identity["budget_bytes"])),
@@ -418,4 +443,6 @@ def _snapshot(path: Path) -> tuple[dict[str, Any], Rows]:
             ("model", f"fingerprint {identity['model']}"),
         ]
     except (KeyError, TypeError) as error:
-        raise SnapshotError(f"{path} lacks what it must say of its session: {error!r}") from error
+        raise SnapshotError(
+            f"{path} lacks what it must say of its session: {reason_of(error)}"
+        ) from error

@@ -1,27 +1,34 @@
-"""`kvq lsp`: a language server that completes code, for any editor that speaks LSP 3.18."""
+"""`kvq lsp`: runs a language server that completes code, for editors that speak LSP 3.18."""
 
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from kvq_apps import flags, options
-from kvq_apps.completion import asked
+from kvq.errors import UsageError
+from kvq_apps.completion import engine_options
+from kvq_apps.settings import flags, options, sources
+from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
-    from kvq_apps.lsp.server import Completer
+    from kvq_apps.lsp.language_server import Completer
 
-# A file of some thousand lines and what is suggested in it.
+# Enough for a file of some thousand lines and a suggestion.
 DEFAULT_CONTEXT = 8192
 DEFAULT_FILES = 2
+# Flags that an editor may set in its `initializationOptions`.
+EDITOR_FLAGS = (
+    "model", "backend", "device", "server", "api-key", "kv", "kv-budget", "kv-policy", "ctx-size",
+    "predict", "files", "exact",
+)  # fmt: skip
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq lsp`."""
+    """Adds the flags of `kvq lsp`."""
     parser.add_argument("name", nargs="?", metavar="MODEL", help="see --model")
-    asked.add_arguments(parser)
+    engine_options.add_arguments(parser)
     flags.add_flags(
         parser, "exact", "files", "server", "api-key",
         server="suggestions of a running `kvq serve`, http://HOST:PORT or the path of its "
@@ -32,41 +39,66 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code. Standard output carries frames only."""
-    from kvq_apps.lsp.server import LanguageServer
+    from kvq_apps.lsp.language_server import LanguageServer
 
-    asked.check(arguments)
+    engine_options.check(arguments)
 
     def load() -> "Completer":
         if arguments.server is not None:
-            from kvq_apps.completion.served import ServedCompletions
+            from kvq_apps.completion.remote_completer import RemoteCompleter
 
-            return ServedCompletions(
+            return RemoteCompleter(
                 arguments.server,
                 exact=arguments.exact,
                 api_key=arguments.api_key,
-                **asked.drafts_and_tokens(arguments),
+                **engine_options.drafts_and_tokens(arguments),
             )
         from kvq_apps.opening import open_engine
 
         engine = open_engine(options.model_name(arguments), **options.engine_options(arguments))
         files = DEFAULT_FILES if arguments.files is None else arguments.files
-        return asked.completion_engine(
+        return engine_options.completion_engine(
             arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact, files=files
         )
 
     def log(line: str) -> None:
-        print(f"kvq lsp: {line}", file=sys.stderr, flush=True)
+        output.print_note(f"kvq lsp: {line}")
+
+    def configure(editor: Mapping[str, Any]) -> None:
+        take_editor_options(arguments, editor, log)
 
     with _own_stdout() as sink:
-        return LanguageServer(sys.stdin.buffer, sink, load, log, arguments.untrusted).run()
+        return LanguageServer(sys.stdin.buffer, sink, load, log, configure).run()
+
+
+def take_editor_options(
+    arguments: Namespace, editor: Mapping[str, Any], log: Callable[[str], None]
+) -> None:
+    """Sets flags from the editor's options, unless they are on the command line.
+
+    The editor's options replace values of other sources. A wrong value is logged and ignored.
+    """
+    for name in EDITOR_FLAGS:
+        value = editor.get(name)
+        if value is None or options.on_command_line(arguments, name):
+            continue
+        try:
+            setattr(arguments, flags.field(name), sources.checked_value(name, value, name))
+        except UsageError as error:
+            log(f"{flags.format_error(error)}; it stays as it was")
+            continue
+        for width in flags.KV_WIDTHS if name == "kv" else ():
+            # Widths of the environment or the file do not change the editor's `kv`.
+            if not options.on_command_line(arguments, width):
+                setattr(arguments, flags.field(width), None)
 
 
 @contextmanager
 def _own_stdout() -> Generator[BinaryIO]:
-    """Standard output for frames alone: what a library prints, native or not, joins the log."""
+    """Yields standard output for frames only; what libraries print goes to the log instead."""
     stdout = sys.stdout.fileno()
     log = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
-    # Without a buffer, whose lock a write that nobody reads would hold for ever.
+    # It has no buffer, whose lock a write that nobody reads would hold for ever.
     with os.fdopen(os.dup(stdout), "wb", buffering=0) as sink:
         os.dup2(log, stdout)
         try:

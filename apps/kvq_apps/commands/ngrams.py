@@ -1,4 +1,4 @@
-"""`kvq ngrams`: counts short runs of tokens in files of one's own, for Superposed Decoding."""
+"""`kvq ngrams`: counts n-grams of tokens in the user's own files, for Superposed Decoding."""
 
 import os
 import subprocess
@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq.errors import DataError, UsageError
+from kvq.files import read_regular
 from kvq.formats import format_bytes
 from kvq.settings import harmless_git
-from kvq_apps import flags, options, output, text_input
+from kvq_apps.settings import flags, options
+from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
     from kvq_models.tokenizer import Tokenizer
@@ -18,13 +20,13 @@ if TYPE_CHECKING:
 ACTIONS = ("build", "show", "remove")
 # A larger file is data or was made by a program.
 MOST_FILE_BYTES = 1 << 20
-# Python puts this file into each of its virtual environments, which hold what others wrote.
+# Python puts this file into every virtual environment, whose files are not the user's.
 VIRTUAL_ENVIRONMENT = "pyvenv.cfg"
 GIT_LIMIT_S = 60
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq ngrams`."""
+    """Adds the flags of `kvq ngrams`."""
     parser.add_argument(
         "action",
         nargs="?",
@@ -53,8 +55,8 @@ def run(arguments: Namespace) -> int:
     if (arguments.action == "build") != bool(arguments.paths):
         needs = "needs files or folders" if arguments.action == "build" else "takes no paths"
         raise UsageError(f"kvq ngrams {arguments.action} {needs}: kvq ngrams build PATH...")
-    from kvq_apps.model_path import resolve_model
-    from kvq_apps.ngram_file import ngram_file
+    from kvq_apps.names.model_path import resolve_model
+    from kvq_apps.names.ngram_file import ngram_file
     from kvq_runtime.engine import Engine
 
     engine_options = options.engine_options(arguments)
@@ -65,36 +67,36 @@ def run(arguments: Namespace) -> int:
     if arguments.action == "build":
         _build(arguments.paths, file, tokenizer)
     elif arguments.action == "remove":
-        there = file.exists()
+        existed = file.exists()
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
             raise DataError(f"{file} cannot be removed: {error.strerror}") from None
         if not arguments.json:
-            output.print_note("removed" if there else f"there were no n-grams for {model}")
+            output.print_note("removed" if existed else f"there were no n-grams for {model}")
     _show(file, model, as_json=arguments.json)
     return 0
 
 
 def _build(paths: list[str], file: Path, tokenizer: "Tokenizer") -> None:
-    from kvq_apps.ngram_file import identity
+    from kvq_apps.names.ngram_file import identity
     from kvq_specdraft.ngrams import build
 
-    found = list(dict.fromkeys(own for path in paths for own in _files(Path(path))))
-    named = {Path(path) for path in paths}
+    files = list(dict.fromkeys(file_path for path in paths for file_path in _files(Path(path))))
+    named_paths = {Path(path) for path in paths}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{file.parent} cannot be made: {error.strerror}") from None
-    with output.Progress() as progress:
+    with output.ProgressBar() as progress:
 
         def texts() -> Iterator[list[int]]:
             counted = False
-            for number, path in enumerate(found, 1):
-                if text := _text(path, through_links=path in named):
+            for number, path in enumerate(files, 1):
+                if text := _text(path, through_links=path in named_paths):
                     counted = True
                     yield tokenizer.encode(text)
-                progress(number, len(found))
+                progress(number, len(files))
             if not counted:
                 raise UsageError(f"{', '.join(paths)}: there is no text file to count")
 
@@ -102,7 +104,7 @@ def _build(paths: list[str], file: Path, tokenizer: "Tokenizer") -> None:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """`path`, or the files of one's own below it; links are left out, since they may lead away."""
+    """Yields `path`, or the user's files below it, without links, which may lead elsewhere."""
     if not path.exists():
         raise UsageError(f"{path} does not exist; give text files or folders")
     if not path.is_dir():
@@ -136,9 +138,9 @@ def _is_checkout(folder: Path) -> bool:
 
 
 def _ignored(folder: Path) -> set[Path]:
-    """What git leaves out of the checkout at `folder`: files, and folders in place of all in them.
+    """Returns the files and folders that git ignores in the checkout at `folder`.
 
-    Where git cannot be asked, one note says why, and nothing is left out.
+    If git fails, a note says why, and nothing is ignored.
     """
     words = ["ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
     command, environment = harmless_git()
@@ -152,17 +154,17 @@ def _ignored(folder: Path) -> set[Path]:
             timeout=GIT_LIMIT_S,
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error).encode()
-        reason = " ".join(said.decode("utf-8", "replace").split())
+        message = getattr(error, "stderr", None) or str(error).encode()
+        reason = " ".join(message.decode("utf-8", "replace").split())
         output.print_note(f"{folder}: git does not say what .gitignore names ({reason})")
         return set()
     return {folder / os.fsdecode(name.rstrip(b"/")) for name in listed.split(b"\0") if name}
 
 
 def _text(path: Path, *, through_links: bool) -> str:
-    """What a file says; nothing where it is no text, or too large to be one's own."""
+    """Returns a file's text, or an empty one where it is no text or too large."""
     try:
-        content = text_input.read_regular(path, MOST_FILE_BYTES, through_links=through_links)
+        content = read_regular(path, MOST_FILE_BYTES, through_links=through_links)
         return content.decode("utf-8")
     except (OSError, DataError, UnicodeDecodeError):
         return ""

@@ -1,14 +1,19 @@
-"""`kvq pull`: fetch a model by its name and make a bundle of it."""
+"""`kvq pull`: fetches a model by its name and makes a bundle of it."""
 
 from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
 
 from kvq.errors import UsageError
 from kvq.formats import format_bytes
-from kvq_apps import flags, output
+from kvq_apps.settings import flags
+from kvq_apps.terminal import output
+
+if TYPE_CHECKING:
+    from kvq_runtime.bundle.bundle import Bundle
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq pull`."""
+    """Adds the flags of `kvq pull`."""
     parser.add_argument(
         "source",
         nargs="?",
@@ -17,9 +22,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "hf.co/OWNER/REPOSITORY:TYPE for a GGUF file of the hub, or a path",
     )
     flags.add_flags(
-        parser, "list", "names", "force", "offline",
+        parser, "list", "names", "force", "yes", "offline",
         list="list the catalogue, and models that Ollama, LM Studio and the hub's cache have here",
         names="print the names that can be pulled, one a line",
+        yes="change nothing: a pull that is asked for by name asks nothing",
         force="pull again, and replace what is here under the name",
     )  # fmt: skip
 
@@ -33,14 +39,14 @@ def run(arguments: Namespace) -> int:
     if not arguments.source:
         raise UsageError("SOURCE is missing; `kvq pull --list` shows what has a name")
 
-    from kvq_apps.pulling.pull import pull
-    from kvq_apps.pulling.wanted import wanted
+    from kvq_apps.names.pull_request import parse_pull_request
+    from kvq_apps.names.pulling import pull
 
-    asked = wanted(arguments.source)
-    bundle = pull(asked, anew=arguments.force)
+    request = parse_pull_request(arguments.source)
+    bundle = pull(request, replace=arguments.force)
     num_bytes = sum(file.num_bytes for file in bundle.manifest.files.values())
     report = {
-        "name": asked.name,
+        "name": request.name,
         "path": str(bundle.path),
         "bytes": num_bytes,
     }
@@ -48,47 +54,61 @@ def run(arguments: Namespace) -> int:
         output.print_json(report)
     else:
         output.print_note(
-            f"{asked.name} takes {format_bytes(num_bytes)} in {bundle.path}; try: "
-            f'kvq run -m {asked.name} --chat "What is the capital of France?"'
+            f"{request.name} is ready and takes {format_bytes(num_bytes)} in {bundle.path}\n"
+            f"try: {first_command(bundle, request.name)}"
         )
     return 0
 
 
-def _print_names(*, as_json: bool) -> int:
-    from kvq_apps.pulling.wanted import names
+def first_command(bundle: "Bundle", name: str) -> str:
+    """Returns a command to try the model with, from the catalogue if the model is in it."""
+    from kvq_models.catalogue import FIRST_QUESTION, catalogue
 
-    found = list(dict.fromkeys(names()))
+    tokenizer, known = bundle.tokenizer(), catalogue().get(name)
+    if tokenizer is None or tokenizer.chat_template is None:
+        return f'kvq run -m {name} "Once upon a time"'
+    question = FIRST_QUESTION if known is None else known.question
+    return f'kvq run -m {name} --chat "{question}"'
+
+
+def _print_names(*, as_json: bool) -> int:
+    from kvq_apps.names.pull_request import names
+
+    known_names = list(dict.fromkeys(names()))
     if as_json:
-        output.print_json({"names": found})
+        output.print_json({"names": known_names})
     else:
-        output.print_data("\n".join(found))
+        output.print_data("\n".join(known_names))
     return 0
 
 
 def _list(*, as_json: bool) -> int:
     from dataclasses import asdict
 
-    from kvq_apps.pulling.pulled import pulled
-    from kvq_apps.pulling.stores import found_models
+    from kvq_apps.names.pull_records import pulled_bundle
+    from kvq_apps.names.stores import stored_models
     from kvq_models.catalogue import catalogue
 
-    elsewhere = found_models()
-    models = [asdict(one) | {"here": pulled(one.name) is not None} for one in catalogue().values()]
+    stored = stored_models()
+    models = [
+        asdict(model) | {"here": pulled_bundle(model.name) is not None}
+        for model in catalogue().values()
+    ]
     if as_json:
-        output.print_json({"models": models, "found": [asdict(one) for one in elsewhere]})
+        output.print_json({"models": models, "found": [asdict(model) for model in stored]})
         return 0
     output.print_table(
         (
-            (row["name"], row["parameters"], row["license"], "yes" if row["here"] else "no",
-             row["good_for"])
+            (row["name"], row["parameters"], row["memory"], row["license"],
+             "yes" if row["here"] else "no", row["good_for"])
             for row in models
         ),
-        header=("name", "parameters", "licence", "here", "good for"),
+        header=("name", "parameters", "memory", "licence", "here", "good for"),
     )  # fmt: skip
-    if elsewhere:
+    if stored:
         output.print_data("")
         output.print_table(
-            ((one.name, format_bytes(one.num_bytes), one.program) for one in elsewhere),
+            ((model.name, format_bytes(model.num_bytes), model.program) for model in stored),
             header=("found here", "bytes", "left by"),
         )
     return 0

@@ -1,4 +1,4 @@
-"""`kvq serve`: answer HTTP requests as OpenAI's and llama-server's clients make them."""
+"""`kvq serve`: answers clients of OpenAI, Anthropic, Ollama and llama-server over HTTP."""
 
 import logging
 import os
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvq import __version__
 from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
-from kvq_apps import flags, options, output
+from kvq_apps.settings import flags, options
+from kvq_apps.terminal import cache_report, output
 
 if TYPE_CHECKING:
     from kvq_apps.serve.config import ServeConfig
@@ -24,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `kvq serve`."""
+    """Adds the flags of `kvq serve`."""
     parser.add_argument("name", nargs="?", metavar="[MODEL]", help="the model to serve")
     flags.add_flags(parser, *flags.ENGINE_FLAGS, "draft", "draft-model")
-    others = parser.add_argument_group("servers that run already").add_mutually_exclusive_group()
-    others.add_argument("--status", action="store_true", help="list your servers and end")
-    others.add_argument(
+    running = parser.add_argument_group("servers that run already").add_mutually_exclusive_group()
+    running.add_argument("--status", action="store_true", help="list your servers and end")
+    running.add_argument(
         "--stop",
         action="store_true",
         dest="stop_other",
@@ -55,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "(default: what {kvq.sizing:DEFAULT_TOKENS} tokens need)",
     )
     sampling = parser.add_argument_group(
-        "sampling, where a request does not say", flags.OWN_SAMPLING
+        "sampling, where a request does not say", flags.SAMPLING_NOTE
     )
     flags.add_flags(sampling, *(flag for flag in flags.SAMPLING_FLAGS if flag != "seed"))
 
@@ -69,10 +70,10 @@ def run(arguments: Namespace) -> int:
     if arguments.ray:
         return _serve_on_ray(arguments)
     for name in ("replicas", "autoscale"):
-        if options.written(arguments, name):
+        if options.on_command_line(arguments, name):
             raise UsageError(f"--{name} is for --ray, which runs several servers as one")
     model = options.model_name(arguments)
-    from kvq_apps.model_path import default_name, pull_missing
+    from kvq_apps.names.model_path import default_name, pull_missing
     from kvq_apps.serve.loading import load
     from kvq_apps.serve.server import Server
 
@@ -91,7 +92,7 @@ def run(arguments: Namespace) -> int:
 
 
 def serve_config(arguments: Namespace) -> "ServeConfig":
-    """The server that the flags ask for. Raises `UsageError`."""
+    """Returns the configuration that the flags ask for. Raises `UsageError`."""
     from kvq_apps.serve.config import ServeConfig
 
     return ServeConfig(
@@ -112,8 +113,8 @@ def _warn_of_others(config: "ServeConfig") -> None:
 
 
 def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) -> int:
-    """Runs `server`, found by others and with a log of its own."""
-    from kvq_apps.serve.instances import Instance, announced
+    """Runs `server` with a log, and lets other commands find it."""
+    from kvq_apps.serve.instances import Instance, announce
     from kvq_apps.serve.log import log_path, logged
     from kvq_apps.serve.protocol import PROTOCOL
 
@@ -129,7 +130,7 @@ def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) 
         grace_s=config.grace_s,
         log=str(path),
     )
-    with closing(server), logged(path, debug=debug), announced(instance):
+    with closing(server), logged(path, debug=debug), announce(instance):
         logger.info("kvq %s starts, protocol %d", __version__, PROTOCOL)
         try:
             server.run()
@@ -141,43 +142,45 @@ def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) 
 
 
 def _serve_on_ray(arguments: Namespace) -> int:
-    """Has Ray serve until SIGTERM or Ctrl-C."""
+    """Serves on Ray until SIGTERM or Ctrl-C."""
     from kvq_apps.fleet.cluster import connected
-    from kvq_apps.fleet.placing import Replicas
-    from kvq_apps.model_path import pull_missing
+    from kvq_apps.fleet.replicas import Replicas
+    from kvq_apps.names.model_path import pull_missing
 
     if arguments.socket is not None:
         raise UsageError("--ray listens on an address alone; leave out --socket")
     config = serve_config(arguments)
-    Replicas.asked(arguments)  # refused before anything is started
+    Replicas.from_arguments(arguments)  # refused before anything is started
     _warn_of_others(config)
     pull_missing(options.model_name(arguments))
     with connected():
-        from kvq_apps.fleet.serving import serve_until_told
+        from kvq_apps.fleet.fleet_process import serve_until_signal
 
         def announce(facts: Mapping[str, Any], url: str, replicas: int) -> None:
             _announce(facts, url, config.sessions * replicas, as_json=arguments.json)
 
-        serve_until_told(arguments, announce)
+        serve_until_signal(arguments, announce)
     return 0
 
 
 def _status(*, as_json: bool) -> int:
-    """Says which servers run."""
+    """Prints the running servers."""
     from dataclasses import asdict
 
     from kvq_apps.serve.instances import running
 
     rows = [(instance, _health(instance)) for instance in running()]
     if as_json:
-        output.print_json({"servers": [asdict(one) | {"state": state} for one, state in rows]})
+        output.print_json(
+            {"servers": [asdict(instance) | {"state": state} for instance, state in rows]}
+        )
     elif not rows:
         output.print_note("no `kvq serve` of yours is running")
     else:
         cells = [
-            (one.pid, one.address, one.model, state, _age(time.time() - one.started_at),
-             one.version)
-            for one, state in rows
+            (instance.pid, instance.address, instance.model, state,
+             _age(time.time() - instance.started_at), instance.version)
+            for instance, state in rows
         ]  # fmt: skip
         header = ("process", "address", "model", "state", "up", "kvq")
         output.print_table(cells, header=header)
@@ -185,8 +188,8 @@ def _status(*, as_json: bool) -> int:
 
 
 def _health(instance: "Instance") -> str:
-    """What `instance` says of itself: ready, loading, shutting_down; or that it is silent."""
-    from kvq_apps.serve.reach import get_json
+    """Returns the state of a server: ready, loading, shutting_down, or silent without answer."""
+    from kvq_apps.serve.server_connection import get_json
 
     try:
         answer = get_json(instance.url, instance.socket, "/health")
@@ -202,12 +205,12 @@ def _age(seconds: float) -> str:
 
 def _stop(arguments: Namespace) -> int:
     """Ends one server and waits for it."""
-    from kvq_apps.serve.instances import chosen, stop
+    from kvq_apps.serve.instances import find_instance, stop
 
-    written = options.written
-    instance = chosen(
-        arguments.port if written(arguments, "port") else None,
-        arguments.socket if written(arguments, "socket") else None,
+    on_command_line = options.on_command_line
+    instance = find_instance(
+        arguments.port if on_command_line(arguments, "port") else None,
+        arguments.socket if on_command_line(arguments, "socket") else None,
     )
     stop(instance)
     if arguments.json:
@@ -217,15 +220,17 @@ def _stop(arguments: Namespace) -> int:
 
 
 def _socket(arguments: Namespace) -> dict[str, Any]:
-    """`socket_path` and, when nothing asks for an address too, no `port`."""
+    """Returns `socket_path`, and no `port` unless a flag asks for an address too."""
     if arguments.socket is None:
         return {}
-    found: dict[str, Any] = {"socket_path": Path(arguments.socket).absolute()}
-    return found if options.given(arguments, port="port", host="host") else found | {"port": None}
+    values: dict[str, Any] = {"socket_path": Path(arguments.socket).absolute()}
+    return (
+        values if options.keywords(arguments, port="port", host="host") else values | {"port": None}
+    )
 
 
 def _announce(facts: Mapping[str, Any], url: str, sessions: int, *, as_json: bool) -> None:
-    """Says what is served where, when it can be used; `facts` as `ServedModel.facts`."""
+    """Prints what is served where, once it is ready; `facts` are those of `ServedModel.facts`."""
     if as_json:
         output.print_json(
             {"url": url, **facts, "sessions": sessions,
@@ -233,7 +238,6 @@ def _announce(facts: Mapping[str, Any], url: str, sessions: int, *, as_json: boo
         )  # fmt: skip
     output.print_note(
         f"serving {facts['model']} at {url}; {sessions} sessions of "
-        f"{format_bytes(facts['kv_budget'])} (KV {facts['kv']}), "
-        f"{format_bytes(facts['kv_budget'] * sessions)} together; each holds "
-        f"{output.holding_text(facts['budget_tokens'], facts['context'], facts['kv'])}"
+        f"{format_bytes(facts['kv_budget'])}, {format_bytes(facts['kv_budget'] * sessions)} "
+        f"together; each holds {cache_report.sentence(facts)}"
     )

@@ -1,1 +1,1 @@
-"""Code completion inside an edited file: documents, prompts, drafts. Knows no editor."""
+"""Code completion inside an edited file: documents, prompts, suggestions. Knows no editor."""

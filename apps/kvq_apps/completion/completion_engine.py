@@ -1,8 +1,8 @@
 """Completions at a place of a text, by a pool of this process whose sessions follow the texts.
 
-The whole file is the prompt (prefix, suffix, middle), and the cache holds it. What has changed
-since the last request, the cursor's own place included, is an edit: only new tokens go through the
-model. Each of the files that somebody was in last has a session of its own.
+The whole file is the prompt (prefix, suffix, middle), and the cache holds it. Whatever has changed
+since the last request, also the cursor's place, is an edit: only new tokens go through the model.
+Each of the last files has a session of its own.
 """
 
 import logging
@@ -13,24 +13,27 @@ from typing import Any
 
 from kvq.errors import UsageError, argument
 from kvq.settings import cache_folder
-from kvq_apps.completion.document import Document
-from kvq_apps.completion.drafts import (
+from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.frozen_file import MOST_TYPED, FrozenFile
+from kvq_apps.completion.prompts import GapPrompts
+from kvq_apps.completion.suggestions import (
+    BLOCK_TOKENS,
     DEFAULT_DRAFTS,
     DEFAULT_TOKENS,
     Completion,
-    to_show,
+    cursor_context,
+    filter_suggestions,
+    whole_lines,
 )
-from kvq_apps.completion.frozen import MOST_TYPED, Frozen
-from kvq_apps.completion.prompts import GapPrompts
 from kvq_models.infilling import fixed_tokens, infill_tokens
-from kvq_runtime.alternatives import Writer
+from kvq_runtime.answer.alternatives import Writer
+from kvq_runtime.answer.generation import Cancel, never_cancelled
+from kvq_runtime.answer.healing import heal
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import Cancel, never
-from kvq_runtime.healing import heal
 from kvq_runtime.serving import outbox
 from kvq_runtime.serving.job import Job
-from kvq_runtime.serving.outbox import Delta, Done, Failed, Outbox
+from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox
 from kvq_runtime.serving.pool import PoolConfig, Served, SessionPool
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.saving import SavedSessions
@@ -39,22 +42,23 @@ from kvq_runtime.serving.slots import Slots
 
 logger = logging.getLogger(__name__)
 
-# Rows that suggestions may take; longer or more ones are cut to them.
+# Cache rows for suggestions; more or longer suggestions are cut to fit.
 DRAFT_ROWS = 96
-# Of a long file so many characters a token of the context are looked at: code has 3 to 4.
+# Characters of a long file that are looked at, per token of the context: code has 3 to 4.
 NEAR_CHARACTERS = 6
-# How long a request waits before it asks whether it is still wanted.
+# How long a request waits before it checks whether it is still wanted.
 POLL_S = 0.005
 _OUTBOX_BYTES = 1 << 20
 _GREEDY = Sampling(temperature=0.0)
 
 
 class CompletionEngine:
-    """One engine, a session for each of `files`, up to `drafts` suggestions at a place.
+    """Completes texts with one engine and a session for each of `files`.
 
-    A suggestion has up to `tokens` tokens. `exact`: nothing that is cached ever precedes a change
-    on its left, as on a cache that cannot move what follows an edit. What is typed then stands
-    behind the frozen file (`Frozen`), and any other change encodes again from its place on.
+    It writes up to `drafts` suggestions of up to `tokens` tokens. `exact`: a cached token never
+    precedes a change on its left, as on a cache that cannot move tokens after an edit. Typed text
+    then stands after the frozen file (`FrozenFile`), and any other change encodes again from its
+    place on.
     """
 
     def __init__(
@@ -69,11 +73,11 @@ class CompletionEngine:
         files: int = 1,
         chunk_tokens: int | None = None,
     ) -> None:
-        """`drafts` None: `DEFAULT_DRAFTS`, or one on a backend that writes no several.
+        """Opens the sessions. `drafts` None: `DEFAULT_DRAFTS`, or 1 if the backend writes only one.
 
-        `chunk_tokens` of a file are read at once, None: as many as take about 50 ms. Raises
-        `ModelError` for a model that fills in no middle, `UsageError` for no suggestions, and for
-        several on such a backend, and what opening a session raises.
+        `chunk_tokens` of a file are read at once; None: as many as take about 50 ms. Raises
+        `ModelError` for a model that cannot fill in a middle, `UsageError` for no suggestions or
+        for more than the backend writes, and what opening a session raises.
         """
         several = engine.backend.takes_trees
         drafts = (DEFAULT_DRAFTS if several else 1) if drafts is None else drafts
@@ -87,7 +91,7 @@ class CompletionEngine:
             raise UsageError("suggestions, tokens of a completion and files are 1 or more")
         self._tokenizer = engine.tokenizer
         fim = infill_tokens(self._tokenizer)
-        self._ends = frozenset({*engine.model.stop_ids, fim.prefix, fim.suffix, fim.middle})
+        self._stop_ids = frozenset({*engine.model.stop_ids, fim.prefix, fim.suffix, fim.middle})
         self._prompts = GapPrompts(self._tokenizer)
         self._writer = writer
         options: dict[str, Any] = {
@@ -101,7 +105,7 @@ class CompletionEngine:
             saved = SavedSessions(cache_folder() / "sessions", "completions", 0)
             return Served(
                 backend=engine.backend,
-                stop_ids=self._ends,
+                stop_ids=self._stop_ids,
                 slots=Slots(lambda: engine.session(**options), files, saved),
                 close=lambda: None,  # the engine is its owner's
             )
@@ -117,56 +121,63 @@ class CompletionEngine:
             raise self._pool.error
         assert self._pool.served is not None
         session = self._pool.served.slots.all[0].session
-        cannot = session.sequence.cache.why_not_edit()
-        if cannot is not None and not exact:
-            logger.info("completions encode again from a change on: %s", cannot)
-        self._frozen = Frozen() if exact or cannot is not None else None
+        why_not_edit = session.sequence.cache.why_not_edit()
+        if why_not_edit is not None and not exact:
+            logger.info("completions encode again from a change on: %s", why_not_edit)
+        self._frozen_file = FrozenFile() if exact or why_not_edit is not None else None
         self._drafts = drafts
-        # Of one suggestion; the beginning that it is given may take a row for each of its bytes.
-        self._rows = max(1, session.config.draft_tokens // (drafts + 1))
+        self._draft_rows = session.config.draft_tokens
+        # Rows per suggestion; the beginning that it must have may take a row per byte.
+        self._rows = max(1, self._draft_rows // (drafts + 1))
         self._room = session.config.context_tokens - session.config.draft_tokens - 1
         self._tokens = tokens
 
     def complete(
-        self, document: Document, place: tuple[int, int], *, cancel: Cancel = never
+        self, document: TextDocument, place: tuple[int, int], *, cancel: Cancel = never_cancelled
     ) -> Completion:
-        """Suggestions that go on at `place` (line, code points) up to the line's end."""
+        """Returns suggestions for `place` (line, code points) up to the line's end.
+
+        Where a block begins there is one suggestion, its body as far as `BLOCK_TOKENS` allow.
+        """
         since = perf_counter()
-        job, news = self._asked(document, place, "completion", self._tokens)
+        context = cursor_context(document, place)
+        job, changed = self._submit(document, place, "completion", self._tokens, context.indent)
         texts, logprobs = [""] * self._drafts, [0.0] * self._drafts
         report = None
-        for event in self._events(job, news, cancel):
+        for event in self._events(job, changed, cancel):
             if isinstance(event, Delta):
                 texts[event.index] += event.text
-                logprobs[event.index] += sum(log.logprob for log in event.logs)
+                logprobs[event.index] += sum(log.logprob or 0.0 for log in event.logs)
+            elif isinstance(event, Finished) and event.reason == "length" and context.indent:
+                texts[event.index] = whole_lines(texts[event.index])
             elif isinstance(event, Done):
                 report = event.report
         if report is None:
             return Completion(drafts=(), why_not="cancelled")
-        kept = to_show(document, place, zip(texts, logprobs, strict=True))
+        suggestions = filter_suggestions(context, zip(texts, logprobs, strict=True))
         return Completion(
-            drafts=tuple(kept),
+            drafts=tuple(suggestions),
             reused_tokens=report.cached_tokens,
             encoded_tokens=report.prompt_tokens - report.cached_tokens,
             ms=(perf_counter() - since) * 1e3,
-            why_not=None if kept else "filtered",
+            why_not=None if suggestions else "filtered",
         )
 
     def read(
         self,
-        document: Document,
+        document: TextDocument,
         place: tuple[int, int],
         *,
-        cancel: Cancel = never,
+        cancel: Cancel = never_cancelled,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> bool:
-        """Has a session hold what a completion at `place` will need; False once `cancel` says so.
+        """Fills a session with what a completion at `place` will need; returns False on a cancel.
 
-        `progress` gets (done, total) tokens meanwhile. What is stale then, the pool's idle time
-        encodes again.
+        `progress` gets (done, total) tokens meanwhile. The pool encodes stale tokens again in idle
+        time.
         """
-        job, news = self._asked(document, place, "batch", 0)
-        for _ in self._events(job, news, cancel):
+        job, changed = self._submit(document, place, "batch", 0)
+        for _ in self._events(job, changed, cancel):
             progress(*job.progress)
         return not job.cancelled
 
@@ -174,11 +185,22 @@ class CompletionEngine:
         """Frees the sessions."""
         self._pool.stop()
 
-    def _asked(
-        self, document: Document, place: tuple[int, int], priority: str, tokens: int
+    def _submit(
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        priority: str,
+        tokens: int,
+        indent: int = 0,
     ) -> tuple[Job, Event]:
-        """What the pool is asked for at a place, and what is set when it has said something."""
-        prefix, suffix = document.around(place, self._room * NEAR_CHARACTERS)
+        """Submits a job at a place; returns it and the event that is set when it has news.
+
+        `indent`: the job writes one body of a block, whose lines have so many spaces at least.
+        """
+        choices, rows = self._drafts, self._rows
+        if indent:
+            choices, rows, tokens = 1, max(rows, self._draft_rows // 2), BLOCK_TOKENS
+        prefix, suffix = document.text_around(place, self._room * NEAR_CHARACTERS)
         ids, begin_with = self._prompt(prefix, suffix)
         request = GenerationRequest(
             prompts=(tuple(ids),),
@@ -186,24 +208,25 @@ class CompletionEngine:
             sampling=_GREEDY,
             seed=0,
             rank=PRIORITIES[priority],
-            choices=self._drafts,
-            max_tokens=min(tokens, self._rows - len(begin_with)),
-            stop=("\n",),
-            stop_ids=self._ends,
+            choices=choices,
+            max_tokens=min(tokens, rows - len(begin_with)),
+            stop=() if indent else ("\n",),
+            indent=indent,
+            stop_ids=self._stop_ids,
             logprobs=True,
             transient=True,
-            edits=self._frozen is None,
+            edits=self._frozen_file is None,
             writer=self._writer,
         )
-        news = Event()
-        job = Job(request, Outbox(_OUTBOX_BYTES, news.set))
+        changed = Event()
+        job = Job(request, Outbox(_OUTBOX_BYTES, changed.set))
         self._pool.submit(job)
-        return job, news
+        return job, changed
 
-    def _events(self, job: Job, news: Event, cancel: Cancel) -> Iterator[outbox.Event | None]:
-        """What the pool says of `job`, until it is done or cancelled; None: nothing for a while.
+    def _events(self, job: Job, changed: Event, cancel: Cancel) -> Iterator[outbox.Event | None]:
+        """Yields the events of `job` until it is done or cancelled; None: no event for a while.
 
-        Raises what the pool failed with.
+        Raises the error that the pool failed with.
         """
         while True:
             event = job.outbox.take()
@@ -211,8 +234,8 @@ class CompletionEngine:
                 if cancel():
                     self._pool.cancel(job)
                     return
-                news.wait(POLL_S)
-                news.clear()
+                changed.wait(POLL_S)
+                changed.clear()
             if isinstance(event, Failed):
                 raise event.error
             yield event
@@ -220,12 +243,12 @@ class CompletionEngine:
                 return
 
     def _prompt(self, prefix: str, suffix: str) -> tuple[list[int], bytes]:
-        """Ids of a prompt that fits, and the bytes that what follows must begin with."""
+        """Returns ids of a prompt that fits, and the bytes that the answer must begin with."""
         typed, room = "", self._room
-        if self._frozen is not None:
-            prefix, suffix, typed = self._frozen.split(prefix, suffix)
+        if self._frozen_file is not None:
+            prefix, suffix, typed = self._frozen_file.split(prefix, suffix)
             room -= MOST_TYPED
-        ids, _ = self._prompts.fitted(prefix, suffix, room)
+        ids, _ = self._prompts.fit(prefix, suffix, room)
         whole = [*ids, *self._tokenizer.encode(typed)]
         # Typing may have stopped inside what the tokenizer writes as one token.
         ids, begin_with = heal(self._tokenizer, whole)

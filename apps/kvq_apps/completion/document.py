@@ -11,40 +11,42 @@ from typing import Literal, NamedTuple
 
 Encoding = Literal["utf-8", "utf-16", "utf-32"]
 _UNITS = {"utf-8": ("utf-8", 1), "utf-16": ("utf-16-le", 2), "utf-32": ("utf-32-le", 4)}
-# A part of a text begins at a multiple of so many lines.
+# A part of a text begins at a multiple of this many lines.
 _FIRST_LINES = 64
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 
 
 class Position(NamedTuple):
-    """A place: line and unit within it, both from 0."""
+    """Gives a place: line and unit within it, both from 0."""
 
     line: int
     character: int
 
 
-class Document:
-    """Lines of text with their ends. Places past a line's end or the last line are clamped."""
+class TextDocument:
+    """Holds lines of text with their ends. Places past a line's or the text's end are clamped."""
 
     def __init__(self, text: str) -> None:
         self._lines = _lines(text)
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "".join(self._lines)
 
     @property
     def num_lines(self) -> int:
-        """Lines, the empty one after a last line end included."""
+        """Counts the lines, the empty one after a last line end included."""
         return len(self._lines)
 
     def line(self, number: int) -> str:
-        """A line without its end; empty past the last one."""
+        """Returns a line without its end; empty past the last one."""
         return self._lines[number].rstrip("\r\n") if 0 <= number < len(self._lines) else ""
 
     def place(self, position: Position, encoding: Encoding = "utf-16") -> tuple[int, int]:
-        """(line, code points before it) of a position; inside a character: where that begins."""
+        """Returns (line, code points before it) of a position.
+
+        A position inside a character means where that character begins.
+        """
         if position.line < 0:
             return 0, 0
         if position.line >= len(self._lines):
@@ -53,40 +55,40 @@ class Document:
         return position.line, _code_points(line, max(0, position.character), encoding)
 
     def units(self, line: int, code_points: int, encoding: Encoding = "utf-16") -> int:
-        """Units before a code point of a line."""
+        """Counts the units before a code point of a line."""
         name, width = _UNITS[encoding]
         return len(self.line(line)[:code_points].encode(name, "surrogatepass")) // width
 
-    def copy(self) -> "Document":
-        """The same text, which does not change with this one."""
-        other = Document("")
-        other._lines = self._lines.copy()
-        return other
+    def copy(self) -> "TextDocument":
+        """Returns an independent copy."""
+        copy = TextDocument("")
+        copy._lines = self._lines.copy()
+        return copy
 
-    def around(self, place: tuple[int, int], near: int | None = None) -> tuple[str, str]:
-        """What stands before a place, and after it; of each about `near` characters, or all.
+    def text_around(self, place: tuple[int, int], limit: int | None = None) -> tuple[str, str]:
+        """Returns the text before and after a place: all of it, or about `limit` characters each.
 
-        What is before it then begins with a line that stays the first while somebody types there.
+        The text before then begins with a line that stays the first while somebody types there.
         """
         line, column = place
-        own = self._lines[line]
+        text = self._lines[line]
         first, stop = 0, len(self._lines)
-        if near is not None:
-            first = line - self._count(reversed(range(line)), near)
+        if limit is not None:
+            first = line - self._count(reversed(range(line)), limit)
             first -= first % _FIRST_LINES
-            stop = line + 1 + self._count(range(line + 1, stop), near)
-        before = "".join(self._lines[first:line]) + own[:column]
-        return before, own[column:] + "".join(self._lines[line + 1 : stop])
+            stop = line + 1 + self._count(range(line + 1, stop), limit)
+        before = "".join(self._lines[first:line]) + text[:column]
+        return before, text[column:] + "".join(self._lines[line + 1 : stop])
 
     def _count(self, lines: Iterable[int], characters: int) -> int:
-        """How many of `lines`, one after the other, have so many characters."""
-        passed = 0
+        """Counts how many of `lines`, one after the other, have so many characters."""
+        count = 0
         for line in lines:
             if characters <= 0:
                 break
             characters -= len(self._lines[line])
-            passed += 1
-        return passed
+            count += 1
+        return count
 
     def replace(
         self, start: Position, end: Position, text: str, encoding: Encoding = "utf-16"
@@ -95,27 +97,27 @@ class Document:
         (first, column), (last, stop) = sorted(
             (self.place(start, encoding), self.place(end, encoding))
         )
-        whole = self._lines[first][:column] + text + self._lines[last][stop:]
-        # A line end may be made of what was two lines, or of the text and its surroundings.
+        joined = self._lines[first][:column] + text + self._lines[last][stop:]
+        # A line end may join two lines, or the text and its surroundings.
         if last + 1 < len(self._lines):
-            whole += self._lines[last + 1]
+            joined += self._lines[last + 1]
             last += 1
         if first > 0:
             first -= 1
-            whole = self._lines[first] + whole
-        new = _lines(whole)
+            joined = self._lines[first] + joined
+        new = _lines(joined)
         if last + 1 < len(self._lines):
             new.pop()
         self._lines[first : last + 1] = new
 
 
 def _lines(text: str) -> list[str]:
-    """Lines with their ends; the last has none, and may be empty."""
-    found = [match.group() for match in _LINE.finditer(text)]
+    """Returns the lines with their ends; the last has none, and may be empty."""
+    lines = [match.group() for match in _LINE.finditer(text)]
     # The pattern matches once more at the end of a last line without one.
-    if len(found) > 1 and found[-1] == "" and not found[-2].endswith(("\r", "\n")):
-        found.pop()
-    return found
+    if len(lines) > 1 and lines[-1] == "" and not lines[-2].endswith(("\r", "\n")):
+        lines.pop()
+    return lines
 
 
 def _code_points(line: str, units: int, encoding: Encoding) -> int:

@@ -1,4 +1,4 @@
-"""One cache to judge: its widths, policy and budget, and how sessions on it are opened."""
+"""A cache to judge: its widths, policy and budget, and how sessions on it are opened."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from functools import partial
 from typing import Any
 
 from kvq.config import FLOAT_WIDTH
-from kvq_apps import output
 from kvq_apps.evaluation.text import SCORE_CHUNK_TOKENS
-from kvq_runtime.session import Session
+from kvq_apps.terminal import output
+from kvq_runtime.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSetting:
-    """Widths that pages are closed at, and the policy (None: the engine's default)."""
+    """Holds the widths that pages are closed at, and the policy (None: the engine's default)."""
 
     k_bits: int
     v_bits: int
@@ -21,7 +21,7 @@ class CacheSetting:
 
     @property
     def kv(self) -> str:
-        """The widths as `--kv` writes them."""
+        """Returns the widths as `--kv` writes them."""
         return output.kv_text(self.k_bits, self.v_bits)
 
     def opener(
@@ -30,7 +30,10 @@ class CacheSetting:
         context_tokens: int,
         budget_bytes: int | None = None,
     ) -> Callable[[], Session[Any]]:
-        """Opens sessions (`Engine.session`) for a context; no budget: what all of it needs."""
+        """Returns a function that opens sessions (`Engine.session`) for a context.
+
+        `budget_bytes` None: what the whole context needs.
+        """
         options: dict[str, Any] = {} if self.policy is None else {"policy": self.policy}
         return partial(
             open_session,

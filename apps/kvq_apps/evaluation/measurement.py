@@ -1,4 +1,4 @@
-"""What every task takes and gives: a way to open sessions in, a `Measurement` out."""
+"""What all tasks share: a way to open sessions in, a `Measurement` out."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,21 +7,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 
 OpenSession = Callable[[], Session[Any]]
 Progress = Callable[[int, int], None]
 Floats = NDArray[np.floating]
-# Answers written in one pass: the weights are read once for all of them.
-AT_ONCE = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One task's outcome: `value` in `unit` over `n` samples, `details` for whoever wants more.
+    """Holds one task's outcome: `value` in `unit` over `n` samples, and further `details`.
 
-    `kv_bytes` is the most any of its sessions held, `bytes_per_token` what one more token costs
-    at the plan's widths.
+    `kv_bytes` is the most that any of its sessions held, `bytes_per_token` what one more token
+    costs at the plan's widths.
     """
 
     value: float
@@ -32,21 +30,21 @@ class Measurement:
     details: dict[str, object] = field(default_factory=dict[str, object])
 
 
-class HeldBytes:
-    """The most bytes any session of a task held."""
+class PeakCacheUsage:
+    """Records the most bytes that any session of a task held."""
 
     def __init__(self) -> None:
         self.peak = 0
         self.per_token = 0.0
 
-    def see(self, session: Session[Any]) -> None:
+    def record(self, session: Session[Any]) -> None:
         """Counts a session that has done its work."""
         stats = session.stats()
         self.peak = max(self.peak, stats.kv_bytes_peak)
         self.per_token = stats.bytes_per_token
 
     def measurement(self, value: float, unit: str, n: int, **details: object) -> Measurement:
-        """The task's outcome, with what its sessions held."""
+        """Returns the task's outcome, with the bytes of its sessions."""
         return Measurement(
             value=value,
             unit=unit,
@@ -60,7 +58,7 @@ class HeldBytes:
 def predictions(
     session: Session[Any], ids: Sequence[int], first: int
 ) -> Iterator[tuple[int, Floats]]:
-    """Runs `ids` through an empty session; (position, logits [n, V]) of those from `first` on.
+    """Runs `ids` through an empty session; yields (position, logits [n, V]) from `first` on.
 
     The row at position i predicts token i + 1, so the last token has none.
     """
@@ -75,17 +73,17 @@ def predictions(
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Natural log-probabilities of logits [n, V], row by row."""
+    """Returns natural log-probabilities of logits [n, V], row by row."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerScore:
-    """How well a session expected a given answer, token by token.
+    """Tells how well a session expected an answer, token by token.
 
-    `nats` is the mean negative log-probability per token, `reciprocal_rank` the mean of
-    1 / (1 + tokens that were held more likely): 1 is certain to be taken greedily.
+    `nats` is the mean negative log-probability per token. `reciprocal_rank` is the mean of 1 / (1 +
+    tokens that were more likely); 1: every token is the greedy choice.
     """
 
     nats: float
@@ -93,10 +91,10 @@ class AnswerScore:
 
 
 def score_answer(session: Session[Any], ids: Sequence[int], first: int) -> AnswerScore:
-    """Scores tokens `ids[first:]`, given that the session already holds `ids[: first - 1]`."""
-    wanted = ids[first:]
+    """Scores tokens `ids[first:]` in a session that already holds `ids[: first - 1]`."""
+    answer_ids = ids[first:]
     logits = np.concatenate(list(session.logits(ids[first - 1 : -1])))
-    picked = np.arange(len(wanted)), np.asarray(wanted)
+    picked = np.arange(len(answer_ids)), np.asarray(answer_ids)
     likelier = (logits > logits[picked][:, None]).sum(1)
     return AnswerScore(
         nats=float(-log_softmax(logits)[picked].mean(dtype=np.float64)),

@@ -1,8 +1,8 @@
-"""Finding one thing far back: pass keys in filler, values in a table, made-up facts in prose.
+"""Look-ups far back in a text: pass keys in filler, values in a table, made-up facts in prose.
 
-The wording is `kvq_models.recall`'s, which the training data shares; here prompts are made to
-fill a length in tokens and the answers are scored: repeated digit by digit, greedily, and how
-likely the right digits were, which also tells weak caches of a weak model apart.
+The wording is `kvq_models.recall`'s, which the training data shares. Prompts are made to fill a
+length in tokens. The answers are scored in two ways: exactly right, written greedily, and how
+likely the right tokens were, which also tells weak caches of a weak model apart.
 """
 
 import random
@@ -17,9 +17,9 @@ import numpy as np
 from kvq.errors import DataError, argument
 from kvq_apps.evaluation.measurement import (
     AnswerScore,
-    HeldBytes,
     Measurement,
     OpenSession,
+    PeakCacheUsage,
     Progress,
     score_answer,
 )
@@ -35,7 +35,7 @@ from kvq_models.recall import (
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
 
-# What an answer may add to a prompt that fills its length; a fact is told in a sentence.
+# Tokens that an answer may add to its prompt; a fact is told in a sentence.
 ANSWER_TOKENS = {"passkey": 16, "retrieval": 16, "facts": 64}
 UNITS = {"passkey": "exact match", "retrieval": "exact match", "facts": "facts found"}
 # Prose that fills less than this share of a length is too short for it.
@@ -45,16 +45,16 @@ FACTS_APART = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """A prompt in ids and its answer; `depth` is where it lies (0 start, 1 end).
+class RecallQuestion:
+    """Holds a prompt in ids and its answer; `depth` is where it lies (0 start, 1 end).
 
-    `answered` is the prompt and the answer as one text in ids; at `first` the answer begins, which
-    a tokenizer may join with the end of the prompt. What a model that chats is asked goes on with
-    the words before the answer. At most `most_tokens` are written.
+    `ids_with_answer` is the prompt and the answer as one text in ids. The answer begins at `first`,
+    since a tokenizer may join it with the end of the prompt. For a model that chats, the prompt is
+    followed by the words before the answer. At most `most_tokens` are written.
     """
 
     ids: list[int]
-    answered: list[int]
+    ids_with_answer: list[int]
     first: int
     answer: str
     length_tokens: int
@@ -62,7 +62,7 @@ class Question:
     most_tokens: int
 
     def is_right(self, text: str) -> bool:
-        """Whether `text` answers: its first number is the one asked for, or it has the name."""
+        """Tells whether `text` answers: its first number is right, or it has the right name."""
         if self.answer.isdigit():
             return first_digits(text) == self.answer
         return self.answer.casefold() in text.casefold()
@@ -77,14 +77,14 @@ def questions(
     trials: int,
     seed: int,
     prose: str = "",
-) -> list[Question]:
-    """Prompts of `task` (a row of `ANSWER_TOKENS`) of at most each of `lengths` tokens.
+) -> list[RecallQuestion]:
+    """Makes prompts of `task` (a row of `ANSWER_TOKENS`) of at most each of `lengths` tokens.
 
-    `facts` hides two in a piece of `prose`, one at each of `depths` and one half the text away,
-    and asks for both. Each question depends on the seed and its own length, depth and trial alone.
-    Raises `DataError` for a length that is too short, or longer than the prose.
+    `facts` hides two facts in a piece of `prose`, one at each of `depths` and one half the text
+    away, and asks for both. Each question depends only on the seed and its own length, depth and
+    trial. Raises `DataError` for a length that is too short, or longer than the prose.
     """
-    makers: dict[str, Callable[[str, float], list[_Maker]]] = {
+    makers: dict[str, Callable[[str, float], list[_QuestionMaker]]] = {
         "passkey": _passkey_makers,
         "retrieval": _retrieval_makers,
         "facts": partial(_fact_makers, prose=prose),
@@ -101,14 +101,14 @@ def questions(
 def recall(
     open_session: OpenSession,
     tokenizer: Tokenizer,
-    asked: Sequence[Question],
+    questions: Sequence[RecallQuestion],
     progress: Progress,
     unit: str = UNITS["passkey"],
 ) -> Measurement:
-    """Share of questions answered rightly, greedily; one row per length and depth."""
+    """Measures the share of questions answered rightly, greedily; one row per length and depth."""
     cells: dict[tuple[int, float], list[tuple[bool, AnswerScore]]] = {}
-    held = HeldBytes()
-    for number, question in enumerate(asked):
+    usage = PeakCacheUsage()
+    for number, question in enumerate(questions):
         with open_session() as session:
             session.prefill(question.ids)
             steps = session.generate(question.most_tokens, sampling=Sampling(temperature=0))
@@ -116,18 +116,18 @@ def recall(
             before = question.first - 1
             session.rollback(len(session.tokens) - min(before, len(question.ids)))
             if len(question.ids) < before:
-                session.prefill(question.answered[len(question.ids) : before])
-            score = score_answer(session, question.answered, question.first)
-            held.see(session)
+                session.prefill(question.ids_with_answer[len(question.ids) : before])
+            score = score_answer(session, question.ids_with_answer, question.first)
+            usage.record(session)
         cell = cells.setdefault((question.length_tokens, question.depth), [])
         cell.append((question.is_right(text), score))
-        progress(number + 1, len(asked))
-    every = [outcome for cell in cells.values() for outcome in cell]
-    return held.measurement(
-        _share_exact(every),
+        progress(number + 1, len(questions))
+    outcomes = [outcome for cell in cells.values() for outcome in cell]
+    return usage.measurement(
+        _share_exact(outcomes),
         unit,
-        len(asked),
-        **_means(every),
+        len(questions),
+        **_means(outcomes),
         rows=[
             {
                 "length": length,
@@ -142,7 +142,7 @@ def recall(
 
 
 def first_digits(text: str) -> str:
-    """The first run of digits in `text`, or nothing."""
+    """Returns the first run of digits in `text`, or nothing."""
     match = re.search(r"\d+", text)
     return match[0] if match else ""
 
@@ -163,11 +163,11 @@ def _random(origin: str) -> random.Random:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Maker:
+class _QuestionMaker:
     """Makes a question of some size; `least` is the smallest, `probe` one to measure tokens by.
 
     Its answer lies at `depth`. `most` is the largest size, if there is one. The prompt ends with
-    `lead` on a line of its own, but for a model that chats.
+    `lead` on a line of its own, but not for a model that chats.
     """
 
     make: Callable[[int], Recall]
@@ -178,28 +178,28 @@ class _Maker:
     lead: str = ""
 
 
-def _passkey_makers(origin: str, depth: float) -> list[_Maker]:
-    """Size: characters of filler, cut at a sentence's end."""
+def _passkey_makers(origin: str, depth: float) -> list[_QuestionMaker]:
+    """Makes questions by characters of filler, cut at a sentence's end."""
 
     def make(characters: int) -> Recall:
         text = filler_text(_random(f"filler {origin}"), characters)
         cut = text[: text.rfind(".", 0, characters) + 1]
         return passkey(_random(f"passkey {origin}"), cut, depth)
 
-    return [_Maker(make=make, depth=depth, least=0, probe=1000)]
+    return [_QuestionMaker(make=make, depth=depth, least=0, probe=1000)]
 
 
-def _retrieval_makers(origin: str, depth: float) -> list[_Maker]:
-    """Size: pairs of the table."""
+def _retrieval_makers(origin: str, depth: float) -> list[_QuestionMaker]:
+    """Makes questions by pairs of the table."""
 
     def make(num_pairs: int) -> Recall:
         return key_value(_random(f"retrieval {origin}"), num_pairs, depth)
 
-    return [_Maker(make=make, depth=depth, least=1, probe=40)]
+    return [_QuestionMaker(make=make, depth=depth, least=1, probe=40)]
 
 
-def _fact_makers(origin: str, depth: float, prose: str) -> list[_Maker]:
-    """Size: characters of the prose, from a sentence drawn by chance, up to a sentence's end.
+def _fact_makers(origin: str, depth: float, prose: str) -> list[_QuestionMaker]:
+    """Makes questions by characters of prose, from a random sentence up to a sentence's end.
 
     Two questions about one document: of the fact at `depth`, and of the one half the text away.
     """
@@ -210,25 +210,27 @@ def _fact_makers(origin: str, depth: float, prose: str) -> list[_Maker]:
     turned = f"{prose[start:]}\n{prose[:start]}"
     ends = [*sentence_starts(turned), len(turned)]
 
-    def make(characters: int, asked: int) -> Recall:
+    def make(characters: int, index: int) -> Recall:
         end = max(at for at in ends if at <= characters)
-        return fact_question(turned[:end].rstrip(), facts, depths, asked)
+        return fact_question(turned[:end].rstrip(), facts, depths, index)
 
     return [
-        _Maker(
-            make=partial(make, asked=asked),
-            depth=depths[asked],
+        _QuestionMaker(
+            make=partial(make, index=index),
+            depth=depths[index],
             least=0,
             probe=1000,
             most=len(turned),
             lead=fact.lead,
         )
-        for asked, fact in enumerate(facts)
+        for index, fact in enumerate(facts)
     ]
 
 
-def _question(tokenizer: Tokenizer, task: str, maker: _Maker, length_tokens: int) -> Question:
-    """The longest of its task that fits: begins a little too long, then moves back."""
+def _question(
+    tokenizer: Tokenizer, task: str, maker: _QuestionMaker, length_tokens: int
+) -> RecallQuestion:
+    """Makes the longest question that fits: begins a little too long, then shortens it."""
     chats = bool(maker.lead) and tokenizer.chat_template is not None
 
     def encoded(size: int) -> list[int]:
@@ -257,18 +259,22 @@ def _question(tokenizer: Tokenizer, task: str, maker: _Maker, length_tokens: int
         )
     prompt, answer = maker.make(size)
     if chats:
-        asked = ids + tokenizer.encode(maker.lead)
-        answered = ids + tokenizer.encode(maker.lead + answer)
+        prompt_ids = ids + tokenizer.encode(maker.lead)
+        ids_with_answer = ids + tokenizer.encode(maker.lead + answer)
     else:
-        asked, answered = ids, tokenizer.encode(prompt + answer, start=True)
+        prompt_ids, ids_with_answer = ids, tokenizer.encode(prompt + answer, start=True)
     # A tokenizer may join the end of the prompt with the answer.
     first = next(
-        (i for i, (one, other) in enumerate(zip(asked, answered, strict=False)) if one != other),
-        len(asked),
+        (
+            i
+            for i, (token, other) in enumerate(zip(prompt_ids, ids_with_answer, strict=False))
+            if token != other
+        ),
+        len(prompt_ids),
     )
-    return Question(
+    return RecallQuestion(
         ids=ids,
-        answered=answered,
+        ids_with_answer=ids_with_answer,
         first=first,
         answer=answer.strip(),
         length_tokens=length_tokens,

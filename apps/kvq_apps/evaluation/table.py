@@ -1,15 +1,15 @@
-"""One model at several KV widths: what each costs in bytes and in quality."""
+"""One model at several KV widths: the cost of each in bytes and in quality."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvq.formats import format_bytes
-from kvq_apps import output
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
 from kvq_apps.evaluation.tasks import Material
-from kvq_apps.output import Shown
-from kvq_runtime.session import Session
+from kvq_apps.terminal import output
+from kvq_apps.terminal.output import ShowProgress
+from kvq_runtime.session.session import Session
 
 SETTINGS = ("fp", "8:8", "8:4", "6:6", "6:4", "4:4", "4:2", "2:4", "2:2")
 TASKS = ("kld", "passkey", "retrieval")
@@ -20,9 +20,9 @@ def measure_table(
     material: Material,
     settings: Sequence[CacheSetting],
     context_tokens: int,
-    progress: Shown,
+    progress: ShowProgress,
 ) -> list[dict[str, Any]]:
-    """One row per setting, each with room for the whole context. Raises `BudgetError`."""
+    """Measures one row per setting, each with room for the whole context. Raises `BudgetError`."""
     rows: list[dict[str, Any]] = [{"kv": setting.kv} for setting in settings]
     sessions = [setting.opener(open_session, context_tokens) for setting in settings]
     exact = UNQUANTIZED.opener(open_session, context_tokens)
@@ -58,7 +58,7 @@ def _columns(task: str, measured: Measurement) -> dict[str, Any]:
 
 
 def print_table(report: Mapping[str, Any]) -> None:
-    """What was measured on, then one line per setting."""
+    """Prints what was measured on, then one line per setting."""
     output.print_table(
         (name, report[name]) for name in ("model", "backend", "context", "windows", "questions")
     )

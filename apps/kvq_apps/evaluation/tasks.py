@@ -1,4 +1,4 @@
-"""The tasks by name, over material made once: every cache that is compared is asked the same."""
+"""The tasks by name, over material made once: every compared cache gets the same."""
 
 import hashlib
 import json
@@ -6,53 +6,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvq.errors import BudgetError
-from kvq_apps.evaluation import infilling, problems, recall, text
-from kvq_apps.evaluation.infilling import Gap, Passes
+from kvq_apps.evaluation import recall, text
 from kvq_apps.evaluation.measurement import Measurement, OpenSession, Progress
-from kvq_apps.evaluation.problems import Problem
-from kvq_apps.evaluation.recall import Question
+from kvq_apps.evaluation.recall import RecallQuestion
 from kvq_models.tokenizer import Tokenizer
 
 TEXT_TASKS = ("ppl", "kld")
 RECALL_TASKS = tuple(recall.ANSWER_TOKENS)
-PROBLEM_TASKS = tuple(problems.UNITS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Material:
-    """Windows of text in ids, questions by task, problems of one task, gaps.
-
-    Gaps and problems are answered with `answer_tokens` at most.
-    """
+    """Holds windows of text in ids, and questions by task."""
 
     tokenizer: Tokenizer
     windows: Sequence[Sequence[int]] = ()
-    questions: Mapping[str, Sequence[Question]] = field(
-        default_factory=dict[str, Sequence[Question]]
+    questions: Mapping[str, Sequence[RecallQuestion]] = field(
+        default_factory=dict[str, Sequence[RecallQuestion]]
     )
-    gaps: Sequence[Gap] = ()
-    answer_tokens: int = 1
-    passes: Passes | None = None
-    problems: Sequence[Problem] = ()
 
     def sequences(self, task: str) -> list[list[int]]:
-        """What each cache reads in a task."""
+        """Returns what each cache reads in a task."""
         if task in TEXT_TASKS:
             return [list(ids) for ids in self.windows]
-        if task in RECALL_TASKS:
-            return [question.answered for question in self.questions[task]]
-        if task in PROBLEM_TASKS:
-            return [problem.ids for problem in self.problems]
-        return [gap.answered for gap in self.gaps]
+        return [question.ids_with_answer for question in self.questions[task]]
 
     def digest(self, task: str) -> str:
-        """SHA-256 of what is read in a task: results with equal digests may be compared."""
+        """Returns a SHA-256 of what a task reads: results with equal digests may be compared."""
         return hashlib.sha256(json.dumps(self.sequences(task)).encode()).hexdigest()
 
     def measure(
         self, task: str, open_session: OpenSession, open_exact: OpenSession, progress: Progress
     ) -> Measurement:
-        """One cache in one task; `open_exact` opens what `kld` compares with."""
+        """Measures one cache in one task; `open_exact` opens what `kld` compares with."""
         if task == "ppl":
             return text.perplexity(open_session, self.tokenizer, self.windows, progress)
         if task == "kld":
@@ -60,15 +46,8 @@ class Material:
             if isinstance(outcome, BudgetError):
                 raise outcome
             return outcome
-        if task in RECALL_TASKS:
-            asked, unit = self.questions[task], recall.UNITS[task]
-            return recall.recall(open_session, self.tokenizer, asked, progress, unit)
-        if task in PROBLEM_TASKS:
-            unit = problems.UNITS[task]
-            return problems.solving(open_session, self.problems, self.answer_tokens, progress, unit)
-        return infilling.infilling(
-            open_session, self.tokenizer, self.gaps, self.answer_tokens, progress, self.passes
-        )
+        unit = recall.UNITS[task]
+        return recall.recall(open_session, self.tokenizer, self.questions[task], progress, unit)
 
     def measure_all(
         self,
@@ -77,7 +56,7 @@ class Material:
         open_exact: OpenSession,
         progress: Progress,
     ) -> Iterator[Measurement | BudgetError]:
-        """The outcome of each cache, in their order; `progress` counts sequences of all.
+        """Yields the outcome of each cache, in their order; `progress` counts sequences of all.
 
         In `kld` they read side by side, so that the unquantised logits are computed once.
         """

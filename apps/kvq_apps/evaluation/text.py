@@ -1,7 +1,7 @@
 """Perplexity, and divergence from an unquantised cache.
 
-Texts are cut into windows of equal length; the second half of each window is scored, so that
-every scored token has a full half of context and a cache under pressure has already given way.
+Texts are cut into windows of equal length. The second half of each window is scored, so every
+scored token has half of the context, and a cache under pressure has already given something up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,24 +15,24 @@ from numpy.typing import NDArray
 from kvq.errors import BudgetError, DataError
 from kvq_apps.evaluation.measurement import (
     Floats,
-    HeldBytes,
     Measurement,
     OpenSession,
+    PeakCacheUsage,
     Progress,
     log_softmax,
     predictions,
 )
 from kvq_models.tokenizer import Tokenizer
 
-# Logits of this many rows are held at once: 64 rows of a 150k vocabulary are 38 MB. One page, so
-# that no budget shortens the chunks of one cache and not those of another beside it.
+# Most rows of logits at once: 64 rows of a 150k vocabulary are 38 MB. It is one page, so that no
+# budget shortens the chunks of one cache and not those of another.
 SCORE_CHUNK_TOKENS = 64
 
 MIN_WINDOW_TOKENS = 4
 
 
 def windows(ids: Sequence[int], start: Sequence[int], context_tokens: int) -> list[list[int]]:
-    """`ids` in runs that fill `context_tokens` with the model's `start` tokens before each.
+    """Cuts `ids` into runs that fill `context_tokens` with the model's `start` tokens before each.
 
     A shorter end counts only when it is all there is. Raises `DataError` for a text too short.
     """
@@ -52,8 +52,8 @@ def perplexity(
     texts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> Measurement:
-    """Perplexity of the scored tokens of `texts` (windows of ids), and bits per byte."""
-    nats, scored, text_bytes, held = 0.0, 0, 0, HeldBytes()
+    """Measures perplexity of the scored tokens of `texts` (windows of ids), and bits per byte."""
+    nats, scored, text_bytes, usage = 0.0, 0, 0, PeakCacheUsage()
     for number, ids in enumerate(texts):
         with open_session() as session:
             for start, logits in predictions(session, ids, _first_scored(ids)):
@@ -61,10 +61,10 @@ def perplexity(
                 rows = log_softmax(logits)[np.arange(len(targets)), targets]
                 nats -= float(rows.sum(dtype=np.float64))
                 scored += len(targets)
-            held.see(session)
+            usage.record(session)
         text_bytes += len(tokenizer.decode(list(ids[_first_scored(ids) + 1 :])).encode())
         progress(number + 1, len(texts))
-    return held.measurement(
+    return usage.measurement(
         _perplexity(nats / scored),
         "perplexity",
         scored,
@@ -80,13 +80,13 @@ def divergence(
     texts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> list[Measurement | BudgetError]:
-    """Mean KL divergence of the next-token distributions from those of the reference session.
+    """Measures the mean KL divergence of next-token distributions from the reference session's.
 
-    All `sessions` read a window side by side, chunk by chunk, so that the reference is computed
-    once and only a chunk of logits is held. One whose budget cannot hold the window gives its
+    All `sessions` read a window side by side, chunk by chunk, so the reference is computed once and
+    only a chunk of logits is held. A cache whose budget cannot hold the window gives its
     `BudgetError` instead of a measurement.
     """
-    scores = [_Score(open_session) for open_session in sessions]
+    scores = [_DivergenceScore(open_session) for open_session in sessions]
     for number, ids in enumerate(texts):
         first = _first_scored(ids)
         with ExitStack() as stack:
@@ -94,18 +94,18 @@ def divergence(
                 score.enter(stack, ids, first)
             reference = stack.enter_context(open_reference())
             for start, logits in predictions(reference, ids, first):
-                wanted = log_softmax(logits)
+                expected = log_softmax(logits)
                 targets = np.asarray(ids[start + 1 : start + 1 + len(logits)])
                 for score in scores:
-                    score.add(start, wanted, targets)
+                    score.add(start, expected, targets)
             for score in scores:
                 score.leave()
         progress(number + 1, len(texts))
     return [score.refusal or score.measurement(len(texts)) for score in scores]
 
 
-class _Score:
-    """What one of several caches does to the distributions, window after window."""
+class _DivergenceScore:
+    """Scores one of several caches against the reference, window after window."""
 
     def __init__(self, open_session: OpenSession) -> None:
         self._open = open_session
@@ -116,7 +116,7 @@ class _Score:
         self._agreed = 0
         self._moved = 0.0
         self._nats = 0.0
-        self._held = HeldBytes()
+        self._usage = PeakCacheUsage()
         self.refusal: BudgetError | None = None
 
     def enter(self, stack: ExitStack, ids: Sequence[int], first: int) -> None:
@@ -130,8 +130,8 @@ class _Score:
             return
         self._rows = predictions(self._session, ids, first)
 
-    def add(self, start: int, wanted: Floats, targets: NDArray[np.int64]) -> None:
-        """Compares the next chunk with the reference's log-probabilities `wanted` [n, V]."""
+    def add(self, start: int, expected: Floats, targets: NDArray[np.int64]) -> None:
+        """Compares the next chunk with the reference's log-probabilities `expected` [n, V]."""
         if self.refusal is not None:
             return
         try:
@@ -139,25 +139,25 @@ class _Score:
         except BudgetError as error:
             self.refusal = error
             return
-        assert (place, len(logits)) == (start, len(wanted))
+        assert (place, len(logits)) == (start, len(expected))
         actual = log_softmax(logits)
-        self._divergences.append(kl_divergence(wanted, actual))
-        self._agreed += int((actual.argmax(1) == wanted.argmax(1)).sum())
+        self._divergences.append(kl_divergence(expected, actual))
+        self._agreed += int((actual.argmax(1) == expected.argmax(1)).sum())
         picked = np.arange(len(targets)), targets
-        self._moved += float(np.square(np.exp(actual[picked]) - np.exp(wanted[picked])).sum())
+        self._moved += float(np.square(np.exp(actual[picked]) - np.exp(expected[picked])).sum())
         self._nats -= float(actual[picked].sum(dtype=np.float64))
 
     def leave(self) -> None:
         """Counts the bytes of the window's session before it is closed."""
         if self.refusal is None:
-            self._held.see(self._session)
+            self._usage.record(self._session)
             self._ends.append(sum(map(len, self._divergences)))
 
     def measurement(self, num_windows: int) -> Measurement:
-        """The outcome over all windows."""
+        """Returns the outcome over all windows."""
         values = np.concatenate(self._divergences)
         windows = [float(part.mean()) for part in np.split(values, self._ends[:-1])]
-        return self._held.measurement(
+        return self._usage.measurement(
             float(values.mean()),
             "nats",
             len(values),
@@ -172,16 +172,16 @@ class _Score:
         )
 
 
-def kl_divergence(wanted: Floats, actual: Floats) -> Floats:
-    """KL(wanted || actual) in nats per row of two log-distributions [n, V]; never below zero."""
-    return np.maximum((np.exp(wanted) * (wanted - actual)).sum(1, dtype=np.float64), 0.0)
+def kl_divergence(expected: Floats, actual: Floats) -> Floats:
+    """Returns KL(expected || actual) in nats per row of two log-distributions [n, V], 0 or more."""
+    return np.maximum((np.exp(expected) * (expected - actual)).sum(1, dtype=np.float64), 0.0)
 
 
 def _perplexity(nats_per_token: float) -> float:
-    """Kept finite, so that a report of a hopeless cache is still JSON."""
+    """Returns a finite perplexity, so that a report of a hopeless cache is still JSON."""
     return exp(min(nats_per_token, 700.0))
 
 
 def _first_scored(ids: Sequence[int]) -> int:
-    """Row whose prediction is the first to be scored."""
+    """Returns the row whose prediction is the first to be scored."""
     return len(ids) // 2 - 1

@@ -1,4 +1,4 @@
-"""Many replicas of `kvq serve` on Ray: `app` is what Ray Serve deploys (`kvq_apps.fleet:app`)."""
+"""Replicas of `kvq serve` on Ray; `serve run kvq_apps.fleet:app` deploys them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +7,18 @@ from kvq.json_values import is_array
 
 
 def app(args: Mapping[str, Any]) -> Any:
-    """The application for `serve run kvq_apps.fleet:app model=nano replicas=2` or `serve deploy`.
+    """Makes the application for `serve run kvq_apps.fleet:app model=nano` or `serve deploy`.
 
-    `args` are flags of `kvq serve` by their names, with a true switch and a list where a flag may
-    be repeated. Raises `KvqError`.
+    `args` are flags of `kvq serve` by their names: true for a switch, a list for a flag that may be
+    repeated. Raises `KvqError`.
     """
     from kvq_apps.cli import parse
-    from kvq_apps.fleet.deployments import application, asked_for
+    from kvq_apps.fleet.deployments import application, fleet_request
 
     words: list[str] = []
     for name, value in args.items():
         flag = f"--{name.replace('_', '-')}"
         many = value if is_array(value) else [value]
-        words += [flag for one in many if one is True]
-        words += [f"{flag}={one}" for one in many if not isinstance(one, bool)]
-    return application(asked_for(parse(["serve", "--ray", *words])))
+        words += [flag for item in many if item is True]
+        words += [f"{flag}={item}" for item in many if not isinstance(item, bool)]
+    return application(fleet_request(parse(["serve", "--ray", *words])))

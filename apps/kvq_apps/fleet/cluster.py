@@ -1,4 +1,4 @@
-"""Ray itself: the one that runs, or one that is started here and ends with this process."""
+"""Connects to the Ray at `RAY_ADDRESS`, or starts one that ends with this process."""
 
 import logging
 import sys
@@ -6,21 +6,25 @@ from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
 
 from kvq.errors import UsageError
-from kvq.settings import ray_address, silence_ray
+from kvq.settings import keep_others_from_ray, ray_address, silence_ray
 
-# Only requests and answers go through Ray, and they are small.
+# Only requests and answers pass through Ray, and they are small.
 OBJECT_STORE_BYTES = 100 << 20
 _LOCAL = "local"
+_PROXY_MIDDLEWARES = "kvq_apps.fleet.gateway:proxy_middlewares"
 
 
 @contextmanager
 def connected() -> Generator[None]:
-    """While inside, Ray is there: that of `RAY_ADDRESS`, one that runs here, or one of our own.
+    """Connects to Ray while inside: to that of `RAY_ADDRESS`, else to a new one.
 
-    One of our own is on this machine alone: it listens on loopback. Nothing is reported to
-    anybody. Raises `UsageError` where Ray cannot be reached, `ModuleNotFoundError` without it.
+    A Ray that runs here without being named may be another user's. A new one runs on this machine
+    only, listens on loopback and needs its token. It reports no usage. Raises `UsageError` where
+    Ray cannot be reached, `ModuleNotFoundError` where it is not installed.
     """
     silence_ray()
+    if ray_address() in (None, _LOCAL):
+        keep_others_from_ray(_PROXY_MIDDLEWARES)
     import ray
 
     try:
@@ -40,15 +44,10 @@ def connected() -> Generator[None]:
 def _join() -> None:
     import ray
 
-    address = ray_address()
+    address = ray_address() or _LOCAL
     if address != _LOCAL:
-        try:
-            ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError:
-            if address is not None:
-                raise
-        else:
-            return
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        return
     ray.init(
         address=_LOCAL,
         include_dashboard=False,

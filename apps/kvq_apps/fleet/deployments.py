@@ -1,7 +1,7 @@
-"""What Ray runs of a fleet: replicas that each hold one pool, the door, and who goes where.
+"""The parts of a fleet that Ray Serve runs: replicas, the gateway, and the router between them.
 
-A replica is a process with the routes of `kvq serve` over its own `SessionPool`. Ray Serve starts
-them, watches over them, replaces them, adds and takes away; nothing of that is here.
+A replica is a process with the routes of `kvq serve` over its own `SessionPool`. Ray Serve starts,
+watches, replaces, adds and removes replicas.
 """
 
 import asyncio
@@ -21,30 +21,30 @@ from ray.serve.exceptions import (
 from ray.serve.request_router import RequestRouter
 from starlette.types import Message
 
-from kvq_apps.fleet.gateway import ForwardedRequest, gateway, lost
-from kvq_apps.fleet.placing import Replicas, share_of
+from kvq_apps.fleet.gateway import ForwardedRequest, gateway, lost_replica_error
 from kvq_apps.fleet.prefixes import Placements
+from kvq_apps.fleet.replicas import Replicas, share_of
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.hosted import Hosted
+from kvq_apps.serve.hosted_app import HostedApp
 from kvq_apps.serve.loading import load
 
 logger = logging.getLogger(__name__)
 
-# Requests that make nothing, such as /health, may be with a replica beside those that wait there.
+# Requests that generate nothing, such as /health, may be at a replica besides those that wait.
 _SPARE = 64
-# Requests that may wait for a replica to be there at all.
+# So many requests may wait until there is a replica.
 _WAITING = 256
-# After its `--grace` a replica gets so long to bring its sessions to the disk.
+# After its `--grace` a replica gets so long to write its sessions to the disk.
 _SAVING_S = 30.0
 _HEALTH_S = 5.0
-# A model that cannot be loaded so often cannot be loaded.
+# After so many failures to load the model, Ray gives up.
 _STARTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetRequest:
-    """A fleet as the flags of `kvq serve --ray` ask for it."""
+    """Holds a fleet as the flags of `kvq serve --ray` ask for it."""
 
     model: str | None
     config: ServeConfig
@@ -53,48 +53,51 @@ class FleetRequest:
     replicas: Replicas
 
 
-def asked_for(arguments: Namespace) -> FleetRequest:
-    """The fleet that flags ask for. Raises `UsageError`."""
-    from kvq_apps import options
+def fleet_request(arguments: Namespace) -> FleetRequest:
+    """Returns the fleet that the flags ask for. Raises `UsageError`."""
     from kvq_apps.commands.serve import serve_config
+    from kvq_apps.settings import options
 
     return FleetRequest(
         model=options.model_name(arguments),
         config=serve_config(arguments),
         engine_options=options.engine_options(arguments),
         session_options=options.session_options(arguments),
-        replicas=Replicas.asked(arguments),
+        replicas=Replicas.from_arguments(arguments),
     )
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a text where its beginning went before; see `Placements`."""
+    """Sends a text to the replica that got its beginning before; see `Placements`."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Takes what `request_router_kwargs` says: the `sessions` of a replica."""
+        """Takes `request_router_kwargs`: the number of `sessions` of a replica."""
         self._placements: Placements[Any] = Placements(**kwargs)
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """The replicas one after the other, as long as those before have no room."""
+        """Returns the replicas in the order in which they are tried until one has room."""
         if pending_request is not None:
-            # Else a request that no replica has room for would be tried without a rest.
+            # Without this a request that no replica has room for is tried again without a pause.
             pending_request.routing_context.should_backoff = True
         loads = {
-            one.replica_id: self.replica_queue_len_cache.get(one.replica_id) or 0
-            for one in candidate_replicas
+            replica.replica_id: self.replica_queue_len_cache.get(replica.replica_id) or 0
+            for replica in candidate_replicas
         }
-        rows = {one.replica_id: one for one in candidate_replicas}
-        return [[rows[one]] for one in self._placements.order(_chains(pending_request), loads)]
+        rows = {replica.replica_id: replica for replica in candidate_replicas}
+        return [
+            [rows[replica_id]]
+            for replica_id in self._placements.order(_chains(pending_request), loads)
+        ]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Remembers where a text went."""
+        """Notes which replica got a text."""
         self._placements.put(replica_id, _chains(pending_request))
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Ray says which replicas there are."""
-        self._placements.keep([one.replica_id for one in replicas])
+        """Takes the list of replicas from Ray."""
+        self._placements.keep([replica.replica_id for replica in replicas])
         super().update_replicas(replicas)
 
 
@@ -104,21 +107,21 @@ def _chains(pending_request: Any) -> Sequence[Any]:
 
 
 class Replica:
-    """One pool with its routes, in a process that Ray started."""
+    """Holds one pool with its routes, in a process that Ray started."""
 
     async def __init__(self, fleet: FleetRequest, engine_options: Mapping[str, Any]) -> None:
         """Loads the model. Raises `KvqError`."""
-        self._hosted = Hosted(
+        self._hosted = HostedApp(
             lambda: load(fleet.model, engine_options, fleet.session_options, fleet.config),
             fleet.config,
         )
         self._hosted.start()
         await self._hosted.ready()
 
-    async def answer(self, asked: ForwardedRequest) -> AsyncGenerator[list[Message]]:
-        """The ASGI messages that answer a request, as many at once as there are."""
-        said: asyncio.Queue[Message | None] = asyncio.Queue()
-        body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
+    async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message]]:
+        """Yields the ASGI messages that answer a request, as many at once as there are."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
         async def receive() -> Message:
             if not body:
@@ -127,42 +130,42 @@ class Replica:
 
         async def run() -> None:
             try:
-                await self._hosted.app({**asked.scope, "root_path": ""}, receive, said.put)
+                await self._hosted.app({**request.scope, "root_path": ""}, receive, messages.put)
             finally:
-                said.put_nowait(None)
+                messages.put_nowait(None)
 
         running = asyncio.create_task(run())
         try:
             ended = False
             while not ended:
-                said_now = [await said.get()]
-                while not said.empty():
-                    said_now.append(said.get_nowait())
-                ended = said_now[-1] is None
-                yield [message for message in said_now if message is not None]
+                batch = [await messages.get()]
+                while not messages.empty():
+                    batch.append(messages.get_nowait())
+                ended = batch[-1] is None
+                yield [message for message in batch if message is not None]
         finally:
             running.cancel()
-            # What went wrong is in the answer and in the log.
+            # The answer and the log contain the error.
             with suppress(asyncio.CancelledError, Exception):
                 await running
 
     async def facts(self) -> dict[str, Any]:
-        """What is served, for whoever announces it."""
+        """Returns what is served, for the announcement."""
         return (await self._hosted.ready()).facts
 
     def check_health(self) -> None:
-        """Raises where the pool has ended, so that Ray replaces the replica."""
+        """Raises `RuntimeError` if the pool has ended, so that Ray replaces the replica."""
         if self._hosted.pool.ended:
             raise RuntimeError("the engine's thread has ended") from self._hosted.pool.error
 
     async def __del__(self) -> None:
-        """Ray takes this replica away: its sessions go to the disk, where others find them."""
+        """Writes the sessions to the disk for other replicas when Ray removes this one."""
         await self._hosted.leave()
 
 
 @serve.ingress()
 class Gateway:
-    """The door, in a process that Ray started beside its proxy."""
+    """Runs the gateway in a process that Ray started beside its proxy."""
 
     def __init__(self, replicas: Any, config: ServeConfig) -> None:
         self._answer = replicas.options(stream=True).answer
@@ -171,8 +174,8 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> Any:
         return gateway(self._forward, self._config)
 
-    async def _forward(self, asked: ForwardedRequest) -> AsyncGenerator[list[Message]]:
-        response = self._answer.remote(asked)
+    async def _forward(self, request: ForwardedRequest) -> AsyncGenerator[list[Message]]:
+        response = self._answer.remote(request)
         try:
             async for messages in response:
                 yield messages
@@ -186,13 +189,16 @@ class Gateway:
             ) from error
         except (RayError, RayServeException) as error:
             logger.warning("a replica is lost: %s", type(error).__name__)
-            raise lost() from error
+            raise lost_replica_error() from error
         finally:
             response.cancel()
 
 
 def application(fleet: FleetRequest) -> serve.Application:
-    """The Ray Serve application of a fleet. Raises `UsageError` where no machine has the CPUs."""
+    """Returns the Ray Serve application of a fleet.
+
+    Raises `UsageError` where no machine has enough CPUs.
+    """
     config, replicas = fleet.config, fleet.replicas
     share = share_of(fleet.engine_options.get("threads"), replicas.most)
     replica = serve.deployment(

@@ -1,7 +1,7 @@
-"""The door of a fleet: reads a request, has a replica answer it, passes the answer on.
+"""The gateway of a fleet: reads a request, lets a replica answer it, passes the answer on.
 
-Knows HTTP and `forward`, no Ray. A replica that is lost before it said anything costs its client
-time only; of a stream that had begun the last event says so.
+It knows HTTP and the function `forward`, but not Ray. If a replica is lost before its answer
+begins, another one answers. A stream that has begun ends with an event that says so.
 """
 
 import asyncio
@@ -14,39 +14,41 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.routing import Mount
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvq_apps.fleet.prefixes import Chain, chains_of
-from kvq_apps.serve.app import error_response
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.guard import Guard, too_large
+from kvq_apps.serve.http_app import error_response
 from kvq_apps.serve.protocol import own_headers
 
-# What an error is called whose request another replica can answer.
+# The code of an error after which another replica can answer the request.
 LOST = "replica_lost"
-# A request is asked so many times of replicas that are lost before they say anything.
+# A request is sent so many times if replicas are lost before their answer begins.
 _TRIES = 3
-# What of a request reaches a replica; all else is this server's own.
+# The paths that Ray's proxy answers itself: its routes and its health.
+_RAY_PATHS = "/-/"
+# The parts of a request that a replica gets.
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardedRequest:
-    """A request on its way to a replica, and what is known of its text."""
+    """Holds a request for a replica, and the digests of its text."""
 
     scope: dict[str, Any]
     body: bytes
     chains: tuple[Chain, ...]
 
 
-# Gives the ASGI messages of a replica's answer, as many at once as there are. Raises
-# `RequestError`, with the code `LOST` where the replica is gone.
+# Yields the ASGI messages of a replica's answer, as many at once as there are. Raises
+# `RequestError`, with the code `LOST` where the replica is lost.
 Forward = Callable[[ForwardedRequest], AsyncGenerator[Sequence[Message]]]
 
 
-def lost() -> RequestError:
-    """The answer to a request whose replica is gone."""
+def lost_replica_error() -> RequestError:
+    """Returns the error for a request whose replica is lost."""
     return RequestError(
         "the replica that answered is lost, and is being replaced; ask again",
         status=503,
@@ -56,30 +58,50 @@ def lost() -> RequestError:
 
 
 def gateway(forward: Forward, config: ServeConfig) -> Starlette:
-    """The ASGI application that has `forward` answer."""
+    """Returns the ASGI application that answers with `forward`."""
     return Starlette(
-        routes=[Mount("/", app=_Gateway(forward, config))],
+        routes=[Mount("/", app=_GatewayApp(forward, config))],
         middleware=[Middleware(Guard, config=config, refuse=error_response)],
     )
 
 
-class _Gateway:
+def proxy_middlewares() -> list[Middleware]:
+    """Returns the middleware of Ray's proxies, which hides Ray's own routes."""
+    return [Middleware(_HiddenRoutes)]
+
+
+class _HiddenRoutes:
+    """Answers 404 on the routes of Ray's proxy, which come before the gateway and its guard."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one ASGI request."""
+        if scope["type"] == "http" and scope["path"].startswith(_RAY_PATHS):
+            error = RequestError("there is no such path here", status=404)
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class _GatewayApp:
     def __init__(self, forward: Forward, config: ServeConfig) -> None:
         self._forward = forward
         self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One ASGI request."""
-        answer = _Answer(send)
+        """Handles one ASGI request."""
+        answer = _ForwardedAnswer(send)
         try:
             body = await self._body(receive)
             owner = Headers(scope=scope).get("authorization", "") if self._config.api_key else ""
-            asked = ForwardedRequest(
+            request = ForwardedRequest(
                 scope={name: scope[name] for name in _SCOPE if name in scope},
                 body=body,
                 chains=await asyncio.to_thread(chains_of, body, owner) if body else (),
             )
-            passing = asyncio.create_task(self._pass_on(asked, answer))
+            passing = asyncio.create_task(self._pass_on(request, answer))
             leaving = asyncio.create_task(_gone(receive))
             try:
                 await asyncio.wait((passing, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -94,14 +116,14 @@ class _Gateway:
             else:
                 await error_response(error)(scope, receive, send)
 
-    async def _pass_on(self, asked: ForwardedRequest, answer: "_Answer") -> None:
+    async def _pass_on(self, request: ForwardedRequest, answer: "_ForwardedAnswer") -> None:
         for tried in range(1, _TRIES + 1):
             try:
-                async for messages in self._forward(asked):
+                async for messages in self._forward(request):
                     for message in messages:
                         await answer.send(message)
                 if not answer.ended:
-                    raise lost()
+                    raise lost_replica_error()
             except RequestError as error:
                 if error.code != LOST or answer.begun or tried == _TRIES:
                     raise
@@ -109,7 +131,7 @@ class _Gateway:
                 return
 
     async def _body(self, receive: Receive) -> bytes:
-        """The request's body, bounded in bytes and time."""
+        """Returns the request's body, bounded in bytes and time."""
         parts: list[bytes] = []
         try:
             async with asyncio.timeout(self._config.upload_s):
@@ -124,8 +146,8 @@ class _Gateway:
             raise RequestError("the request's body did not arrive in time", status=408) from None
 
 
-class _Answer:
-    """An answer on its way out. Its head waits for the first piece of its body."""
+class _ForwardedAnswer:
+    """Sends an answer to the client; its head waits for the first piece of its body."""
 
     def __init__(self, send: Send) -> None:
         self.begun = self.ended = False
@@ -133,10 +155,12 @@ class _Answer:
         self._head: Message | None = None
 
     async def send(self, message: Message) -> None:
-        """Passes a message on."""
+        """Passes a message on to the client."""
         if message["type"] == "http.response.start":
-            own = [(name.lower().encode(), value.encode()) for name, value in own_headers()]
-            self._head = {**message, "headers": [*message.get("headers", ()), *own]}
+            version_headers = [
+                (name.lower().encode(), value.encode()) for name, value in own_headers()
+            ]
+            self._head = {**message, "headers": [*message.get("headers", ()), *version_headers]}
             return
         if not self.begun:
             assert self._head is not None
@@ -146,7 +170,7 @@ class _Answer:
         await self._send(message)
 
     async def break_off(self, error: RequestError) -> None:
-        """Ends a stream that had begun with an event that says why."""
+        """Ends a stream that has begun with an event that says why."""
         if not self.ended:
             body = f"data: {json.dumps(error_body(error))}\n\n".encode()
             await self.send({"type": "http.response.body", "body": body})

@@ -1,7 +1,7 @@
-"""Which replica holds the beginning of a text: what requests say of it, and where they went.
+"""Chooses a replica by the beginnings of texts that it got before.
 
-A text is known by digests of its beginnings, one for every `BLOCK` characters. Knows neither Ray
-nor tokens: that a digest was seen says that the cache is likely there, and no more.
+A text has digests of its beginnings, one for every `BLOCK` characters. If a replica got a text with
+the same digest, it probably holds its cache.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from kvq.json_values import is_array, is_object
 
 BLOCK = 64
-# Digests that are remembered of each replica: some 4 million characters.
+# So many digests are kept for each replica: about 4 million characters.
 MOST_BLOCKS = 1 << 16
 
 # Digests of a text's beginnings, the shortest first.
@@ -22,10 +22,10 @@ Replica = TypeVar("Replica", bound=Hashable)
 
 
 def chains_of(body: bytes, owner: str) -> tuple[Chain, ...]:
-    """What the request's JSON says of its text: its beginnings, and of a gap's text its ends too.
+    """Returns the digests of a request's text: of its beginnings, and for a gap also of its ends.
 
-    An editor's key changes the middle, so that either half may be what was there before. Texts of
-    different `owner`s have nothing in common. Empty for what is no request that writes.
+    Typing changes the middle of a text, so either half may have been sent before. Texts of
+    different owners have no digest in common. A request without a text has no digests.
     """
     try:
         fields: Any = json.loads(body)
@@ -40,7 +40,7 @@ def chains_of(body: bytes, owner: str) -> tuple[Chain, ...]:
 
 
 def _texts(fields: Mapping[str, Any]) -> tuple[str, str]:
-    """The text before and behind the place that is written at; only equality means anything."""
+    """Returns the text before and after the place to write at, in a form for comparisons only."""
     if "messages" in fields:
         messages = fields["messages"]
         parts = messages if is_array(messages) else [messages]
@@ -56,76 +56,79 @@ def _texts(fields: Mapping[str, Any]) -> tuple[str, str]:
 def _chain(text: str, seed: str) -> Chain:
     content = text.encode("utf-32-le", errors="surrogatepass")
     digest = blake2b(seed.encode("utf-8", errors="surrogatepass"), digest_size=8)
-    found: list[bytes] = []
+    digests: list[bytes] = []
     # A character is 4 bytes.
     for start in range(0, len(text) // BLOCK * BLOCK * 4, BLOCK * 4):
         digest.update(content[start : start + BLOCK * 4])
-        found.append(digest.copy().digest())
-    return tuple(found)
+        digests.append(digest.copy().digest())
+    return tuple(digests)
 
 
 class Placements(Generic[Replica]):
-    """Where texts went, and where the next should go. Each replica has `sessions` of its own."""
+    """Remembers which replica got which texts and ranks replicas; each has `sessions` sessions."""
 
     def __init__(self, sessions: int) -> None:
         self._sessions = sessions
-        self._held: dict[Replica, _Held] = {}
+        self._texts_of: dict[Replica, _ReplicaTexts] = {}
 
     def keep(self, replicas: Sequence[Replica]) -> None:
-        """These are all there are; what went to others is forgotten."""
-        self._held = {one: self._held.get(one) or _Held() for one in replicas}
+        """Keeps the texts of these replicas and forgets all others."""
+        self._texts_of = {
+            replica: self._texts_of.get(replica) or _ReplicaTexts() for replica in replicas
+        }
 
     def put(self, replica: Replica, chains: Sequence[Chain]) -> None:
-        """Notes that a text went to `replica`."""
-        if replica in self._held:
+        """Notes that `replica` got a text."""
+        if replica in self._texts_of:
             for chain in chains:
-                self._held[replica].put(chain)
+                self._texts_of[replica].put(chain)
 
     def order(self, chains: Sequence[Chain], loads: Mapping[Replica, int]) -> list[Replica]:
-        """All replicas of `loads` (requests that each has now), where the text best goes first.
+        """Returns all replicas of `loads`, the best for a text first.
 
-        That is the one that shares most with it, unless it is busier than the least busy one by
-        all its sessions. A text that begins like others and goes on from none of them, as chats
-        with one system message do, may go elsewhere sooner: once that replica holds more texts
-        than the emptiest by all its sessions. The rest is ordered by load.
+        `loads` are the requests that each replica has now. The best replica shares most with the
+        text, unless it has as many more requests than the least busy one as it has sessions. A text
+        that only begins like others, as chats with one system message do, also goes elsewhere if
+        the replica holds as many more texts than the emptiest one as it has sessions. The others
+        are ordered by load.
         """
-        held = {one: self._held.get(one) or _Held() for one in loads}
-        fewest = min((one.texts for one in held.values()), default=0)
+        texts_of = {replica: self._texts_of.get(replica) or _ReplicaTexts() for replica in loads}
+        fewest = min((texts.num_texts for texts in texts_of.values()), default=0)
         least = min(loads.values(), default=0)
 
         def rank(replica: Replica) -> tuple[int, int, int]:
-            here = held[replica]
-            shared = sum(map(here.shared, chains))
-            room = here.texts - fewest < self._sessions or any(map(here.goes_on, chains))
-            wanted = shared if room and loads[replica] - least < self._sessions else 0
-            return -wanted, loads[replica], here.texts
+            texts = texts_of[replica]
+            shared = sum(map(texts.shared, chains))
+            room = texts.num_texts - fewest < self._sessions or any(map(texts.goes_on, chains))
+            score = shared if room and loads[replica] - least < self._sessions else 0
+            return -score, loads[replica], texts.num_texts
 
         return sorted(loads, key=rank)
 
 
-class _Held:
-    """The texts of one replica: digests, the oldest first, and whether a text ends at each."""
+class _ReplicaTexts:
+    """Holds the texts of one replica: digests, the oldest first, and whether a text ends there."""
 
     def __init__(self) -> None:
-        self.texts = 0
+        self.num_texts = 0
         self._ends: OrderedDict[bytes, bool] = OrderedDict()
 
     def put(self, chain: Chain) -> None:
-        """A text that goes on from another takes its place."""
+        """Adds a text, which replaces the text that it continues."""
         for digest in chain:
             self._set(digest, ends=digest == chain[-1])
         while len(self._ends) > MOST_BLOCKS:
-            self.texts -= self._ends.popitem(last=False)[1]
+            self.num_texts -= self._ends.popitem(last=False)[1]
 
     def shared(self, chain: Chain) -> int:
-        """Blocks at the beginning that were there before."""
-        return next((n for n, one in enumerate(chain) if one not in self._ends), len(chain))
+        """Returns how many blocks at the beginning are known."""
+        return next((n for n, digest in enumerate(chain) if digest not in self._ends), len(chain))
 
     def goes_on(self, chain: Chain) -> bool:
-        """Whether a whole text from before is the beginning of this one."""
+        """Says whether a known text is the beginning of this one."""
         return any(self._ends.get(digest, False) for digest in chain)
 
     def _set(self, digest: bytes, *, ends: bool) -> None:
-        self.texts += ends - self._ends.get(digest, False)
+        self.num_texts += ends - self._ends.get(digest, False)
         self._ends[digest] = ends
         self._ends.move_to_end(digest)

@@ -1,6 +1,7 @@
-"""One client over JSON-RPC: its messages to a handler, our answers and questions to it.
+"""One client over JSON-RPC: passes its messages to a handler, sends answers and requests.
 
-Knows frames of bytes, what a request, an answer and a notification are, and no method but `exit`.
+Knows frames of bytes, and what a request, an answer and a notification are, but no method but
+`exit`.
 """
 
 import itertools
@@ -10,8 +11,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, BinaryIO
 
+from kvq.errors import reason_of
 from kvq.json_values import is_object
-from kvq_apps.flags import told
+from kvq_apps.settings.flags import format_error
 
 MOST_BYTES = 64 << 20
 
@@ -22,14 +24,19 @@ INVALID_PARAMS = -32602
 NOT_INITIALIZED = -32002
 CANCELLED = -32800
 
-# What a handler returns that answers a request later.
+# A handler returns this when it will answer a request later.
 LATER = object()
+
+# A handler raises these for parameters that make no sense.
+_PARAMETER_ERRORS = (
+    LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RecursionError,
+)  # fmt: skip
 
 Handler = Callable[[str, dict[str, Any], Any], Any]
 
 
 class RpcError(Exception):
-    """What a request is answered with instead of a result."""
+    """Answers a request instead of a result."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -39,9 +46,9 @@ class RpcError(Exception):
 def read_frames(
     stream: BinaryIO, log: Callable[[str], None]
 ) -> Iterator[dict[str, Any] | RpcError]:
-    """Each message of `stream` until it ends; an `RpcError` for a frame that holds none.
+    """Yields each message of `stream` until it ends; an `RpcError` for a frame without one.
 
-    Headers may come in any case and with others among them; lines that are no header are skipped.
+    Headers may come in any case and order; lines that are no header are skipped.
     """
     while True:
         length = _length(stream, log)
@@ -67,7 +74,7 @@ def read_frames(
 
 
 def _length(stream: BinaryIO, log: Callable[[str], None]) -> int | None:
-    """What the next header says its body has; None at the end of the stream."""
+    """Returns the body's length from the next header; None at the end of the stream."""
     length = None
     while True:
         line = stream.readline(4096)
@@ -92,8 +99,8 @@ def _skip(stream: BinaryIO, length: int) -> None:
         length -= len(part)
 
 
-def framed(message: dict[str, Any]) -> bytes:
-    """One message as it stands in a stream."""
+def frame(message: dict[str, Any]) -> bytes:
+    """Encodes one message as a frame."""
     body = json.dumps({"jsonrpc": "2.0", **message}, ensure_ascii=False).encode(
         "utf-8", "backslashreplace"
     )
@@ -101,9 +108,9 @@ def framed(message: dict[str, Any]) -> bytes:
 
 
 class FrameWriter:
-    """Whole frames to one stream, from any thread, in order.
+    """Writes whole frames to one stream, from any thread, in order.
 
-    Nobody waits for a reader that is slow, and one that has gone is no error.
+    Nobody waits for a slow reader, and a reader that has gone is no error.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -114,10 +121,10 @@ class FrameWriter:
 
     def send(self, message: dict[str, Any]) -> None:
         """Queues one message."""
-        self._waiting.put(framed(message))
+        self._waiting.put(frame(message))
 
     def close(self, within_s: float = 2.0) -> None:
-        """Waits until all is written, but not for a reader that does not read."""
+        """Waits until all is written, but only `within_s` for a reader that does not read."""
         self._waiting.put(None)
         self._thread.join(within_s)
 
@@ -143,28 +150,31 @@ class Connection:
         self._numbers = itertools.count()
 
     def serve(self, handle: Handler) -> bool:
-        """Gives each message to `handle`; whether the client said `exit` before its input ended.
+        """Gives each message to `handle`; returns whether the client sent `exit` before its end.
 
-        `handle` gets the method, the parameters and the request's id, None for a notification.
-        It returns the result or `LATER`; an `RpcError` becomes the answer, and an error of
-        parameters that make no sense, too.
+        `handle` gets the method, the parameters and the request's id (None for a notification). It
+        returns the result or `LATER`. An `RpcError`, and an error about parameters that make no
+        sense, become the answer.
         """
         for message in read_frames(self._source, self._log):
             if isinstance(message, RpcError):
                 self.answer(None, error=message)
+            elif not isinstance(message.get("id"), int | str | None):
+                # Such an id cannot be sent back, for example one that is nested too deeply.
+                self.answer(None, error=RpcError(INVALID_REQUEST, "an id is a text or a number"))
             elif message.get("method") == "exit":
                 return True
             else:
-                self._take(message, handle)
+                self._dispatch(message, handle)
         return False
 
-    def _take(self, message: dict[str, Any], handle: Handler) -> None:
+    def _dispatch(self, message: dict[str, Any], handle: Handler) -> None:
         method, params, number = message.get("method"), message.get("params"), message.get("id")
         if not isinstance(method, str):
             if "result" not in message and "error" not in message:
                 self.answer(None, error=RpcError(INVALID_REQUEST, "the message has no method"))
-            elif (answered := self._calls.pop(str(number), None)) is not None:
-                answered(message.get("result"))
+            elif (callback := self._calls.pop(str(number), None)) is not None:
+                callback(message.get("result"))
             return
         try:
             result = handle(method, params if is_object(params) else {}, number)
@@ -172,34 +182,34 @@ class Connection:
             if number is not None:
                 self.answer(number, error=error)
             else:
-                self._log(f"{method}: {told(error)}")
-        except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError) as error:
-            self._log(f"{method}: {type(error).__name__}: {told(error)}")
+                self._log(f"{method}: {format_error(error)}")
+        except _PARAMETER_ERRORS as error:
+            self._log(f"{method}: {type(error).__name__}: {format_error(error)}")
             if number is not None:
-                self.answer(number, error=RpcError(INVALID_PARAMS, f"{method}: {error!r}"))
+                self.answer(number, error=RpcError(INVALID_PARAMS, f"{method}: {reason_of(error)}"))
         else:
             if number is not None and result is not LATER:
                 self.answer(number, result=result)
 
     def answer(self, number: Any, *, result: Any = None, error: RpcError | None = None) -> None:
-        """Answers the request of that id."""
+        """Answers the request with this id."""
         if error is None:
             self._writer.send({"id": number, "result": result})
         else:
             self._writer.send({"id": number, "error": {"code": error.code, "message": str(error)}})
 
-    def call(self, method: str, params: dict[str, Any], then: Callable[[Any], None]) -> None:
-        """A request of ours; `then` gets its result."""
-        number = f"kvq-{self.number()}"
-        self._calls[number] = then
+    def call(self, method: str, params: dict[str, Any], callback: Callable[[Any], None]) -> None:
+        """Sends a request to the client; `callback` gets its result."""
+        number = f"kvq-{self.next_number()}"
+        self._calls[number] = callback
         self._writer.send({"id": number, "method": method, "params": params})
 
     def notify(self, method: str, params: dict[str, Any]) -> None:
-        """A message that nobody answers."""
+        """Sends a message that nobody answers."""
         self._writer.send({"method": method, "params": params})
 
-    def number(self) -> int:
-        """One that this connection has not used yet."""
+    def next_number(self) -> int:
+        """Returns a number that this connection has not used yet."""
         return next(self._numbers)
 
     def close(self) -> None:

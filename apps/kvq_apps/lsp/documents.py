@@ -1,4 +1,4 @@
-"""What the language server knows of each document that is open, and how its suggestions are shown.
+"""The open documents of the language server, and how their suggestions are shown.
 
 Knows positions and items of the protocol, no thread and no model.
 """
@@ -7,74 +7,78 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvq_apps.completion.document import Document, Encoding, Position
-from kvq_apps.completion.drafts import Completion
+from kvq_apps.completion.document import Encoding, Position, TextDocument
+from kvq_apps.completion.suggestions import Completion
 
 
-class TypedThrough:
-    """The last suggestions of a document, and the line they were made for.
+class TypedSuggestions:
+    """Holds the last suggestions of a document, and the line they were made for.
 
-    Somebody may be typing one of them: its rest is what is shown next, and no engine is asked.
+    Somebody may be typing one of them: then its rest is shown next, and no engine is asked.
     """
 
-    def __init__(self, document: Document, place: tuple[int, int], found: Completion) -> None:
+    def __init__(
+        self, document: TextDocument, place: tuple[int, int], completion: Completion
+    ) -> None:
         self._line, column = place
         line = document.line(self._line)
         self._before, self._rest = line[:column], line[column:]
-        self._found = found
+        self._completion = completion
 
     def survives(self, first_line: int, last_line: int, text: str) -> bool:
-        """Whether a change of these lines leaves all but the line itself as it was."""
+        """Tells whether a change of these lines leaves all but the line itself as it was."""
         return first_line == last_line == self._line and not set(text) & set("\r\n")
 
-    def rest(self, document: Document, place: tuple[int, int]) -> Completion | None:
-        """What is left of those that begin with what was typed; None: it is none of them."""
+    def remaining(self, document: TextDocument, place: tuple[int, int]) -> Completion | None:
+        """Returns the rest of the suggestions that begin with the typed text, or None."""
         line = document.line(place[0])
         before, rest = line[: place[1]], line[place[1] :]
         if place[0] != self._line or rest != self._rest or not before.startswith(self._before):
             return None
         typed = before[len(self._before) :]
-        left = tuple(
+        drafts = tuple(
             replace(draft, text=draft.text[len(typed) :])
-            for draft in self._found.drafts
+            for draft in self._completion.drafts
             if draft.text.startswith(typed) and len(draft.text) > len(typed)
         )
-        return replace(self._found, drafts=left, encoded_tokens=0, ms=0.0) if left else None
+        return (
+            replace(self._completion, drafts=drafts, encoded_tokens=0, ms=0.0) if drafts else None
+        )
 
 
 @dataclass(slots=True)
 class OpenDocument:
-    """A document, its version, and the list shown at one place of it until the next edit."""
+    """Holds a document, its version, and the suggestions at one place until the next edit."""
 
-    document: Document
+    document: TextDocument
     version: int
     shown: dict[tuple[int, int], Completion] = field(
         default_factory=dict[tuple[int, int], Completion]
     )
-    typed: TypedThrough | None = None
-    request: "Request | None" = None
+    typed: TypedSuggestions | None = None
+    request: "CompletionRequest | None" = None
     last: Completion | None = None
     binary: bool = False
-    # A change could not be made: this is not the editor's text until all of it comes again.
+    # A change could not be made: the text differs from the editor's until all of it comes again.
     lost: bool = False
-    # What somebody took of the suggestions shown last: nothing, part or all; None: none were shown.
-    taken: str | None = None
-    # Where somebody was last, as far as is known.
+    # How much of the last suggestions was accepted: nothing, part or all; None: none were shown.
+    accepted: str | None = None
+    # The last known place of the cursor.
     place: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, text: str, version: int) -> "OpenDocument":
-        """One of this text."""
-        return cls(Document(text), version, binary="\0" in text)
+        """Makes a document of this text."""
+        return cls(TextDocument(text), version, binary="\0" in text)
 
     def why_not(self) -> str | None:
-        """Why this text is not completed, or None."""
+        """Says why this text is not completed, or None."""
         if self.lost:
             return "changes came out of order: close and open the document"
         return "the document is no text" if self.binary else None
 
     def supersede(self) -> None:
-        """Whoever waits for a completion of it waits in vain."""
+        """Marks the waiting request as superseded."""
         if self.request is not None:
             self.request.superseded = True
 
@@ -89,17 +93,17 @@ class OpenDocument:
         self.lost, lost = True, self.lost
         number = int(version)
         lost |= number <= self.version
-        for one in changes:
-            lost &= not self._changed(one, encoding)
+        for change in changes:
+            lost &= not self._apply(change, encoding)
         self.version, self.lost = number, lost
 
-    def _changed(self, change: dict[str, Any], encoding: Encoding) -> bool:
-        """Makes one change; whether it was all of the text."""
+    def _apply(self, change: dict[str, Any], encoding: Encoding) -> bool:
+        """Makes one change; returns whether it replaced the whole text."""
         text = change["text"]
         if not isinstance(text, str):
             raise TypeError("the text of a change is not a string")
         if change.get("range") is None:
-            self.document, self.typed, self.binary = Document(text), None, "\0" in text
+            self.document, self.typed, self.binary = TextDocument(text), None, "\0" in text
             return True
         self.binary |= "\0" in text
         start, end = (position_of(change["range"][side]) for side in ("start", "end"))
@@ -109,35 +113,35 @@ class OpenDocument:
         self.place = self.document.place(start, encoding)
         return False
 
-    def known_at(self, place: tuple[int, int]) -> Completion | None:
-        """What is known already to come at `place`: shown there, or the rest of what is typed."""
-        shown = self.shown.get(place)
-        if shown is None and self.typed is not None:
-            shown = self.typed.rest(self.document, place)
-        return shown
+    def known_completion(self, place: tuple[int, int]) -> Completion | None:
+        """Returns the completion known for `place`: the one shown there, or a typed one's rest."""
+        completion = self.shown.get(place)
+        if completion is None and self.typed is not None:
+            completion = self.typed.remaining(self.document, place)
+        return completion
 
 
 @dataclass(slots=True)
-class Request:
-    """A completion somebody waits for."""
+class CompletionRequest:
+    """Holds a completion request that waits for its answer."""
 
     id: int | str
     uri: str
     version: int
     place: tuple[int, int]
-    selected: "Selected | None" = None
+    selected: "SelectedCompletion | None" = None
     as_list: bool = False
     cancelled: bool = False
     superseded: bool = False
 
-    def ends(self) -> bool:
-        """Whether nobody waits any more."""
+    def is_over(self) -> bool:
+        """Tells whether nobody waits for the answer any more."""
         return self.cancelled or self.superseded
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
-    """What the editor's own list would put in place of a range."""
+class SelectedCompletion:
+    """Holds what the editor's own list would put in place of a range."""
 
     text: str
     start: Position
@@ -145,87 +149,91 @@ class Selected:
     range: dict[str, Any]
 
     @classmethod
-    def read(cls, value: dict[str, Any] | None) -> "Selected | None":
-        """`selectedCompletionInfo` of a request."""
+    def read(cls, value: dict[str, Any] | None) -> "SelectedCompletion | None":
+        """Reads `selectedCompletionInfo` of a request."""
         if not value:
             return None
         start, end = (position_of(value["range"][side]) for side in ("start", "end"))
         return cls(str(value["text"]), start, end, value["range"])
 
-    def put_into(self, document: Document, encoding: Encoding) -> tuple[int, int]:
-        """Puts it in its place; the place behind it."""
+    def insert_into(self, document: TextDocument, encoding: Encoding) -> tuple[int, int]:
+        """Inserts the text; returns the place after it."""
         line, column = document.place(self.start, encoding)
         document.replace(self.start, self.end, self.text, encoding)
-        before, ended, last = self.text.rpartition("\n")
-        return line + before.count("\n") + len(ended), len(last) + (0 if ended else column)
+        before, newline, last = self.text.rpartition("\n")
+        return line + before.count("\n") + len(newline), len(last) + (0 if newline else column)
 
 
 @dataclass(slots=True)
-class Counts:
-    """Lists of suggestions shown so far, and those of which one was taken, all or a part."""
+class SuggestionCounts:
+    """Counts lists of suggestions shown, and those of which one was accepted in full or in part."""
 
     shown: int = 0
     accepted: int = 0
     partly: int = 0
 
-    def take(self, known: OpenDocument, taken: str) -> None:
-        """A suggestion of those shown last was put into the document: `all` of it, or a `part`."""
-        if known.taken in (None, "all", taken):
+    def count_accepted(self, document: OpenDocument, extent: str) -> None:
+        """Counts that `all` or a `part` of a last suggestion was put into the document."""
+        if document.accepted in (None, "all", extent):
             return
-        self.partly += 1 if taken == "part" else -(known.taken == "part")
-        self.accepted += taken == "all"
-        known.taken = taken
+        self.partly += 1 if extent == "part" else -(document.accepted == "part")
+        self.accepted += extent == "all"
+        document.accepted = extent
 
 
 def position_of(value: dict[str, Any]) -> Position:
-    """A place as the protocol has it."""
+    """Reads a position of the protocol."""
     return Position(int(value["line"]), int(value["character"]))
 
 
 def items(texts: list[str], replaced: dict[str, Any], uri: str, *, as_list: bool) -> dict[str, Any]:
-    """The answer that shows `texts`, each in place of the range `replaced`."""
+    """Makes the answer that shows `texts`, each in place of the range `replaced`."""
     command = {"title": "kvq: accepted", "command": "kvq.accepted", "arguments": [uri, "all"]}
-    shown: Callable[[str, dict[str, Any]], dict[str, Any]] = _list_item if as_list else _inline_item
-    found = [shown(text, replaced) | {"command": command} for text in texts]
-    return {"isIncomplete": True, "items": found} if as_list else {"items": found}
+    make_item: Callable[[str, dict[str, Any]], dict[str, Any]] = (
+        _list_item if as_list else _inline_item
+    )
+    shown = [make_item(text, replaced) | {"command": command} for text in texts]
+    return {"isIncomplete": True, "items": shown} if as_list else {"items": shown}
 
 
-def before_place(
-    document: Document, place: tuple[int, int], encoding: Encoding
+def word_before(
+    document: TextDocument, place: tuple[int, int], encoding: Encoding
 ) -> tuple[str, dict[str, Any]]:
-    """What stands from the beginning of the word before `place` to it, and that range."""
+    """Returns the word before `place`, up to it, and its range."""
     line, column = place
     start = _word_start(document.line(line), column)
     rows = [
-        {"line": line, "character": document.units(line, at, encoding)} for at in (start, column)
+        {"line": line, "character": document.units(line, code_points, encoding)}
+        for code_points in (start, column)
     ]
     return document.line(line)[start:column], {"start": rows[0], "end": rows[1]}
 
 
-def explained(last: Completion) -> dict[str, Any]:
-    """What the last completion cost, or why there was none."""
+def explanation(last: Completion) -> dict[str, Any]:
+    """Describes the cost of the last completion, or why there was none."""
     return {
         "reusedTokens": last.reused_tokens,
         "encodedTokens": last.encoded_tokens,
         "ms": last.ms,
-        "drafts": [{"text": one.text, "logprob": one.logprob} for one in last.drafts],
+        "drafts": [{"text": draft.text, "logprob": draft.logprob} for draft in last.drafts],
         "whyNot": last.why_not,
     }
 
 
 def _inline_item(text: str, replaced: dict[str, Any]) -> dict[str, Any]:
-    """An item of `textDocument/inlineCompletion`."""
+    """Makes an item of `textDocument/inlineCompletion`."""
     return {"insertText": text, "range": replaced}
 
 
 def _list_item(text: str, replaced: dict[str, Any]) -> dict[str, Any]:
-    """An item of `textDocument/completion`."""
+    """Makes an item of `textDocument/completion`."""
     edit = {"range": replaced, "newText": text}
-    return {"label": text.strip(), "filterText": text, "detail": "kvq", "textEdit": edit}
+    label = text.strip().partition("\n")[0]
+    return {"label": label, "filterText": text, "detail": "kvq", "textEdit": edit}
 
 
 def _word_start(line: str, column: int) -> int:
-    """Where the word that ends at `column` begins; the line's own beginning on a blank one."""
+    """Returns where the word that ends at `column` begins; on a blank line its beginning."""
     if not line[:column].strip():
         return 0
     start = column

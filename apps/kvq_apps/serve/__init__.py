@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's and llama-server's routes over one engine thread."""
+"""The HTTP server: routes of OpenAI, Anthropic, Ollama and llama-server over one engine thread."""

@@ -1,7 +1,7 @@
-"""Calls in a family's own notation as rules of a grammar, made of the schemas of their arguments.
+"""Turns tool schemas into grammar rules for calls in a model family's own notation.
 
-Every text that fits is read back by the notation's own reader: what it cannot write is left out,
-and where a call needs that, there is no call. Knows no request.
+The notation's reader can read every text that fits the rules. Values that the notation cannot write
+are left out; a call that needs such a value is left out as well.
 """
 
 import json
@@ -10,128 +10,145 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvq.errors import UsageError
-from kvq_models.call_schemas import KEYWORDS, Branch, alternatives, kind_of, kinds_of
+from kvq_models.call_schemas import FOLLOWED, KEYWORDS, Branch, alternatives, kind_of, kinds_of
 from kvq_models.call_texts import Notation, Values, typed
 from kvq_models.tools import ToolForm
-from kvq_runtime.constraint import MOST_CHARACTERS, escaped, json_part, slashed
+from kvq_runtime.answer.constraint import MOST_CHARACTERS, escaped, json_part, slashed
+from kvq_runtime.answer.schemas import Follower, pattern_fault
 
-# A schema that holds itself is followed so often.
+# A schema that contains itself is followed so often.
 _MOST_AGAIN = 6
-# Readers read what is nested 64 deep, and a rule that was made at one depth is used at others.
+# Readers accept 64 levels, and a rule that was made at one level is used at others.
 _MOST_NESTED = 32
-# Numbers with one bound lie before this one: what llguidance counts with.
+# The other bound of numbers with one bound; llguidance has no larger ones.
 _FARTHEST = 9_200_000_000_000_000_000
-# Numbers without one are none that no float holds, or that Python does not read.
+# Numbers without bounds are those that a float can hold and Python can read.
 _WHOLE = "-?(0|[1-9][0-9]{0,99})"
 _NUMBERS = {"integer": _WHOLE, "number": rf"{_WHOLE}(\.[0-9]{{1,99}})?([eE][+\-]?[0-9]{{1,2}})?"}
-# Names that no schema says, where they stand without quotes.
+# Names without quotes that the schema does not list.
 _NAME = "[A-Za-z_][A-Za-z0-9_]{0,63}"
 _CONTROLS = r"\x00-\x1F"
 _UNICODE = r"u([0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"
-# How a text begins that is read as a value of a kind.
+# How texts begin that are read as values of a kind.
 _BEGINS = {"number": "[-0-9]", "array": r"\[", "object": r"\{"}
 
-# Part of a rule, in Lark; None for what cannot be written.
-Part = str | None
+# Part of a rule, in Lark's notation; None for what cannot be written.
+RulePart = str | None
+
+
+def _pattern_fault(pattern: str) -> str | None:
+    """Returns what calls cannot follow of a pattern, or None."""
+    try:
+        _whole_pattern(pattern)
+    except UsageError:
+        return "^ or $ elsewhere than around all of it"
+    return pattern_fault(pattern)
+
+
+# In notations of their own a schema's `format` is ignored.
+CALL_FOLLOWER = Follower(words=FOLLOWED, formats=(), pattern_fault=_pattern_fault)
 
 
 class CallRules:
-    """Rules of calls in the notation of `form`, in Lark; `spelled` writes a mark there."""
+    """Builds rules in Lark's notation for calls of `form`; `spelled` writes a mark as a rule."""
 
     def __init__(self, form: ToolForm, notation: Notation, spelled: Callable[[str], str]) -> None:
         self._notation = notation
         self._inner = notation.values.inner or notation.values
         self._spelled = spelled
-        # Where one of these stands a value ends, so that none has it.
+        # These marks end a value, so that no value may contain them.
         self._barred = [mark for mark in (form.closing, notation.end.strip()) if mark]
         self._names: dict[str, str] = {}
         self._characters = 0
-        # Of the call at hand: its schema, what was made of parts of it, and the parts being read.
-        self._root: Mapping[str, Any] = {}
-        self._known: dict[tuple[str, int], Part] = {}
-        self._within: list[str] = []
+        # For one call: its schema, the rules of its parts, and the parts that are being read.
+        self._root_schema: Mapping[str, Any] = {}
+        self._rules_of_schemas: dict[tuple[str, int], RulePart] = {}
+        self._open_schemas: list[str] = []
 
     @property
     def lark(self) -> str:
-        """The rules that calls refer to."""
+        """Returns the rules that calls refer to."""
         return "".join(f"{name}: {body}\n" for body, name in self._names.items())
 
     def calls(self, functions: Iterable[Mapping[str, Any]], *, bare: bool = False) -> Sequence[str]:
-        """A call of each that can be called, behind the form's own mark or the `bare` one.
+        """Returns a rule for each function that can be called, after the usual or the `bare` mark.
 
-        Raises `UsageError` for a schema that a call cannot be held to.
+        Raises `UsageError` for a schema that a call cannot follow.
         """
-        found = (self._call(function, bare=bare) for function in functions)
-        return [call for call in found if call is not None]
+        rules = (self._call(function, bare=bare) for function in functions)
+        return [call for call in rules if call is not None]
 
-    def _call(self, function: Mapping[str, Any], *, bare: bool) -> Part:
+    def _call(self, function: Mapping[str, Any], *, bare: bool) -> RulePart:
         name, schema = function["name"], function.get("parameters") or {"type": "object"}
-        json_part(schema)  # which has the bounds of all schemas
         notation = self._notation
-        head = (notation.bare_head if bare else notation.head).replace("NAME", name)
-        empty = f"{head}{'' if notation.key else '{}'}{notation.tail}"
-        if notation.read(empty, {}) != [(name, {})]:
+        if not notation.writes(name, bare=bare):
             return None
-        self._root, self._known = schema, {}
-        found = self._either(
+        head = (notation.bare_head if bare else notation.head).replace("NAME", name)
+        self._root_schema, self._rules_of_schemas = schema, {}
+        arguments = self._choice(
             self._arguments(branch) if notation.key else self._object(branch, free=False)
             for branch in alternatives(schema, schema)
             if "object" in branch["type"] and "enum" not in branch
         )
-        return found and _row(self._spelled(head), found, escaped(notation.tail))
+        return arguments and _sequence(self._spelled(head), arguments, escaped(notation.tail))
 
-    def _arguments(self, branch: Branch) -> Part:
-        before, _, behind = self._notation.key.partition("KEY")
+    def _arguments(self, branch: Branch) -> RulePart:
+        prefix, _, suffix = self._notation.key.partition("KEY")
 
-        def named(name: str) -> Part:
-            return escaped(f"{before}{name}{behind}") if self._may_be_bare(name) else None
+        def argument_name(name: str) -> RulePart:
+            return escaped(f"{prefix}{name}{suffix}") if self._may_be_bare(name) else None
 
-        def others(names: Iterable[str]) -> str:
-            return _row(escaped(before), self._other(_NAME, names), escaped(behind))
+        def other_name(names: Iterable[str]) -> str:
+            return _sequence(escaped(prefix), self._other(_NAME, names), escaped(suffix))
 
         comma = self._notation.comma
-        return self._entries(branch, named, others, self._argument, comma, free=False)
+        return self._entries(branch, argument_name, other_name, self._argument, comma, free=False)
 
-    def _argument(self, schema: Any) -> Part:
-        """A value as an argument, and what ends it."""
+    def _argument(self, schema: Any) -> RulePart:
+        """Returns the rule of a value as an argument, with its end."""
         values, end = self._notation.values, self._notation.end
         if values.inner is None:
-            return (found := self._value(schema)) and _row(found, escaped(end))
+            return (rule := self._value(schema)) and _sequence(rule, escaped(end))
         return self._any_of(values, schema, end)
 
-    def _value(self, schema: Any) -> Part:
-        """A value within others."""
+    def _value(self, schema: Any) -> RulePart:
+        """Returns the rule of a value inside another value."""
         text = json.dumps(schema)
-        again = self._within.count(text)
-        if again == _MOST_AGAIN or len(self._within) == _MOST_NESTED:
+        again = self._open_schemas.count(text)
+        if again == _MOST_AGAIN or len(self._open_schemas) == _MOST_NESTED:
             return None
-        if (text, again) not in self._known:
-            self._within.append(text)
-            self._known[text, again] = self._any_of(self._inner, schema, "")
-            self._within.pop()
-        return self._known[text, again]
+        if (text, again) not in self._rules_of_schemas:
+            self._open_schemas.append(text)
+            self._rules_of_schemas[text, again] = self._any_of(self._inner, schema, "")
+            self._open_schemas.pop()
+        return self._rules_of_schemas[text, again]
 
-    def _any_of(self, values: Values, schema: Any, end: str) -> Part:
-        """A value that fits `schema`, and its `end`."""
-        kinds = kinds_of(schema, self._root) if values.quotes == ("",) else frozenset[str]()
+    def _any_of(self, values: Values, schema: Any, end: str) -> RulePart:
+        """Returns the rule of a value that fits `schema`, with its `end`."""
+        kinds = kinds_of(schema, self._root_schema) if values.quotes == ("",) else frozenset[str]()
 
         def reads(value: Any) -> bool:
-            """Whether the text of `value` is read as that."""
+            """Says whether the text of `value` is read as this value."""
             bare = value if isinstance(value, str) else json.dumps(value)
             return values.quotes != ("",) or typed(bare, kinds) == value
 
-        rows: list[Part] = []
-        for branch in alternatives(schema, self._root):
+        rows: list[RulePart] = []
+        for branch in alternatives(schema, self._root_schema):
             if "enum" in branch:
-                rows += [self._literal(values, one, end) for one in branch["enum"] if reads(one)]
+                rows += [
+                    self._literal(values, value, end) for value in branch["enum"] if reads(value)
+                ]
             else:
                 rows += [self._kind(values, branch, kind, end, kinds) for kind in branch["type"]]
-        return self._either(rows)
+        return self._choice(rows)
 
     def _kind(
         self, values: Values, branch: Branch, kind: str, end: str, kinds: frozenset[str]
-    ) -> Part:
-        """A value of one kind of `branch`; one without quotes is none of the others of `kinds`."""
+    ) -> RulePart:
+        """Returns the rule of one kind of value.
+
+        A string without quotes must not look like a value of another kind of `kinds`.
+        """
         match kind:
             case "string":
                 return self._string(values, branch, end, kinds)
@@ -140,49 +157,51 @@ class CallRules:
             case "null":
                 return self._words(values, (None,), end)
             case "object":
-                found = self._object(branch, free="properties" not in branch)
+                rule = self._object(branch, free="properties" not in branch)
             case "array":
-                found = self._array(branch)
+                rule = self._array(branch)
             case _:
-                found = _number(branch, kind)
-        return found and _row(found, escaped(end))
+                rule = _number(branch, kind)
+        return rule and _sequence(rule, escaped(end))
 
     def _words(self, values: Values, meant: Iterable[bool | None], end: str) -> str:
-        return self._terminal(_row(f"/({_words(values, meant)})/", escaped(end)))
+        return self._terminal(_sequence(f"/({_words(values, meant)})/", escaped(end)))
 
-    def _string(self, values: Values, branch: Branch, end: str, kinds: frozenset[str]) -> Part:
+    def _string(self, values: Values, branch: Branch, end: str, kinds: frozenset[str]) -> RulePart:
         least, most = branch.get("minLength", 0), branch.get("maxLength")
         barred = [f".*({'|'.join(map(_pattern, self._barred))}).*"]
         if kinds - {"string"}:
             begins = "|".join([r"\x22", *(_BEGINS[kind] for kind in _BEGINS if kind in kinds)])
-            words = _words(values, [one for one in (True, False, None) if kind_of(one) in kinds])
+            words = _words(
+                values, [literal for literal in (True, False, None) if kind_of(literal) in kinds]
+            )
             barred += [rf"\s*({begins}).*", f"[^A-Za-z]*({words})[^A-Za-z]*"]
-        rows: list[Part] = []
+        rows: list[RulePart] = []
         for quote in values.quotes if most is None or least <= most else ():
-            mark, one = _pattern(quote), "."
+            mark, character = _pattern(quote), "."
             bars = [*barred, *([f".*{mark}.*"] if quote and not values.escapes else [])]
             if values.escapes:
-                one = f"[^{mark}\\\\{'' if values.controls else _CONTROLS}]"
+                character = f"[^{mark}\\\\{'' if values.controls else _CONTROLS}]"
             if values.escapes and "pattern" not in branch:
-                one = rf"({one}|\\([{mark}\\\/bfnrt]|{_UNICODE}))"
-            body = [f"/(?s:{one}{{{least},{'' if most is None else most}}})/"]
-            body += [_searched(branch["pattern"])] if "pattern" in branch else []
+                character = rf"({character}|\\([{mark}\\\/bfnrt]|{_UNICODE}))"
+            body = [f"/(?s:{character}{{{least},{'' if most is None else most}}})/"]
+            body += [_whole_pattern(branch["pattern"])] if "pattern" in branch else []
             body += [f"~/(?s:{bar})/" for bar in bars]
             rows.append(self._quoted(quote, self._terminal(" & ".join(body)), end))
-        return self._either(rows)
+        return self._choice(rows)
 
     def _quoted(self, quote: str, body: str, end: str) -> str:
-        """The terminal `body` between quotes, which a vocabulary may have as control tokens."""
+        """Returns the terminal `body` between quotes, which may be control tokens."""
         mark = self._spelled(quote)
         if mark.startswith("<"):
-            return _row(mark, body, mark, escaped(end))
-        return self._terminal(_row(mark, body, mark, escaped(end)))
+            return _sequence(mark, body, mark, escaped(end))
+        return self._terminal(_sequence(mark, body, mark, escaped(end)))
 
-    def _literal(self, values: Values, value: Any, end: str) -> Part:
-        """`value` itself, and its `end`."""
+    def _literal(self, values: Values, value: Any, end: str) -> RulePart:
+        """Returns the rule of exactly `value`, with its `end`."""
         kind, inner = kind_of(value), self._inner
         if kind == "string":
-            return self._either(self._text(values, one, value, end) for one in values.quotes)
+            return self._choice(self._text(values, quote, value, end) for quote in values.quotes)
         if kind in ("boolean", "null"):
             return self._words(values, (value,), end)
         if kind == "number":
@@ -191,82 +210,85 @@ class CallRules:
             return self._terminal(escaped(text + end)) if fits else None
         if kind == "array":
             opening, closing = "[]"
-            parts = [self._literal(inner, one, "") for one in value]
+            parts = [self._literal(inner, item, "") for item in value]
         else:
             opening, closing = "{}"
             rows = sorted(value.items(), key=_by_name) if inner.by_name else value.items()
-            entries = [(self._key(name), self._literal(inner, one, "")) for name, one in rows]
-            parts = [key and one and _row(key, one) for key, one in entries]
+            entries = [(self._key(name), self._literal(inner, item, "")) for name, item in rows]
+            parts = [key and item and _sequence(key, item) for key, item in entries]
         if not all(parts):
             return None
-        body = f" {_spaced(inner.comma)} ".join(map(str, parts))
-        return _row(escaped(opening), body, escaped(closing + end))
+        body = f" {_with_optional_space(inner.comma)} ".join(map(str, parts))
+        return _sequence(escaped(opening), body, escaped(closing + end))
 
-    def _text(self, values: Values, quote: str, text: str, end: str) -> Part:
-        """The one string `text` between two of `quote`."""
-        ended = [*self._barred, *([quote] if quote and not values.escapes else [])]
-        if any(mark in text for mark in ended) or _has_halves(text):
+    def _text(self, values: Values, quote: str, text: str, end: str) -> RulePart:
+        """Returns the rule of exactly the string `text` between quotes."""
+        marks = [*self._barred, *([quote] if quote and not values.escapes else [])]
+        if any(mark in text for mark in marks) or _has_surrogates(text):
             return None
-        body = "".join(_spelt(one, values, quote) for one in text)
+        body = "".join(_spelt(character, values, quote) for character in text)
         return (
             self._quoted(quote, self._terminal(f"/{body}/"), end)
             if body
-            else (_row(self._spelled(quote), self._spelled(quote), escaped(end)))
+            else (_sequence(self._spelled(quote), self._spelled(quote), escaped(end)))
         )
 
-    def _key(self, name: str) -> Part:
-        """The name of an entry of an object and what stands behind it."""
+    def _key(self, name: str) -> RulePart:
+        """Returns the rule of an object's key and the colon after it."""
         values = self._inner
         if values.bare:
             return escaped(name + values.colon) if self._may_be_bare(name) else None
         # Readers of some notations know no key without a character.
-        found = name and self._literal(values, name, "")
-        return _row(found, _spaced(values.colon)) if found else None
+        literal = name and self._literal(values, name, "")
+        return _sequence(literal, _with_optional_space(values.colon)) if literal else None
 
     def _may_be_bare(self, name: str) -> bool:
-        """Whether the reader has the name of an argument again."""
+        """Says whether the reader can read an argument of this name."""
         notation = self._notation
         head = notation.head.replace("NAME", "f") + notation.key.replace("KEY", name)
         calls = notation.read(f"{head}1{notation.end}{notation.tail}", {})
-        again = calls is not None and [list(found) for _, found in calls] == [[name]]
-        return again and not any(mark in name for mark in self._barred) and not _has_halves(name)
+        again = calls is not None and [list(arguments) for _, arguments in calls] == [[name]]
+        return (
+            again and not any(mark in name for mark in self._barred) and not _has_surrogates(name)
+        )
 
-    def _object(self, branch: Branch, *, free: bool) -> Part:
+    def _object(self, branch: Branch, *, free: bool) -> RulePart:
         values = self._inner
 
-        def others(names: Iterable[str]) -> str:
+        def other_key(names: Iterable[str]) -> str:
             if values.bare:
-                return _row(self._other(_NAME, names), escaped(values.colon))
+                return _sequence(self._other(_NAME, names), escaped(values.colon))
             keys = (
                 self._other(
-                    rf"{one}[^{one}\\{_CONTROLS}]+{one}", (one + name + one for name in names)
+                    rf"{quote}[^{quote}\\{_CONTROLS}]+{quote}",
+                    (quote + name + quote for name in names),
                 )
-                for one in values.quotes
+                for quote in values.quotes
             )
-            return _row(f"({' | '.join(keys)})", _spaced(values.colon))
+            return _sequence(f"({' | '.join(keys)})", _with_optional_space(values.colon))
 
-        found = self._entries(branch, self._key, others, self._value, values.comma, free=free)
-        return found and _row(escaped("{"), found, escaped("}"))
+        entries = self._entries(branch, self._key, other_key, self._value, values.comma, free=free)
+        return entries and _sequence(escaped("{"), entries, escaped("}"))
 
     def _other(self, pattern: str, names: Iterable[str]) -> str:
-        """What fits `pattern`, is none of `names` and has no mark."""
-        mine = [f"~{escaped(name)}" for name in names if name]
+        """Returns the rule of a text that fits `pattern`, is not in `names` and has no mark."""
+        excluded = [f"~{escaped(name)}" for name in names if name]
         bars = [f"~/(?s:.*{_pattern(mark)}.*)/" for mark in self._barred]
-        return self._terminal(" & ".join([f"/{pattern}/", *mine, *bars]))
+        return self._terminal(" & ".join([f"/{pattern}/", *excluded, *bars]))
 
     def _entries(
         self,
         branch: Branch,
-        key: Callable[[str], Part],
-        others: Callable[[Iterable[str]], str],
-        value: Callable[[Any], Part],
+        key: Callable[[str], RulePart],
+        other_key: Callable[[Iterable[str]], str],
+        value: Callable[[Any], RulePart],
         comma: str,
         *,
         free: bool,
-    ) -> Part:
-        """Properties in their order, each where it must be or may be, and others behind them.
+    ) -> RulePart:
+        """Returns the rule of properties in their order, required or optional, and then others.
 
-        `free`: others may be there where the schema does not say so.
+        With `free` other properties are possible even if the schema does not mention them.
         """
         required = dict.fromkeys(branch.get("required", ()))
         unnamed = branch.get("additionalProperties", True)
@@ -277,54 +299,54 @@ class CallRules:
         for name, schema in sorted(rows.items(), key=_by_name) if by_name else rows.items():
             head, body = key(name), value(schema)
             if head is not None and body is not None:
-                entries.append((self._rule(_row(head, body)), name in required))
+                entries.append((self._rule(_sequence(head, body)), name in required))
             elif name in required:
                 return None
         more = value(unnamed) if free or "additionalProperties" in branch else None
-        rest = more and self._rule(_row(others(rows), more))
-        return self._chain(entries, rest, _spaced(comma))
+        rest = more and self._rule(_sequence(other_key(rows), more))
+        return self._chain(entries, rest, _with_optional_space(comma))
 
-    def _chain(self, entries: list[tuple[str, bool]], rest: Part, comma: str) -> str:
-        """`entries` and any number of `rest`, `comma` between each two."""
-        # What may come where nothing stands before it, and where something does.
-        first = ['""'] if rest is None else [f"{rest} ({_row(comma, rest)})*", '""']
-        then = '""' if rest is None else f"({_row(comma, rest)})*"
+    def _chain(self, entries: list[tuple[str, bool]], rest: RulePart, comma: str) -> str:
+        """Returns the rule of `entries` and any number of `rest`, with `comma` between each two."""
+        # What may follow at the beginning, and what may follow after an entry.
+        first = ['""'] if rest is None else [f"{rest} ({_sequence(comma, rest)})*", '""']
+        then = '""' if rest is None else f"({_sequence(comma, rest)})*"
         for entry, required in reversed(entries):
-            behind = self._rule(then)
-            first = [_row(entry, behind), *([] if required else first)]
-            then = _row(f"({_row(comma, entry)}){'' if required else '?'}", behind)
+            following = self._rule(then)
+            first = [_sequence(entry, following), *([] if required else first)]
+            then = _sequence(f"({_sequence(comma, entry)}){'' if required else '?'}", following)
         return self._rule(" | ".join(first))
 
-    def _array(self, branch: Branch) -> Part:
+    def _array(self, branch: Branch) -> RulePart:
         least, most = branch.get("minItems", 0), branch.get("maxItems")
         fixed: list[str] = []
         for schema in branch.get("prefixItems", ())[:most]:
-            found = self._value(schema)
-            if found is None:
-                # What stands behind it has no place either.
+            item = self._value(schema)
+            if item is None:
+                # Without it no later item is possible.
                 most = len(fixed)
                 break
-            fixed.append(found)
+            fixed.append(item)
         full = most is not None and most <= len(fixed)
         entry = None if full else self._value(branch.get("items", True))
         most = len(fixed) if entry is None else most
         if most is not None and least > most:
             return None
         room = None if most is None else most - len(fixed)
-        comma, behind = _spaced(self._inner.comma), max(0, least - len(fixed))
-        then = _times(_row(comma, entry), behind, room) if entry and fixed else '""'
+        comma, required = _with_optional_space(self._inner.comma), max(0, least - len(fixed))
+        then = _repeated(_sequence(comma, entry), required, room) if entry and fixed else '""'
         if entry and not fixed:
             fewer = None if room is None else room - 1
-            then = _row(entry, _times(_row(comma, entry), max(0, behind - 1), fewer))
-            then = self._rule(then if behind else f'{then} | ""')
-        for place, one in reversed(list(enumerate(fixed))):
-            row = _row(comma if place else '""', one, then)
+            then = _sequence(entry, _repeated(_sequence(comma, entry), max(0, required - 1), fewer))
+            then = self._rule(then if required else f'{then} | ""')
+        for place, item in reversed(list(enumerate(fixed))):
+            row = _sequence(comma if place else '""', item, then)
             then = self._rule(row if place < least else f'{row} | ""')
-        return _row(escaped("["), then, escaped("]"))
+        return _sequence(escaped("["), then, escaped("]"))
 
-    def _either(self, rows: Iterable[Part]) -> Part:
-        found = list(dict.fromkeys(row for row in rows if row is not None))
-        return self._rule(" | ".join(found)) if found else None
+    def _choice(self, rows: Iterable[RulePart]) -> RulePart:
+        choices = list(dict.fromkeys(row for row in rows if row is not None))
+        return self._rule(" | ".join(choices)) if choices else None
 
     def _rule(self, body: str) -> str:
         return body if body.isidentifier() else self._named(body, "call_")
@@ -333,7 +355,7 @@ class CallRules:
         return self._named(body, "CALL_")
 
     def _named(self, body: str, prefix: str) -> str:
-        """A name for `body`, the same for the same."""
+        """Returns the name of the rule `body`; equal rules have one name."""
         body = body or '""'
         if body not in self._names:
             self._characters += len(body)
@@ -357,33 +379,33 @@ def _number(branch: Branch, kind: str) -> str:
     return json_part({"type": kind, **bounds})
 
 
-def _row(*parts: str) -> str:
-    """Parts that stand one after the other, without those that are nothing."""
+def _sequence(*parts: str) -> str:
+    """Joins parts that follow each other, without empty ones."""
     return " ".join(part for part in parts if part != '""')
 
 
-def _times(part: str, least: int, most: int | None) -> str:
+def _repeated(part: str, least: int, most: int | None) -> str:
     if most == 0:
         return '""'
     return f"({part}){{{least},{'' if most is None else most}}}"
 
 
 def _words(values: Values, meant: Iterable[bool | None]) -> str:
-    return "|".join(word for one in meant for word in values.words[one])
+    return "|".join(word for value in meant for word in values.words[value])
 
 
 def _pattern(text: str) -> str:
-    """`text` itself as a part of a pattern."""
+    """Returns `text` as a part of a pattern that matches it literally."""
     return escaped(text)[1:-1]
 
 
-def _spaced(mark: str) -> str:
-    """A mark whose last space may be left out."""
+def _with_optional_space(mark: str) -> str:
+    """Returns the rule of a mark whose last space may be left out."""
     return f"/{_pattern(mark[:-1])}\\x20?/" if mark.endswith(" ") else escaped(mark)
 
 
 def _spelt(character: str, values: Values, quote: str) -> str:
-    """A character of a string as a part of a pattern."""
+    """Returns a character of a string as a part of a pattern."""
     bare = _pattern(character)
     if not values.escapes:
         return bare
@@ -395,19 +417,19 @@ def _spelt(character: str, values: Values, quote: str) -> str:
     return f"({bare}|{spelt})" if values.controls else spelt
 
 
-def _has_halves(text: str) -> bool:
-    """Whether halves of characters are in it, which no text of a model has."""
-    return any("\ud800" <= one <= "\udfff" for one in text)
+def _has_surrogates(text: str) -> bool:
+    """Says whether a text has surrogates, which no text of a model has."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _by_name(item: tuple[str, Any]) -> str:
-    """Templates sort by this."""
+    """Returns the key that templates sort by."""
     return item[0].lower()
 
 
-def _searched(pattern: str) -> str:
-    """A pattern that a text has somewhere, as one of the whole text."""
-    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", lambda one: "x" * len(one[0]), pattern)
+def _whole_pattern(pattern: str) -> str:
+    """Turns a pattern that may match anywhere in a text into one of the whole text."""
+    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", lambda match: "x" * len(match[0]), pattern)
     start, end = bare.startswith("^"), bare.endswith("$")
     inside = slice(start, len(pattern) - end)
     flat = bare[inside]
@@ -418,5 +440,5 @@ def _searched(pattern: str) -> str:
             f"the pattern {pattern[:60]!r} in the JSON schema has ^ or $ elsewhere than around all "
             "of it, which calls of this model cannot be held to; write it so, or leave it out"
         )
-    before, behind = ("" if bound else "(?s:.*)" for bound in (start, end))
-    return slashed(f"{before}({pattern[inside]}){behind}")
+    prefix, suffix = ("" if bound else "(?s:.*)" for bound in (start, end))
+    return slashed(f"{prefix}({pattern[inside]}){suffix}")

@@ -1,4 +1,4 @@
-"""What a server is asked to be. Knows no socket and no model."""
+"""The configuration of a server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,15 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig(PoolConfig):
-    """Where to listen, how much to hold, how long to wait.
+    """Says where a server listens, how much it holds and how long it waits.
 
-    `port` None listens on `socket_path` only, a socket file that its owner alone may open.
-    Any name of a model is taken for the one served, with `strict_model` only its own and `aliases`.
-    `sampling` holds fields of `Sampling` that come before the model's.
-    `saved_bytes` bounds the sessions kept on disk, 0: none are, in `saved_folder`, None: in the
-    cache folder. `buffer_bytes` is what the engine
-    writes ahead of one reader. A request's head must arrive within `head_s`, its body within
-    `upload_s`; `spare_connections` more than requests can run and wait may be open. At shutdown
-    running requests get `grace_s` to end.
+    With `port` None it listens on `socket_path` only, a socket file that only its owner may open.
+    A request may name any model; with `strict_model` only the served model's names and `aliases`.
+    `sampling` holds fields of `Sampling` that replace the model's. Sessions on disk take at most
+    `saved_bytes`, 0 for none, in `saved_folder`, or else in the cache folder. The engine writes at
+    most `buffer_bytes` ahead of a reader. A request's head must arrive within `head_s`, its body
+    within `upload_s`. `spare_connections` more connections may be open than requests can run and
+    wait. At shutdown running requests get `grace_s` to end.
     """
 
     host: str = LOOPBACK_HOSTS[0]
@@ -62,12 +61,12 @@ class ServeConfig(PoolConfig):
 
     @property
     def connections(self) -> int:
-        """How many may be open at once."""
+        """Returns how many connections may be open at once."""
         return self.sessions + self.queue + self.spare_connections
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can connect."""
+        """Says whether only this machine can connect."""
         return self.host in LOOPBACK_HOSTS
 
 
@@ -77,7 +76,7 @@ def _require(flag: str, value: float, holds: bool, possible: str) -> None:
 
 
 def _require_origin(origin: str) -> None:
-    """An origin is what a browser sends as one: a scheme and a host, in small letters, no path."""
+    """Raises `UsageError` unless this is a browser's origin: scheme and host in lower case."""
     parts = origin.split("/")
     whole = len(parts) == 3 and parts[0].endswith(":") and parts[1] == "" and parts[2] != ""
     if origin not in ("*", "null") and not (whole and origin == origin.lower()):

@@ -1,22 +1,28 @@
-"""A connection with limits: uvicorn times bodies and idle ones, not heads, and takes any number."""
+"""Connections with limits that uvicorn does not have: on the time of a head, on their number."""
 
 import asyncio
 import json
+import logging
 from http import HTTPStatus
+from typing import cast
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.protocol import own_headers
+
+logger = logging.getLogger(__name__)
+# uvicorn also logs how to install a WebSocket library, which does not help here.
+logger.addFilter(lambda record: "WebSocket library" not in str(record.msg))
 
 # A refused client gets this long to take its answer.
 _LAST_WORDS_S = 1.0
 
 
 class BoundedConnection(H11Protocol):
-    """Refuses one connection too many with 503, and a head that is not whole in time with 408."""
+    """Refuses a connection too many with 503, a head that is late with 408, no HTTP with 400."""
 
     limits: ServeConfig
 
@@ -24,7 +30,8 @@ class BoundedConnection(H11Protocol):
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connects."""
+        """Accepts a client, or refuses it where too many are connected."""
+        self.logger = logger
         super().connection_made(transport)
         if len(self.connections) <= self.limits.connections:
             self._time_head()
@@ -40,18 +47,33 @@ class BoundedConnection(H11Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes of a request; of a refused client nothing is read."""
+        """Reads some bytes of a request, unless the client was refused."""
         if not self._refused:
             super().data_received(data)
+        if not self._refused:
             self._time_head()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is no HTTP; closes the connection if an answer has begun already."""
+        # uvicorn's None before the first request is not in its types.
+        answer = cast("RequestResponseCycle | None", self.cycle)
+        if answer is not None and not answer.response_complete:
+            # The handler learns that the client has left, and sends nothing more.
+            answer.disconnected = True
+            answer.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(RequestError("this is no HTTP request; nothing was done", status=400))
+        else:
+            self._refused = True
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has left, or was told to."""
+        """Stops the timer of a closed connection."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def _time_head(self) -> None:
-        """Lets the time for a head run, from its first byte or the connection's beginning."""
+        """Starts the timer for a head, at its first byte or when the connection begins."""
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
         elif self._waiting is None:
@@ -73,8 +95,9 @@ class BoundedConnection(H11Protocol):
         )
 
     def _refuse(self, error: RequestError) -> None:
-        """Answers without having read; closing at once would take the answer with it."""
+        """Answers without reading the request; closes later, so that the answer is not lost."""
         self._refused = True
+        self._stop_waiting()
         body = json.dumps(error_body(error)).encode()
         rows = [
             *own_headers(),
@@ -91,5 +114,5 @@ class BoundedConnection(H11Protocol):
 
 
 def bounded(config: ServeConfig) -> type[BoundedConnection]:
-    """Connections within the limits of `config`."""
+    """Returns a class of connections within the limits of `config`."""
     return type("Connection", (BoundedConnection,), {"limits": config})

@@ -1,4 +1,4 @@
-"""A request that cannot be served, and every error as OpenAI's clients read it."""
+"""Errors of requests, in the form that OpenAI's clients read."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +21,9 @@ _POOL_STATUS = {"not_read": 408, "queue_full": 429, "shutting_down": 503}
 
 
 class RequestError(KvqError):
-    """A request is refused: with an HTTP `status`, naming the field `param` and a lasting `code`.
+    """Refuses a request with an HTTP `status`, the field `param` and a stable `code`.
 
-    `retry_s` seconds later the same request may succeed. `numbers` say by how much it failed.
+    The same request may succeed `retry_s` seconds later. `numbers` say by how much it failed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RequestError(KvqError):
 
 
 def as_request_error(error: BaseException) -> RequestError:
-    """`error` with the status it means: what the user caused is 400, a fault of ours 500."""
+    """Returns `error` with its status: 400 for the user's mistakes, 500 for faults of kvq."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, PoolError):
@@ -63,7 +63,7 @@ def as_request_error(error: BaseException) -> RequestError:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The JSON every failed request is answered with."""
+    """Returns the JSON body of the answer to a failed request."""
     return {
         "error": {
             "message": _shortened(str(error)),
@@ -76,6 +76,6 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def _shortened(text: str) -> str:
-    """The text, or its beginning and its end, which says what to do."""
+    """Returns the text, or its beginning and its end, which says what to do."""
     half = _MOST_CHARACTERS // 2
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

@@ -1,16 +1,18 @@
-"""Reads the JSON object of a request, field by field: what is wrong is refused by its name."""
+"""Reads the JSON object of a request field by field and refuses wrong fields by name."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar
 
 from kvq.json_values import is_array, is_object
 from kvq_apps.serve.errors import RequestError
 
+Default = TypeVar("Default", int, None)
+
 
 def parse_object(body: bytes) -> "Fields":
-    """The request's JSON object. Raises `RequestError` for anything else."""
+    """Returns the request's JSON object. Raises `RequestError` for anything else."""
     try:
         value: Any = json.loads(body, parse_constant=_refuse_constant)
     except RequestError:
@@ -18,34 +20,45 @@ def parse_object(body: bytes) -> "Fields":
     except (ValueError, RecursionError) as error:
         reason = "too deep" if isinstance(error, RecursionError) else error
         raise RequestError(f"the request's body is not JSON: {reason}") from None
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise RequestError("the request's body is not a JSON object; send one in braces")
-    return Fields(cast(dict[str, Any], value))
+    return Fields(value)
 
 
 class Fields:
-    """One JSON object. A field that is null counts as absent; unknown fields are ignored."""
+    """Holds one JSON object. A field that is null counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
         self._values = values
         self._prefix = prefix
         self._read: set[str] = set()
+        self._objects: dict[str, Fields] = {}
 
     def get(self, name: str) -> Any:
-        """The value as it came, None when absent."""
+        """Returns the value as it came, None when absent."""
         self._read.add(name)
         return self._values.get(name)
 
-    def unread(self) -> frozenset[str]:
-        """The fields that were given and that nobody asked for."""
-        return frozenset(self._values) - self._read
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Returns all values as they came."""
+        self._read |= self._values.keys()
+        return self._values
 
-    def names(self) -> tuple[str, ...]:
-        """The names of all fields."""
-        return tuple(self._values)
+    def ignore(self, name: str) -> None:
+        """Counts a field as unread, since its value has no effect."""
+        self._read.discard(name)
+
+    def unread(self) -> frozenset[str]:
+        """Returns the fields that nobody has read, also those inside objects that were read."""
+        inside = (field for fields in self._objects.values() for field in fields.unread())
+        sent = (name for name, value in self._values.items() if value is not None)
+        return frozenset(inside) | {f"{self._prefix}{name}" for name in sent} - {
+            f"{self._prefix}{name}" for name in self._read
+        }
 
     def text(self, name: str, default: str = "") -> str:
-        """A string."""
+        """Returns a string."""
         value = self.get(name)
         if value is None:
             return default
@@ -54,7 +67,7 @@ class Fields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """Returns true or false."""
         value = self.get(name)
         if value is None:
             return default
@@ -62,8 +75,15 @@ class Fields:
             self.refuse(name, "true or false")
         return value
 
-    def whole(self, name: str, low: int, high: int, default: int) -> int:
-        """A whole number from `low` to `high`."""
+    def choice(self, name: str, options: Iterable[str], default: str = "") -> str:
+        """Returns one of `options`, or `default` when absent."""
+        value = self.text(name, default)
+        if value != default and value not in options:
+            self.refuse(name, f"one of {', '.join(options)}")
+        return value
+
+    def whole(self, name: str, low: int, high: int, default: Default) -> int | Default:
+        """Returns a whole number from `low` to `high`."""
         value = self.get(name)
         if value is None:
             return default
@@ -74,52 +94,40 @@ class Fields:
         return value
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
-        """A number from `low` to `high`."""
+        """Returns a number from `low` to `high`."""
         value = self.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.refuse(name, f"a number from {low:g} to {high:g}")
-        if not (low <= value <= high and isfinite(value)):
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (numeric and low <= value <= high and isfinite(value)):
             self.refuse(name, f"a number from {low:g} to {high:g}")
         return float(value)
 
     def objects(self, name: str) -> list["Fields"]:
-        """A list of objects; empty when absent."""
-        value = self.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
+        """Returns a list of objects, empty when absent."""
+        rows: Any = [] if self.get(name) is None else self.get(name)
+        if not (is_array(rows) and all(map(is_object, rows))):
             self.refuse(name, "a list of objects")
-        rows = cast(list[Any], value)
-        if not all(isinstance(row, dict) for row in rows):
-            self.refuse(name, "a list of objects")
-        return [Fields(row, f"{self._prefix}{name}[{place}].") for place, row in enumerate(rows)]
+        kind = type(self)
+        return [kind(row, f"{self._prefix}{name}[{place}].") for place, row in enumerate(rows)]
 
     def object(self, name: str) -> "Fields":
-        """An object; an empty one when absent."""
-        value = self.get(name)
-        if value is None:
-            return Fields({}, f"{self._prefix}{name}.")
-        if not isinstance(value, dict):
+        """Returns an object, an empty one when absent; always the same."""
+        values: Any = {} if self.get(name) is None else self.get(name)
+        if not is_object(values):
             self.refuse(name, "an object")
-        return Fields(cast(dict[str, Any], value), f"{self._prefix}{name}.")
+        return self._objects.setdefault(name, type(self)(values, f"{self._prefix}{name}."))
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A string or a list of up to `most` strings, none of them empty."""
-        value = self.get(name)
-        rows = [value] if isinstance(value, str) else value
-        if rows is None:
-            return ()
-        possible = f"a string or a list of up to {most} strings, none empty"
-        if not isinstance(rows, list) or len(cast(list[Any], rows)) > most:
-            self.refuse(name, possible)
-        if not all(isinstance(row, str) and row for row in cast(list[Any], rows)):
-            self.refuse(name, possible)
-        return tuple(cast(list[str], rows))
+        """Returns a string, or a list of up to `most` strings, without empty ones."""
+        value: Any = [] if self.get(name) is None else self.get(name)
+        rows: Any = [value] if isinstance(value, str) else value
+        if not (is_array(rows) and len(rows) <= most and all(isinstance(row, str) for row in rows)):
+            self.refuse(name, f"a string or a list of up to {most} strings")
+        return tuple(filter(None, rows))
 
     def refuse(self, name: str, possible: str) -> NoReturn:
-        """Raises the `RequestError` that says what `name` may be."""
+        """Raises a `RequestError` that says what `name` may be."""
         value = self._values.get(name)
         shown = json.dumps(value)[:40] if isinstance(value, int | float | bool) else _kind(value)
         self.refuse_with(name, f"{self._prefix}{name} is {shown}; give {possible}")

@@ -1,20 +1,24 @@
-"""What a request says of the answer's form: OpenAI's `response_format`, llama-server's fields."""
+"""Reads the format of the answer: OpenAI's `response_format` and llama-server's fields."""
 
 from kvq.errors import UsageError
 from kvq.json_values import is_object
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
-from kvq_runtime.constraint import Constraint
+from kvq_runtime.answer.constraint import Constraint
 
 NAMES = ("response_format", "json_schema", "grammar", "regex")
 
 
 def constraint_of(fields: Fields) -> Constraint | None:
-    """What the answer has to look like; None: nothing is asked."""
-    found = {name: one for name in NAMES if (one := _constraint(fields, name)) is not None}
-    if len(found) > 1:
-        fields.refuse_with(list(found)[1], f"{' and '.join(found)} exclude each other; give one")
-    return next(iter(found.values()), None)
+    """Returns the constraint that the request asks for, if any."""
+    constraints = {
+        name: constraint for name in NAMES if (constraint := _constraint(fields, name)) is not None
+    }
+    if len(constraints) > 1:
+        fields.refuse_with(
+            list(constraints)[1], f"{' and '.join(constraints)} exclude each other; give one"
+        )
+    return next(iter(constraints.values()), None)
 
 
 def _constraint(fields: Fields, name: str) -> Constraint | None:
@@ -30,22 +34,24 @@ def _constraint(fields: Fields, name: str) -> Constraint | None:
         raise RequestError(str(error), param=name) from error
 
 
-def _response_format(given: Fields) -> Constraint | None:
-    match given.text("type", "text"):
+def _response_format(options: Fields) -> Constraint | None:
+    match options.text("type", "text"):
         case "text":
             return None
         case "json_object":
             # llama-server's clients put a schema here too.
-            schema = given.get("schema")
-            return Constraint.json(None if schema is None else _schema(given, "schema"))
+            schema = options.get("schema")
+            return Constraint.json(None if schema is None else _schema(options, "schema"))
         case "json_schema":
-            described = given.object("json_schema")
+            # llama-server's clients leave out the object around it.
+            bare = options.get("json_schema") is None and options.get("schema") is not None
+            described = options if bare else options.object("json_schema")
             described.text("name")
             described.text("description")
-            described.flag("strict")
-            return Constraint.json(_schema(described, "schema"))
+            strict = described.flag("strict")
+            return Constraint.json(_schema(described, "schema"), strict=strict)
         case _:
-            given.refuse("type", "text, json_object or json_schema")
+            options.refuse("type", "text, json_object or json_schema")
 
 
 def _schema(fields: Fields, name: str) -> dict[str, object]:

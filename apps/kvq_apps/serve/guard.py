@@ -1,13 +1,14 @@
-"""Who may ask: the Host, Origin and key of a request, before anything of it is read.
+"""Checks the Host, the Origin and the key of a request before anything else of it is read.
 
 A page in a browser can send requests to this machine. On a loopback address a foreign Host (a
-rebound name) is refused, a foreign Origin gets no CORS headers and may not POST, and a body that
-a form could send is not JSON.
+rebound name) is refused. A foreign Origin gets no CORS headers and may not POST, and neither may a
+page from another site. A body may have the type of a form, which `curl -d` sends, because browsers
+send the origin with every form.
 
-And whose prompts a session may be reused for. A prompt that is found in a session is read faster,
-and `cached_tokens` says so: a client could learn by trying what another one has sent. Where the
-server asks for keys, what is sent with one key is found only with the same key; `cache_salt`
-(vLLM's name) keeps users of one key apart too. Knows headers and that field, no session.
+It also names the owner of a prompt. A prompt that is in a session already is read faster, and
+`cached_tokens` says so. Without owners a client could find out what another client has sent. Where
+the server needs keys, only a request with the same key finds a prompt; `cache_salt` (vLLM's name)
+also keeps users of one key apart.
 """
 
 import asyncio
@@ -24,20 +25,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvq_apps.serve.config import LOOPBACK_HOSTS, ServeConfig
 from kvq_apps.serve.errors import RequestError
 
-PUBLIC_PATHS = ("/", "/health", "/v1/models")
+PUBLIC_PATHS = ("/", "/health", "/v1/health", "/v1/models", "/models", "/docs", "/openapi.json")
+# `curl -d` sends JSON without a type or with the type of a form.
+_JSON_TYPES = (None, "application/x-www-form-urlencoded", "application/json")
 _JSON = "application/json"
+# What browsers send for requests that do not come from a page of another site.
+_SAME_SITES = (None, "same-origin", "none")
 _PREFLIGHT_S = "600"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:]+)\]|([^\[\]:]+))(?::[0-9]{1,5})?")
 _FIRST_REFUSAL = 400
-# What is dropped of a refused request: so many bodies of the largest size, while they come.
+# So many bodies of the largest size are dropped after a refusal, with so long between two parts.
 _DROPPED_BODIES, _IDLE_S = 4, 1.0
 _SALT_CHARACTERS = 16
 
-Refuse = Callable[[RequestError], Response]
+
+# Returns the answer to a refused request for a path.
+Refuse = Callable[[RequestError, str], Response]
 
 
 class Guard:
-    """Passes on to `app` what may pass; `refuse` makes the answer to everything else."""
+    """Passes allowed requests on to `app`; `refuse` makes the answer to all others."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, refuse: Refuse) -> None:
         self._app = app
@@ -45,7 +52,7 @@ class Guard:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One ASGI request."""
+        """Handles one ASGI request."""
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
@@ -57,20 +64,21 @@ class Guard:
         send = _with_cors(send, origin) if allowed and origin is not None else send
         try:
             self._check_host(headers)
-            self._check_origin(scope, allowed=allowed or origin is None)
+            local = origin is None and headers.get("sec-fetch-site") in _SAME_SITES
+            self._check_origin(scope, allowed=allowed or local)
             if scope["method"] == "OPTIONS" and origin is not None:
                 await self._preflight()(scope, receive, send)
                 return
             self._check_key(scope, headers)
             self._check_body(headers)
         except RequestError as error:
-            await self._refuse(error)(scope, receive, send)
+            await self._refuse(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Mapping[str, str]) -> None:
         host = headers.get("host", "")
-        if self._config.loopback and _name(host) not in LOOPBACK_HOSTS:
+        if self._config.loopback and _host_name(host) not in LOOPBACK_HOSTS:
             raise RequestError(
                 f"the Host {host[:80]!r} is not this machine's loopback address; "
                 "use http://127.0.0.1 or serve with --host",
@@ -87,28 +95,29 @@ class Guard:
             )
 
     def _origin_allowed(self, origin: str, headers: Mapping[str, str]) -> bool:
-        own = origin == f"http://{headers.get('host', '')}"
-        return own or origin in self._config.origins or "*" in self._config.origins
+        same_origin = origin == f"http://{headers.get('host', '')}"
+        return same_origin or origin in self._config.origins or "*" in self._config.origins
 
     def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> None:
         key = self._config.api_key
         if key is None or scope["path"] in PUBLIC_PATHS:
             return
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        # Headers arrive as Latin-1; what a client sent are the key's own bytes.
-        right = hmac.compare_digest(given.encode("latin-1").strip(), key.encode().strip())
-        if kind.lower() != "bearer" or not right:
+        sent_key = _key_of(headers)
+        # Headers arrive as Latin-1; in this way they are the bytes that the client sent.
+        right = hmac.compare_digest(sent_key.encode("latin-1").strip(), key.encode().strip())
+        if not right:
             raise RequestError(
-                "this server needs its API key as `Authorization: Bearer KEY`",
+                "this server needs its API key as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 status=401,
                 code="invalid_api_key",
             )
 
     def _check_body(self, headers: Mapping[str, str]) -> None:
-        kind = headers.get("content-type")
-        if kind is not None and kind.partition(";")[0].strip().lower() != _JSON:
+        content_type = headers.get("content-type")
+        kind = None if content_type is None else content_type.partition(";")[0].strip().lower()
+        if kind not in _JSON_TYPES:
             raise RequestError(
-                f"a body of type {kind[:80]!r} is not read; send Content-Type: {_JSON}",
+                f"a body of type {(kind or '')[:80]!r} is not read; send Content-Type: {_JSON}",
                 status=415,
                 code="unsupported_media_type",
             )
@@ -128,17 +137,23 @@ class Guard:
         )
 
 
+def _key_of(headers: Mapping[str, str]) -> str:
+    """Returns the key of a request, in OpenAI's or Anthropic's header."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key if kind.lower() == "bearer" else headers.get("x-api-key", "")
+
+
 def owner_of(headers: Mapping[str, str], cache_salt: str, *, keyed: bool) -> str:
-    """A name for who may find a prompt again: hex digits, empty where everyone may."""
-    key = headers.get("authorization", "") if keyed else ""
+    """Returns the owner of a prompt as hex digits; empty where every client may find it again."""
+    key = _key_of(headers) if keyed else ""
     if not key and not cache_salt:
         return ""
-    told = f"{len(key)}:{key}{cache_salt}".encode("utf-8", errors="surrogatepass")
-    return hashlib.sha256(told).hexdigest()[:_SALT_CHARACTERS]
+    text = f"{len(key)}:{key}{cache_salt}".encode("utf-8", errors="surrogatepass")
+    return hashlib.sha256(text).hexdigest()[:_SALT_CHARACTERS]
 
 
 def too_large(limit_bytes: int) -> RequestError:
-    """The answer to a body over the limit."""
+    """Returns the error for a body over the limit."""
     return RequestError(
         f"the request's body is larger than {limit_bytes} bytes; send less text",
         status=413,
@@ -146,32 +161,32 @@ def too_large(limit_bytes: int) -> RequestError:
     )
 
 
-def _name(host: str) -> str:
-    """The name in a Host header, without its port; empty for what is no such header."""
-    found = _HOST.fullmatch(host)
-    return (found[1] or found[2]).lower() if found else ""
+def _host_name(host: str) -> str:
+    """Returns the name in a Host header without its port, empty for a wrong header."""
+    match = _HOST.fullmatch(host)
+    return (match[1] or match[2]).lower() if match else ""
 
 
 class _Unread:
-    """What a client still sends of a request that is refused before it was read.
+    """Drops what a client still sends of a request that is refused before it was read.
 
-    Were the connection closed on it, the client would meet a reset in place of the answer. So the
-    answer leaves, then what comes is read and dropped, within `most_bytes` and `timeout_s`.
+    If the connection were closed at once, the client would get a reset in place of the answer. So
+    the answer is sent, then the rest is read and dropped, within `most_bytes` and `timeout_s`.
     """
 
     def __init__(self, receive: Receive, send: Send, most_bytes: int, timeout_s: float) -> None:
         self._receive, self._send = receive, send
-        self._left_bytes, self._timeout_s = most_bytes, timeout_s
+        self._remaining_bytes, self._timeout_s = most_bytes, timeout_s
         self._refused = self._ended = False
 
     async def receive(self) -> Message:
-        """The next part of the request."""
+        """Returns the next part of the request."""
         message = await self._receive()
         self._ended = not message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
-        """Sends a part of the answer; the last one of a refusal once the client has sent all."""
+        """Sends a part of the answer; the end of a refusal waits until the client has sent all."""
         if message["type"] == "http.response.start":
             self._refused = message["status"] >= _FIRST_REFUSAL
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -184,9 +199,9 @@ class _Unread:
     async def _drop(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
-                while not self._ended and self._left_bytes > 0:
+                while not self._ended and self._remaining_bytes > 0:
                     message = await asyncio.wait_for(self.receive(), _IDLE_S)
-                    self._left_bytes -= len(message.get("body", b""))
+                    self._remaining_bytes -= len(message.get("body", b""))
 
 
 def _with_cors(send: Send, origin: str) -> Send:

@@ -1,7 +1,7 @@
-"""Which servers of this user run: one small file each, locked as long as its process lives.
+"""Keeps a list of this user's running servers: a small locked file for each process.
 
-The lock, not the process id, tells a live server from a file left by one that was killed: ids are
-used again. Front-ends find a server here. Knows no model and no route.
+The lock, not the process id, tells a running server from a file that a killed one left, since ids
+are reused.
 """
 
 import contextlib
@@ -15,11 +15,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
-from kvq.errors import BackendError, UsageError, argument
+from kvq.errors import BackendError, DataError, UsageError, argument
+from kvq.files import open_regular
 from kvq.settings import state_folder
-from kvq_apps import output
+from kvq_apps.terminal import output
 
 if sys.platform != "win32":
     import fcntl
@@ -31,10 +32,10 @@ _LAST_WRITES_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instance:
-    """A running server: where it listens (`url`, `socket`), since when, and what it speaks.
+    """Describes a running server: where it listens (`url`, `socket`), since when, its protocol.
 
-    `model` is what it was asked to serve. `grace_s` is how long its answers may take to end.
-    What another version did not write is unknown.
+    `model` is the name it was asked to serve. Its answers get `grace_s` to end. Fields that another
+    version did not write have their defaults.
     """
 
     pid: int
@@ -49,13 +50,13 @@ class Instance:
 
     @property
     def address(self) -> str:
-        """Where to reach it."""
+        """Returns where to reach it."""
         return self.url or f"unix:{self.socket}"
 
 
 @contextmanager
-def announced(instance: Instance) -> Generator[None]:
-    """While inside, `running` finds `instance`; where that cannot be, a note says so."""
+def announce(instance: Instance) -> Generator[None]:
+    """Lets `running` find `instance` while inside; a note says so where that is not possible."""
     if sys.platform == "win32":
         yield
         return
@@ -78,48 +79,51 @@ def announced(instance: Instance) -> Generator[None]:
 
 
 def running() -> list[Instance]:
-    """The servers that run now, the oldest first; forgets those that were killed.
+    """Returns the servers that run now, the oldest first, and deletes files of killed ones.
 
     Raises `UsageError` on a system without file locks.
     """
     if sys.platform == "win32":
         raise UsageError("finding servers needs a system with file locks; use the server's address")
-    found: list[Instance] = []
+    instances: list[Instance] = []
     for path in _folder().glob("*.json"):
-        with contextlib.suppress(OSError), path.open() as stream:
+        with (
+            contextlib.suppress(OSError, DataError),
+            open_regular(path, through_links=False, private=True) as stream,
+        ):
             try:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                found += _read(stream)
+                instances += _read(stream)
             else:
                 path.unlink()
-    return sorted(found, key=lambda instance: instance.started_at)
+    return sorted(instances, key=lambda instance: instance.started_at)
 
 
-def chosen(port: int | None, socket: str | None) -> Instance:
-    """The only server that runs, or the one at `port` or `socket`. Raises `UsageError`."""
+def find_instance(port: int | None, socket: str | None) -> Instance:
+    """Returns the only running server, or the one at `port` or `socket`. Raises `UsageError`."""
     instances = running()
-    wanted = [
+    matching = [
         instance
         for instance in instances
         if (port is None or (instance.url or "").endswith(f":{port}"))
         and (socket is None or instance.socket == os.path.abspath(socket))
     ]
-    if len(wanted) == 1:
-        return wanted[0]
+    if len(matching) == 1:
+        return matching[0]
     listed = ", ".join(f"{instance.address} (process {instance.pid})" for instance in instances)
     if not instances:
         raise UsageError("no `kvq serve` of this user is running")
-    if not wanted:
+    if not matching:
         raise UsageError(f"no `kvq serve` listens there; these do: {listed}")
     raise UsageError(
-        f"{len(wanted)} servers run; name one by {argument('--port')} or {argument('--socket')}: "
+        f"{len(matching)} servers run; name one by {argument('--port')} or {argument('--socket')}: "
         f"{listed}"
     )
 
 
 def stop(instance: Instance) -> None:
-    """Asks `instance` to end as SIGTERM does, and waits. Raises `BackendError` if it stays."""
+    """Ends `instance` by SIGTERM and waits for it. Raises `BackendError` if it stays."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(instance.pid, signal.SIGTERM)
     end = time.monotonic() + instance.grace_s + _LAST_WRITES_S
@@ -137,7 +141,7 @@ def _folder() -> Path:
 
 
 def _locked_file(path: Path, content: str) -> TextIO:
-    """A whole file at `path`, locked until it is closed; nobody sees it unlocked."""
+    """Writes a file at `path` that is locked until it is closed; nobody sees it unlocked."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     stream = os.fdopen(handle, "w")
@@ -154,8 +158,8 @@ def _locked_file(path: Path, content: str) -> TextIO:
     return stream
 
 
-def _read(stream: TextIO) -> list[Instance]:
-    """What a server's file says; nothing when it says nothing that can be read."""
+def _read(stream: BinaryIO) -> list[Instance]:
+    """Returns the server that a file describes, or nothing if the file cannot be read."""
     known = {field.name for field in fields(Instance)}
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         values: dict[str, Any] = json.load(stream)

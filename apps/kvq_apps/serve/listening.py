@@ -1,4 +1,4 @@
-"""Sockets to listen on: an address of this machine, or a file that its owner alone may open."""
+"""Opens sockets to listen on: at an address, or as a file that only its owner may open."""
 
 import contextlib
 import os
@@ -7,19 +7,19 @@ import stat
 from pathlib import Path
 
 from kvq.errors import UsageError, argument
-from kvq_apps.serve.reach import check_files_can_be_sockets
+from kvq_apps.serve.server_connection import check_files_can_be_sockets
 
 _BACKLOG = 256
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `UsageError` for an address that is not there or taken."""
+    """Returns a listening socket. Raises `UsageError` for an address that cannot be used."""
     try:
         rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = rows[0]
         listener = socket.create_server(address, family=family, backlog=_BACKLOG)
-        # Else a body waits 40 ms behind its head; connections have it from here, since asyncio
-        # sets it only where a socket was made with TCP's number.
+        # Without this a body waits 40 ms after its head. Connections inherit it; asyncio sets it
+        # only for sockets that were made with TCP's number.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except (OSError, UnicodeError) as error:
@@ -31,9 +31,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_on_file(path: Path) -> socket.socket:
-    """A listening unix socket of mode 0600 at `path`; one that nobody answers is replaced.
+    """Returns a listening unix socket of mode 0600 at `path`, in place of a dead server's socket.
 
-    Raises `UsageError` where a server or anything else is, or no socket can be.
+    Raises `UsageError` where a server or another file is, or where no socket is possible.
     """
     check_files_can_be_sockets()
     _clear(path)
@@ -41,7 +41,7 @@ def listen_on_file(path: Path) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(str(path))
-            # Nobody can connect before it listens.
+            # Before `listen` nobody can connect.
             path.chmod(0o600)
             listener.listen(_BACKLOG)
         except BaseException:
@@ -56,7 +56,7 @@ def listen_on_file(path: Path) -> socket.socket:
 
 
 def remove_file(path: Path) -> None:
-    """Removes a socket's file, if that is still one."""
+    """Removes the file of a socket, if it is one."""
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK(path.stat().st_mode):
             path.unlink()

@@ -1,4 +1,4 @@
-"""From a model's name and the KV flags to a served model. Runs in the engine's thread."""
+"""Loads the model of a server, in the engine's thread."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from kvq.settings import cache_folder
-from kvq_apps import known_models
 from kvq_apps.completion.prompts import OwnedPrompts
+from kvq_apps.names import known_models
+from kvq_apps.names.engine import Engine
 from kvq_apps.opening import open_engine
-from kvq_apps.output import kv_text
 from kvq_apps.serve.config import ServeConfig
+from kvq_apps.terminal import cache_report
 from kvq_models.infilling import fixed_tokens
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.answer.constraint import Constraint, Grammar
 from kvq_runtime.config import Sampling
-from kvq_runtime.constraint import Constraint, Grammar
-from kvq_runtime.named_engine import Engine
 from kvq_runtime.serving.pool import Served
 from kvq_runtime.serving.saving import SavedSessions
 from kvq_runtime.serving.slots import Slots
@@ -24,11 +24,11 @@ from kvq_runtime.serving.slots import Slots
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel(Served):
-    """What the routes know of the model too; `kv` are the widths as people write them.
+    """Holds a loaded model for the routes; `kv` are the widths as `--kv` writes them.
 
-    `budget_tokens`: what a session holds at those widths. `names`: every name it goes by.
-    `grammar` reads a constraint for the model's vocabulary (`Vocabulary.grammar`). `sampling` is
-    the model's own.
+    `budget_tokens`, `full_kv` and `full_tokens` say what a session holds
+    (`kvq_apps.terminal.cache_report`). `names` are all names of the model. `grammar` reads a
+    constraint for the model's vocabulary (`Vocabulary.grammar`). `sampling` is the model's own.
     """
 
     name: str
@@ -41,22 +41,26 @@ class ServedModel(Served):
     v_bits: int
     kv: str
     budget_tokens: int
+    full_kv: str
+    full_tokens: int
     sampling: Sampling
     loaded_at: int
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is told of it where it is announced; `kv_budget` is a session's bytes."""
+        """Returns what is printed when it is ready; `kv_budget` is a session's bytes."""
         return {
             "model": self.name,
             "kv": self.kv,
             "context": self.context_tokens,
             "budget_tokens": self.budget_tokens,
+            "full_kv": self.full_kv,
+            "full_tokens": self.full_tokens,
             "kv_budget": self.slot_bytes,
         }
 
 
-# Several short answers to one prompt are written side by side in so many rows.
+# Several short answers to one prompt are written in one pass, in so many rows.
 DRAFT_TOKENS = 64
 
 
@@ -68,7 +72,8 @@ def load(
 ) -> ServedModel:
     """Loads the model and opens every arena. Raises `KvqError`."""
     engine = open_engine(model, **engine_options)
-    return serve_engine(engine, session_options, config, called=model)
+    engine.tokenizer.begin_chat()
+    return serve_engine(engine, session_options, config, requested_name=model)
 
 
 def serve_engine(
@@ -76,9 +81,9 @@ def serve_engine(
     session_options: Mapping[str, Any],
     config: ServeConfig,
     *,
-    called: str | None = None,
+    requested_name: str | None = None,
 ) -> ServedModel:
-    """What is served of an opened engine, which the command line `called` so."""
+    """Makes a served model of an opened engine; the user called it `requested_name`."""
     session_options = {"draft_tokens": DRAFT_TOKENS, **session_options}
     if engine.tokenizer.fim is not None:
         session_options["sink_tokens"] = fixed_tokens(engine.tokenizer)
@@ -89,11 +94,12 @@ def serve_engine(
         config.saved_folder or cache_folder() / "sessions",
         repr(sorted(settings.items())) + engine.backend.cache_kind,
         config.saved_bytes,
+        first.config.context_tokens,
     )
-    plan = first.config.plan
+    plan, facts = first.config.plan, cache_report.facts(first.config)
     return ServedModel(
         name=engine.model.name,
-        names=_names(engine, called),
+        names=_names(engine, requested_name),
         tokenizer=engine.tokenizer,
         gaps=OwnedPrompts(engine.tokenizer),
         grammar=engine.vocabulary.grammar,
@@ -102,8 +108,10 @@ def serve_engine(
         stop_ids=engine.model.stop_ids,
         k_bits=plan.k_bits,
         v_bits=plan.v_bits,
-        kv=kv_text(plan.k_bits, plan.v_bits),
-        budget_tokens=first.config.budget_tokens,
+        kv=facts["kv"],
+        budget_tokens=facts["budget_tokens"],
+        full_kv=facts["full_kv"],
+        full_tokens=facts["full_tokens"],
         sampling=engine.model.sampling,
         loaded_at=int(time.time()),
         slots=Slots(lambda: engine.session(**session_options), config.sessions, saved),
@@ -111,11 +119,11 @@ def serve_engine(
     )
 
 
-def _names(engine: Engine, called: str | None) -> frozenset[str]:
-    """The manifest's name, the one asked for, those given here, and the folder's or file's."""
+def _names(engine: Engine, requested_name: str | None) -> frozenset[str]:
+    """Returns all names of the model: in its manifest, of its file, from users, as requested."""
     path = engine.files.path
-    given = (name for name, place in known_models.named() if place == path)
-    names = {engine.model.name, path.name, *given}
-    if called is not None:
-        names |= {called, Path(called).name}
+    chosen_names = (name for name, place in known_models.named_models() if place == path)
+    names = {engine.model.name, path.name, *chosen_names}
+    if requested_name is not None:
+        names |= {requested_name, Path(requested_name).name}
     return frozenset(names)

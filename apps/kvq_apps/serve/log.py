@@ -1,7 +1,7 @@
-"""A running server's log: files that rotate, readable by their owner, without what users write.
+"""A server's log: rotating files that only their owner may read, without users' texts.
 
-Errors are logged as where they happened and their class, never with their text, which may quote
-a prompt; `debug` keeps the text too.
+An error is logged with its class and its place. Its text may quote a prompt, so it is logged only
+with `debug`.
 """
 
 import logging
@@ -17,24 +17,24 @@ from types import TracebackType
 from typing import Any, cast
 
 from kvq.settings import state_folder
-from kvq_apps import output
+from kvq_apps.terminal import output
 
 FILE_BYTES = 1 << 20
 OLD_FILES = 3
-# Other packages may say anything.
+# Other packages may log anything, so they are left out.
 _OURS = ("kvq", "kvq_apps", "kvq_runtime", "kvq_models", "uvicorn")
 
 
 def log_path(name: str) -> Path:
-    """Where the server called `name` logs."""
+    """Returns the path of the log of the server called `name`."""
     return state_folder() / f"serve-{name}.log"
 
 
 @contextmanager
 def logged(path: Path, *, debug: bool = False) -> Generator[None]:
-    """While inside, what our packages log from INFO on is also written to `path`.
+    """Writes what our packages log from INFO on also to `path`, while inside.
 
-    What reaches the terminal stays as it was. A file that cannot be written is one note there.
+    The terminal shows the same as before, and one note if the file cannot be written.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -46,9 +46,9 @@ def logged(path: Path, *, debug: bool = False) -> Generator[None]:
     handler.addFilter(lambda record: record.name.partition(".")[0] in _OURS)
     handler.setFormatter(_Formatter(with_errors=debug))
     root = logging.getLogger()
-    level, others = root.level, [(other, other.level) for other in root.handlers]
-    for other, own in others:
-        other.setLevel(max(own, level))
+    level, handler_levels = root.level, [(existing, existing.level) for existing in root.handlers]
+    for existing, handler_level in handler_levels:
+        existing.setLevel(max(handler_level, level))
     root.addHandler(handler)
     root.setLevel(min(level, logging.INFO))
     try:
@@ -57,29 +57,29 @@ def logged(path: Path, *, debug: bool = False) -> Generator[None]:
         root.removeHandler(handler)
         handler.close()
         root.setLevel(level)
-        for other, own in others:
-            other.setLevel(own)
+        for existing, handler_level in handler_levels:
+            existing.setLevel(handler_level)
 
 
 class _PrivateFile(RotatingFileHandler):
-    """A rotating file of mode 0600 whose trouble is said once."""
+    """Writes a rotating file of mode 0600 and reports its first failure only."""
 
     def __init__(self, path: Path) -> None:
-        self._in_trouble = False
+        self._has_failed = False
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8")
 
     def _open(self) -> TextIOWrapper:
         handle = os.open(self.baseFilename, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-        # Unbuffered: what a full disk refuses is dropped at once, and closing cannot fail.
+        # Without a buffer, what a full disk refuses is dropped at once, and closing cannot fail.
         stream = os.fdopen(handle, "ab", buffering=0)
         return TextIOWrapper(
             cast(Any, stream), encoding="utf-8", errors="backslashreplace", write_through=True
         )
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
-        """A full disk must not fill the terminal instead."""
-        if not self._in_trouble:
-            self._in_trouble = True
+        """Notes the first error, so that a full disk does not fill the terminal."""
+        if not self._has_failed:
+            self._has_failed = True
             output.print_note(f"warning: {self.baseFilename} cannot be written")
 
 
@@ -89,10 +89,10 @@ class _Formatter(logging.Formatter):
         self._with_errors = with_errors
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and an error's place; shares no text with other formatters."""
-        own = copy(record)
-        own.exc_text = None
-        return super().format(own)
+        """Returns the line, with an error's place; other formatters must not reuse its text."""
+        record_copy = copy(record)
+        record_copy.exc_text = None
+        return super().format(record_copy)
 
     def formatException(  # noqa: N802  logging's name
         self,

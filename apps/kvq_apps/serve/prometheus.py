@@ -1,27 +1,19 @@
-"""Prometheus' text of numbers. Knows names and labels only."""
+"""Writes numbers in Prometheus' text format."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metric:
-    """One name with its values by labels."""
-
-    name: str
-    kind: str
-    help: str
-    values: Mapping[str, float]
+# What a metric says and its values by their labels, by its name. A counter's name ends with _total.
+Metrics = Mapping[str, tuple[str, Mapping[str, float]]]
 
 
-def prometheus_text(metrics: Iterable[Metric]) -> str:
-    """The exposition format, version 0.0.4."""
+def prometheus_text(metrics: Metrics) -> str:
+    """Returns the metrics in the exposition format, version 0.0.4."""
     lines: list[str] = []
-    for metric in metrics:
-        lines.append(f"# HELP {metric.name} {metric.help}")
-        lines.append(f"# TYPE {metric.name} {metric.kind}")
+    for name, (text, values) in metrics.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
         lines += [
-            f"{metric.name}{f'{{{labels}}}' if labels else ''} {value:.10g}"
-            for labels, value in metric.values.items()
+            f"{name}{f'{{{labels}}}' if labels else ''} {value:.10g}"
+            for labels, value in values.items()
         ]
     return "\n".join(lines) + "\n"

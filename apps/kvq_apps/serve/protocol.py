@@ -1,22 +1,22 @@
-"""What every answer of a server says about itself, and what a client makes of it.
+"""What client and server agree on: headers of answers and names of sampling fields.
 
-A client needs no server, so nothing of one is imported here. `PROTOCOL` rises whenever a client
-of before would misread an answer of now, or the other way round.
+Clients use this module, so it imports nothing of a server. `PROTOCOL` rises when an older client
+would misread a newer server's answers, or the other way round.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvq import __version__
-from kvq.errors import BackendError, UsageError
+from kvq.errors import BackendError, UsageError, reason_of
 from kvq_runtime.config import Sampling
 
 PROTOCOL = 1
 VERSION_HEADER = "X-Kvq-Version"
 PROTOCOL_HEADER = "X-Kvq-Protocol"
-# The share of its text that a session had given up when it sent a whole answer, 0 to 1.
+# The share of its text that the session has given up after the answer, 0 to 1.
 EVICTED_HEADER = "X-Kvq-Evicted"
-# What requests, and a server of itself, call fields of `Sampling`: llama-server's names.
+# Names of `Sampling`'s fields in requests and answers: those of llama-server.
 SAMPLING_NAMES = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")},
     "repeat_window_tokens": "repeat_last_n",
@@ -24,29 +24,31 @@ SAMPLING_NAMES = {
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, float]:
-    """`sampling` as a request asks for it."""
+    """Returns `sampling` as fields of a request."""
     return {name: getattr(sampling, field) for field, name in SAMPLING_NAMES.items()}
 
 
 def sampling_of(fields: Mapping[str, Any]) -> Sampling:
-    """The other way round; what is not said keeps its default. Raises `BackendError`."""
-    said = {field: fields[name] for field, name in SAMPLING_NAMES.items() if name in fields}
+    """Returns the `Sampling` of such fields; others keep their defaults. Raises `BackendError`."""
+    values = {field: fields[name] for field, name in SAMPLING_NAMES.items() if name in fields}
     try:
-        return Sampling(**said)
+        return Sampling(**values)
     except (TypeError, UsageError) as error:
-        raise BackendError(f"what the server says of its sampling cannot be: {error}") from error
+        raise BackendError(
+            f"what the server says of its sampling cannot be: {reason_of(error)}"
+        ) from error
 
 
 def own_headers() -> list[tuple[str, str]]:
-    """The headers of every answer."""
+    """Returns the headers of every answer."""
     return [(VERSION_HEADER, __version__), (PROTOCOL_HEADER, str(PROTOCOL))]
 
 
 def check_answer(url: str, header: Callable[[str], str | None]) -> None:
     """Raises `BackendError` when the kvq at `url` speaks another protocol than this one.
 
-    `header` looks up a header of one of its answers. A server that says nothing is somebody
-    else's, and taken as OpenAI's clients take it.
+    `header` looks up a header of one of its answers. Another program's server sends none, and is
+    used as OpenAI's clients use it.
     """
     spoken = header(PROTOCOL_HEADER)
     if spoken is None or spoken == str(PROTOCOL):

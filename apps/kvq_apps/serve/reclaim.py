@@ -1,7 +1,7 @@
-"""Memory that large requests leave behind, given back to the system.
+"""Gives the memory of large requests back to the system.
 
-glibc keeps what a thread freed for later, and after texts of megabytes that is hundreds of
-megabytes, spread over the arenas of all threads that ever encoded one.
+glibc keeps freed memory for later. After texts of megabytes these are hundreds of megabytes, spread
+over the arenas of all threads that have encoded one.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ LARGE_BYTES = 1 << 19
 
 
 class Reclaiming:
-    """Passes on to `app`; once a request of `LARGE_BYTES` is answered, frees what it took."""
+    """Passes requests on to `app` and frees the memory of one of `LARGE_BYTES` after its answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One ASGI request."""
+        """Handles one ASGI request."""
         num_bytes = 0
 
         async def counted() -> Message:
@@ -37,7 +37,7 @@ class Reclaiming:
 
 
 def reclaim() -> None:
-    """Gives freed memory back, 5 to 50 ms of work; does nothing where libc is not glibc."""
+    """Gives freed memory back, which takes 5 to 50 ms; does nothing where libc is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

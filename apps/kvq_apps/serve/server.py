@@ -1,7 +1,7 @@
-"""The process: its sockets, an event loop, the engine's thread, and a way out.
+"""The server process: its sockets, its event loop, the engine's thread, and its shutdown.
 
-On SIGTERM or Ctrl-C new requests are answered 503, running ones get `grace_s` to end, what is
-left ends with an error event, sessions are saved. A second signal shortens the wait to nothing.
+After SIGTERM or Ctrl-C new requests are answered with 503, and running ones get `grace_s` to end.
+Then the rest ends with an error event, and sessions are saved. A second signal ends the wait.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import uvicorn
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.connections import bounded
-from kvq_apps.serve.hosted import Hosted
+from kvq_apps.serve.hosted_app import HostedApp
 from kvq_apps.serve.listening import listen, listen_on_file, remove_file
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.protocol import own_headers
@@ -28,7 +28,7 @@ _LAST_WORDS_S = 1
 
 
 class Server:
-    """Listens from the moment it is made; `run` answers until a signal or `stop`."""
+    """Listens as soon as it is made; `run` answers requests until a signal or `stop`."""
 
     def __init__(
         self,
@@ -43,23 +43,23 @@ class Server:
         self._path = config.socket_path
         self._on_ready = on_ready
         self._stops = 0
-        self._hosted = Hosted(load, config)
+        self._hosted = HostedApp(load, config)
 
     @property
     def pool(self) -> SessionPool[ServedModel]:
-        """What answers."""
+        """Returns the pool that answers requests."""
         return self._hosted.pool
 
     @property
     def url(self) -> str | None:
-        """Where it listens, None: on its socket file only."""
+        """Returns where it listens, None if only at its socket file."""
         if self._socket is None:
             return None
         host, port = self._socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Serves until told to stop. Raises what loading the model raised."""
+        """Serves until a signal or `stop`. Raises what loading the model raised."""
         in_main = threading.current_thread() is threading.main_thread()
         with closing(self), _signals(self.stop) if in_main else nullcontext():
             asyncio.run(self._run())
@@ -67,19 +67,19 @@ class Server:
             raise self.pool.error
 
     def stop(self) -> None:
-        """Asks `run` to end, from any thread; asked again, it does not wait for answers."""
+        """Asks `run` to end, from any thread; after a second call it does not wait for answers."""
         self._stops += 1
         self._hosted.notify()
 
     def close(self) -> None:
-        """Listens no more. `run` does so at its end."""
-        self._leave_path()
-        for one in (self._socket, self._file):
-            if one is not None:
-                one.close()
+        """Closes the sockets, as `run` does at its end."""
+        self._remove_socket_file()
+        for listener in (self._socket, self._file):
+            if listener is not None:
+                listener.close()
 
-    def _leave_path(self) -> None:
-        """Removes the socket's file, once and while it listens: later it may be another's."""
+    def _remove_socket_file(self) -> None:
+        """Removes the socket's file once, while it listens; later it may be another server's."""
         path, self._path = self._path, None
         if path is not None:
             remove_file(path)
@@ -110,7 +110,7 @@ class Server:
                 timeout_graceful_shutdown=_LAST_WORDS_S,
             )
         )
-        sockets = [one for one in (self._socket, self._file) if one is not None]
+        sockets = [listener for listener in (self._socket, self._file) if listener is not None]
         url = self.url or f"unix:{self._config.socket_path}"
         serving = asyncio.create_task(server.serve(sockets=sockets))
         hosted.start()
@@ -122,7 +122,7 @@ class Server:
             await hosted.leave(lambda: self._stops > 1)
         finally:
             await hosted.stop()
-            self._leave_path()
+            self._remove_socket_file()
             server.should_exit = True
             await serving
 
@@ -132,7 +132,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn that leaves the signals to us."""
+    """Runs uvicorn without its handlers of signals."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:  # type: ignore[override]
@@ -141,14 +141,14 @@ class _Uvicorn(uvicorn.Server):
 
 @contextmanager
 def _signals(stop: Callable[[], None]) -> Generator[None]:
-    """While inside, SIGINT and SIGTERM ask the server to stop."""
+    """Makes SIGINT and SIGTERM stop the server while inside."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         stop()
 
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

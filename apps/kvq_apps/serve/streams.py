@@ -1,36 +1,42 @@
-"""A job's events on their way to its client: in one piece, or as server-sent events.
+"""Sends a job's events to its client, as one answer or as server-sent events.
 
-Runs in the event loop and watches for a client that leaves: then the job ends.
+It runs in the event loop and ends the job if the client leaves.
 """
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from time import monotonic
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.errors import as_request_error, error_body
-from kvq_apps.serve.shapes import Answered, Choice, Shape
+from kvq_apps.serve.errors import as_request_error
+from kvq_apps.serve.wire import Choice, Json, Shape
 from kvq_runtime.serving.job import Job
-from kvq_runtime.serving.outbox import Delta, Done, Event, Failed, Finished, Outbox, Report
+from kvq_runtime.serving.outbox import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    Finished,
+    Measured,
+    Outbox,
+    Report,
+)
 from kvq_runtime.serving.pool import SessionPool
 from kvq_runtime.serving.request import GenerationRequest
 
-_STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class Events:
-    """A job's events as they reach the event loop."""
+class JobEvents:
+    """Passes a job's events to the event loop."""
 
     def __init__(
         self, pool: SessionPool[Any], config: ServeConfig, request: GenerationRequest
@@ -41,7 +47,7 @@ class Events:
         loop = asyncio.get_running_loop()
 
         def notify() -> None:
-            # A loop that is gone has no reader left.
+            # A closed loop has no reader left.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._arrived.set)
 
@@ -49,7 +55,7 @@ class Events:
         pool.submit(self.job)
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
-        """The next event; None after `timeout_s` of silence. Raises `ClientDisconnect`."""
+        """Returns the next event; None after `timeout_s` without one. Raises `ClientDisconnect`."""
         while True:
             self._arrived.clear()
             if self.job.cancelled:
@@ -67,86 +73,101 @@ class Events:
                 return None
 
     def cancel(self) -> None:
-        """Ends the job, unless it has ended; wakes whoever waits for it."""
+        """Ends the job, unless it has ended, and wakes what waits for it."""
         if not self._ended:
             self._pool.cancel(self.job)
             self._arrived.set()
 
 
-async def cancel_when_gone(receive: Receive, events: Events) -> None:
+async def cancel_when_gone(receive: Receive, events: JobEvents) -> None:
     """Ends the job when its client hangs up."""
     while (await receive())["type"] != "http.disconnect":
         pass
     events.cancel()
 
 
-async def whole_answer(events: Events, shape: Shape, answered: Answered) -> tuple[Any, Report]:
-    """The answer in one piece, and what it cost."""
-    request = answered.request
-    choices = [Choice() for _ in range(request.num_answers)]
+async def whole_answer(events: JobEvents, shape: Shape) -> tuple[Any, Report]:
+    """Returns the whole answer and its report; a worker thread shapes the answer."""
+    choices = [Choice() for _ in range(shape.request.generation.num_answers)]
     while True:
         match await events.next():
             case Delta(index=index, text=text, logs=logs):
-                choices[index].text += text
+                choices[index].parts.append(text)
                 choices[index].logs += logs
             case Finished(index=index, reason=reason, stop_string=stop_string):
                 choices[index].reason, choices[index].stop_string = reason, stop_string
             case Done(report=report):
-                return shape.whole(choices, report), report
+                return await asyncio.to_thread(shape.whole, choices, report), report
             case Failed(error=error):
                 raise as_request_error(error) from error
-            case None:
+            case Measured() | None:
+                pass
+
+
+async def measured_prompts(events: JobEvents) -> tuple[list[NDArray[np.float32]], Report]:
+    """Returns the numbers of every prompt in order, and the report."""
+    rows: list[NDArray[np.float32]] = []
+    while True:
+        match await events.next():
+            case Measured(values=values):
+                rows.append(values)
+            case Done(report=report):
+                return rows, report
+            case Failed(error=error):
+                raise as_request_error(error) from error
+            case _:
                 pass
 
 
 async def chunks(
-    events: Events, first: Event | None, shape: Shape, ping_s: float
+    events: JobEvents, first: Event | None, shape: Shape, ping_s: float
 ) -> AsyncGenerator[str]:
-    """The answer as server-sent events; silence is filled with comments that tell the progress."""
+    """Yields the answer in pieces; comments show progress when there is no event."""
     opened: set[int] = set()
     spoke_s = monotonic()
     event = first if first is not None else await events.next(ping_s)
     while not isinstance(event, Done | Failed):
         if event is None:
             done, total = events.job.progress
-            yield f": prompt {done}/{total}\n\n"
+            yield shape.comment(f"prompt {done}/{total}")
         else:
+            assert not isinstance(event, Measured)
             if event.index not in opened:
                 opened.add(event.index)
-                yield _data(shape.opening(event.index))
-            said = shape.delta(event) if isinstance(event, Delta) else shape.finish(event)
-            if said is not None:
+                yield _framed(shape.opening(event.index), shape)
+            rows = shape.delta(event) if isinstance(event, Delta) else shape.finish(event)
+            text = _framed(rows, shape)
+            if text:
                 spoke_s = monotonic()
             elif monotonic() - spoke_s >= ping_s:
-                # A call is held back until it is whole, and a thought may not be told.
+                # A call is held back until it is complete, and a thought may be hidden.
                 spoke_s = monotonic()
-                yield ": the answer is being written\n\n"
-            yield _data(said)
+                yield shape.comment("the answer is being written")
+            yield text
         event = await events.next(ping_s)
     if isinstance(event, Failed):
-        yield _data(error_body(as_request_error(event.error)))
+        yield shape.frame(shape.failed(as_request_error(event.error)))
         return
-    yield _data(shape.closing(event.report))
-    if shape.last is not None:
-        yield f"data: {shape.last}\n\n"
+    # Counting the tokens of a long thought is slow, so a worker thread does it.
+    closing = asyncio.to_thread(lambda: _framed(shape.closing(event.report), shape))
+    yield await closing + shape.last
 
 
-def _data(value: Any) -> str:
-    """One event, nothing for None. ASCII only: some parsers split at Unicode's line separators."""
-    return "" if value is None else f"data: {json.dumps(value)}\n\n"
+def _framed(rows: Iterable[Json], shape: Shape) -> str:
+    return "".join(map(shape.frame, rows))
 
 
 class EventStream(Response):
-    """Sends chunks while watching for the client's leave, on any server and ASGI version."""
+    """Sends chunks and ends when the client leaves, on any server and ASGI version."""
 
-    def __init__(self, chunks: AsyncGenerator[str], events: Events) -> None:
-        super().__init__(None, 200, _STREAM_HEADERS)
+    def __init__(self, chunks: AsyncGenerator[str], media_type: str, events: JobEvents) -> None:
+        super().__init__(None, 200, _STREAM_HEADERS | {"content-type": media_type})
         del self.headers["content-length"]
         self._chunks = chunks
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One ASGI response."""
+        """Sends one ASGI response."""
         watcher = asyncio.create_task(cancel_when_gone(receive, self._events))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

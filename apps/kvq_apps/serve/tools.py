@@ -1,70 +1,102 @@
-"""OpenAI's `tools`: what a request says of them, for the chat template and the answer's form."""
+"""Reads OpenAI's `tools` for the chat template, and constrains answers to calls of them."""
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvq.errors import UsageError
 from kvq.json_values import is_object
-from kvq_apps.serve.call_rules import CallRules
+from kvq_apps.serve.call_rules import CALL_FOLLOWER, CallRules
 from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.tool_rows import offered_tools
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import MARKS, Reader, ToolForm, reader_of, tool_form
-from kvq_runtime.constraint import Constraint, escaped, json_part
+from kvq_runtime.answer.constraint import Constraint, escaped, json_part, json_schema
+from kvq_runtime.answer.schemas import JSON_FOLLOWER, held_schema
 
-MOST_TOOLS = 128
-# An answer that has to call something calls at most so many at once.
+# An answer that must contain a call has at most so many.
 MOST_CALLS = 16
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ID_CHARACTERS = 64
-# A template that has a word for messages of tools, as all but Gemma 4's have.
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+# Matches a template with a role for results of tools, as all have but Gemma 4's.
 _TOOL_ROLE = re.compile(r"""['"]tool['"]""")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tools:
-    """The tools of a request, `rows` as they came, and the form in which this model calls them.
+    """Holds the functions of a request, and the form in which the model calls them.
 
-    `called` is what must be called: nothing, one of several, or the one of that name; `many`: more
-    than one call is welcome.
+    They stand by the places of their parameters in the request, as JSON pointers. One of the
+    `required` tools must be called, if there are any. With `many` an answer may have several calls.
     """
 
     form: ToolForm
-    rows: tuple[Mapping[str, Any], ...]
-    called: tuple[str, ...] = ()
+    functions: Mapping[str, Mapping[str, Any]]
+    required: tuple[str, ...] = ()
     many: bool = True
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the tools as chat templates take them."""
+        return [{"type": "function", "function": row} for row in self.functions.values()]
+
     def reader(self) -> Reader:
-        """Tells the calls in one answer."""
+        """Returns a reader of the calls in one answer."""
         schemas: dict[str, dict[str, Any]] = {
-            row["function"]["name"]: row["function"].get("parameters") or {} for row in self.rows
+            row["name"]: row.get("parameters") or {} for row in self.functions.values()
         }
         return reader_of(self.form, schemas, most=None if self.many else 1)
 
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The control tokens that are marks of calls, the model's own or another family's."""
-        own = (self.form.opening, self.form.closing, *self.form.tokens)
-        marks = {mark for pair in (*MARKS.items(), own) for mark in pair if mark}
+        """Returns the control tokens that mark calls, of this model's family or another one."""
+        form_marks = (self.form.opening, self.form.closing, *self.form.tokens)
+        marks = {mark for pair in (*MARKS.items(), form_marks) for mark in pair if mark}
         ids = [tokenizer.token_id(mark) for mark in sorted(marks)]
-        return frozenset(one for one in ids if one is not None and tokenizer.is_control(one))
+        return frozenset(
+            token for token in ids if token is not None and tokenizer.is_control(token)
+        )
 
     def constraint(self, tokenizer: Tokenizer, text: Constraint | None) -> Constraint | None:
-        """What the answer has to look like: calls, where one must be, or `text`, or either.
+        """Returns the constraint on the answer: calls if one is required, else `text` or calls.
 
-        Raises `UsageError` where no call of this model's can be held to a schema.
+        Raises `UsageError` where no call of this model can follow a schema.
         """
-        if not self.called:
-            return text if text is None else _either(text, self._calls(tokenizer, self._names))
-        return Constraint(f"start: calls\n{self._calls(tokenizer, self.called)}")
+        if not self.required and text is None:
+            return None
+        functions, places = self._callable_functions()
+        calls = self._calls(tokenizer, functions)
+        if self.required or text is None:
+            return replace(places, lark=f"start: calls\n{calls}")
+        answer = text.lark.replace("start:", "answer:", 1)
+        return Constraint(
+            f"start: answer | calls\n{answer}{calls}",
+            text.unheld + places.unheld,
+            text.doubts + places.doubts,
+        )
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(row["function"]["name"] for row in self.rows)
+    def _callable_functions(self) -> tuple[list[dict[str, Any]], Constraint]:
+        """Returns the functions that may be called with the schemas that calls can follow.
 
-    def _calls(self, tokenizer: Tokenizer, names: Sequence[str]) -> str:
-        """Lark rules of one or more calls of `names`."""
+        The constraint has no rules, only the places of schemas that calls do not follow.
+        """
+        follower = JSON_FOLLOWER if self.form.calls is None else CALL_FOLLOWER
+        functions: list[dict[str, Any]] = []
+        places = Constraint("")
+        for place, function in self.functions.items():
+            if not self.required or function["name"] in self.required:
+                schema = json_schema(function.get("parameters") or _NO_PARAMETERS)
+                strict = function.get("strict") is True
+                followed = held_schema(schema, follower, strict=strict, place=place)
+                functions.append({**function, "parameters": followed.schema})
+                places = Constraint(
+                    "", places.unheld + followed.unheld, places.doubts + followed.doubts
+                )
+        return functions, places
+
+    def _calls(self, tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]]) -> str:
+        """Returns rules in Lark's notation for one or more calls of `functions`."""
         form = self.form
 
         def spelled(text: str) -> str:
@@ -75,50 +107,55 @@ class Tools:
         if form.last:
             calls = f"{opening} call"
         elif form.listed:
-            others = f"({escaped(', ')} call){more}" if self.many else ""
-            calls = f"{opening} {escaped('[')} call {others} {escaped(']')} {closing}"
+            repeated = f"({escaped(', ')} call){more}" if self.many else ""
+            calls = f"{opening} {escaped('[')} call {repeated} {escaped(']')} {closing}"
         elif form.opening:
-            one = f"{opening} {gap} call {gap} {closing}"
-            calls = f"{one} ({gap} {one}){more}" if self.many else one
+            call_rule = f"{opening} {gap} call {gap} {closing}"
+            calls = f"{call_rule} ({gap} {call_rule}){more}" if self.many else call_rule
         else:
             calls = "call"
-        rows = {row["function"]["name"]: row["function"] for row in self.rows}
-        functions = [rows[name] for name in names]
         if form.calls is None:
-            called, rules = [_object(one, form.arguments) for one in functions], ""
+            called, rules = [_object(function, form.arguments) for function in functions], ""
         else:
-            made = CallRules(form, form.calls, spelled)
-            called = made.calls(functions)
+            call_rules = CallRules(form, form.calls, spelled)
+            called = call_rules.calls(functions)
             if form.bare and form.calls.bare_head and called:
-                others = " | ".join(made.calls(functions, bare=True))
-                calls += f" | {spelled(form.bare[0])} ({others})"
-            rules = made.lark
+                bare_calls = " | ".join(call_rules.calls(functions, bare=True))
+                calls += f" | {spelled(form.bare[0])} ({bare_calls})"
+            rules = call_rules.lark
         if not called:
+            names = ", ".join(function["name"] for function in functions)
             raise UsageError(
-                f"this model's notation of calls cannot write one of {', '.join(names)[:200]} that "
+                f"this model's notation of calls cannot write one of {names[:200]} that "
                 "fits its schema; begin its name with a letter, leave out what cannot be required, "
                 "or let tool_choice be auto"
             )
         return f"calls: {calls}\ncall: {' | '.join(called)}\n{rules}"
 
 
-def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
-    """The tools a request may call; None: it has none, or may call none."""
-    rows = fields.objects("tools")
-    choice = fields.get("tool_choice")
-    # Where a call must be, no free text may follow it, and a small model only ends by chance: there
-    # several calls are for those who ask for them.
+def tools_of(fields: Fields, tokenizer: Tokenizer) -> tuple[Tools | None, tuple[str, ...]]:
+    """Returns the tools that may be called, None for none, and the skipped tools with reasons."""
+    form = tool_form(tokenizer.chat_template)
+    functions, skipped = offered_tools(fields, form)
+    return _callable_tools(fields, functions, form), skipped
+
+
+def _callable_tools(
+    fields: Fields, functions: Mapping[str, Mapping[str, Any]], form: ToolForm | None
+) -> Tools | None:
+    choice = _choice(fields)
+    # After a required call no text may follow, and a small model may go on with more calls. So with
+    # a required call several are possible only if the client asks for them.
     many = fields.flag("parallel_tool_calls", choice != "required")
-    if not rows:
+    if not functions:
         if choice not in (None, "none", "auto"):
-            fields.refuse_with("tool_choice", "tool_choice asks for a call and tools has none")
+            fields.refuse_with(
+                "tool_choice", "tool_choice asks for a call and tools has none that can be called"
+            )
         return None
-    if len(rows) > MOST_TOOLS:
-        fields.refuse("tools", f"at most {MOST_TOOLS} tools")
-    names = [_checked(row) for row in rows]
+    names = [function["name"] for function in functions.values()]
     if len(set(names)) < len(names):
         fields.refuse_with("tools", "two tools have the same name; give each its own")
-    form = tool_form(tokenizer.chat_template)
     if choice == "none":
         return None
     if form is None:
@@ -129,100 +166,96 @@ def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools | None:
             "Granite, SmolLM 3, LFM 2, gpt-oss)",
             "unsupported",
         )
-    called, one = _called(fields, choice, names)
-    given = tuple(cast(list[Mapping[str, Any]], fields.get("tools")))
-    return Tools(form=form, rows=given, called=called, many=many and not one)
+    called, single = _required_tools(fields, choice, names)
+    return Tools(form=form, functions=functions, required=called, many=many and not single)
 
 
-def _checked(row: Fields) -> str:
-    """The name of a tool that is described well enough."""
-    if row.text("type") != "function":
-        row.refuse("type", "function")
-    function = row.object("function")
-    name = function.text("name")
-    if not _NAME.fullmatch(name):
-        function.refuse_with("name", "a tool's name is 1 to 64 letters, digits, _, . or -")
-    function.text("description")
-    function.object("parameters")
-    return name
+def _choice(fields: Fields) -> Any:
+    """Returns `tool_choice` or its older form `function_call`: a word, or an object with a name."""
+    choice = fields.get("tool_choice")
+    if choice is None:
+        choice = fields.get("function_call")
+    kind = choice.get("type") if is_object(choice) else choice
+    if kind == "any":
+        return "required"
+    return kind if kind in ("none", "auto", "required") else choice
 
 
-def _called(fields: Fields, choice: Any, names: list[str]) -> tuple[tuple[str, ...], bool]:
-    """The tools of which one must be called, and whether that is exactly one."""
+def _required_tools(fields: Fields, choice: Any, names: list[str]) -> tuple[tuple[str, ...], bool]:
+    """Returns the tools of which one must be called, and whether exactly one call is asked for."""
     if choice in (None, "auto"):
         return (), False
     if choice == "required":
         return tuple(names), False
-    if not isinstance(choice, dict):
+    if not is_object(choice):
         fields.refuse("tool_choice", "none, auto, required, or a function of tools by its name")
-    name = fields.object("tool_choice").object("function").text("name")
+    described = Fields(choice, "tool_choice.")
+    name = described.object("function").text("name") or described.text("name")
     if name not in names:
         fields.refuse_with("tool_choice", f"tools has no function {name[:64]!r} to be called")
     return (name,), True
 
 
 def _object(function: Mapping[str, Any], arguments: str) -> str:
-    """A call as the templates write one."""
+    """Returns the rule of a call in JSON, as the templates write one."""
     head = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
-    schema: dict[str, Any] = function.get("parameters") or {"type": "object", "properties": {}}
-    return f"({escaped(head)} {json_part(schema)} {escaped('}')})"
+    return f"({escaped(head)} {json_part(function['parameters'])} {escaped('}')})"
 
 
 def _spelled(tokenizer: Tokenizer, text: str, marks: Iterable[str]) -> str:
-    """`text` in Lark: `marks` that are control tokens by their ids, since text is none of them."""
+    """Returns `text` in Lark's notation; `marks` that are control tokens are written as ids."""
     ids = {mark: tokenizer.token_id(mark) for mark in marks if mark}
     control = {
-        mark: one for mark, one in ids.items() if one is not None and tokenizer.is_control(one)
+        mark: token
+        for mark, token in ids.items()
+        if token is not None and tokenizer.is_control(token)
     }
     parts = re.split(f"({'|'.join(map(re.escape, control))})", text) if control else [text]
     rows = (f"<[{control[part]}]>" if part in control else escaped(part) for part in parts if part)
     return " ".join(rows) or '""'
 
 
-def _either(text: Constraint, calls: str) -> Constraint:
-    return Constraint(f"start: answer | calls\n{text.lark.replace('start:', 'answer:', 1)}{calls}")
-
-
-# What a conversation says of calls
+# Calls in a conversation
 
 
 def calls_of(message: Fields) -> list[dict[str, Any]]:
-    """`tool_calls` of an assistant's message as chat templates take them: arguments as objects."""
-    return [_said(call) for call in message.objects("tool_calls")]
+    """Returns an assistant's `tool_calls` as chat templates take them: arguments as objects."""
+    return [_template_call(call) for call in message.objects("tool_calls")]
 
 
-def answered_calls(messages: list[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
-    """`messages` with results where the template looks for them: some know no role of tools.
+def attach_results(messages: list[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
+    """Moves results of tools to where the template looks for them.
 
-    There the results belong to the message with the calls, as objects where they are any.
+    Some templates have no role for tools. There the results are a part of the message with the
+    calls, as objects if they are JSON objects.
     """
     if template is None or "tool_responses" not in template or _TOOL_ROLE.search(template):
         return messages
-    found: list[dict[str, Any]] = []
+    merged: list[dict[str, Any]] = []
     for message in messages:
-        before = found[-1] if found else {}
-        if message["role"] == "tool" and before.get("tool_calls"):
+        previous = merged[-1] if merged else {}
+        if message["role"] == "tool" and previous.get("tool_calls"):
             result = {"name": message["name"], "response": _result(message["content"])}
-            told = [*before.get("tool_responses", ()), result]
-            found[-1] = {**before, "tool_responses": told}
+            responses = [*previous.get("tool_responses", ()), result]
+            merged[-1] = {**previous, "tool_responses": responses}
         else:
-            found.append(message)
-    return found
+            merged.append(message)
+    return merged
 
 
 def _result(text: str) -> Any:
     try:
-        found: Any = json.loads(text)
+        value: Any = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return found if is_object(found) else text
+    return value if is_object(value) else text
 
 
-def _said(call: Fields) -> dict[str, Any]:
+def _template_call(call: Fields) -> dict[str, Any]:
     function = call.object("function")
-    given = function.get("arguments")
+    text = function.get("arguments")
     try:
-        arguments: Any = json.loads(given) if isinstance(given, str) and given else given or {}
+        arguments: Any = json.loads(text) if isinstance(text, str) and text else text or {}
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

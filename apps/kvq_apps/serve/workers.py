@@ -1,4 +1,4 @@
-"""What is slow about a request, beside the event loop and under the eyes of its client."""
+"""Runs the slow parts of a request in threads, and stops waiting if the client leaves."""
 
 import asyncio
 import logging
@@ -22,13 +22,13 @@ async def in_worker(
     *arguments: Any,
     executor: Executor | None = None,
 ) -> T:
-    """What `function` gives, called in a thread once the request's body is read.
+    """Calls `function` in a thread, once the request's body is read, and returns its result.
 
-    The thread is one of `executor`, None: of those that all requests share.
+    The thread is one of `executor`, or else of those that all requests share.
 
-    Raises the `KvqError` it raises, and a `RequestError` of status 500, told to the log, for any
-    other exception: a StopIteration would never reach an awaiter. Raises `ClientDisconnect` as
-    soon as the client leaves; the thread then ends by itself.
+    Raises the `KvqError` that it raises, and a `RequestError` of status 500 for any other
+    exception, which is logged. Raises `ClientDisconnect` as soon as the client leaves; the thread
+    then ends by itself.
     """
 
     def outcome() -> T | Exception:
@@ -38,20 +38,20 @@ async def in_worker(
             return error
 
     work = asyncio.get_running_loop().run_in_executor(executor, outcome)
-    leave = asyncio.create_task(_gone(request))
+    disconnect = asyncio.create_task(_gone(request))
     try:
-        await asyncio.wait((work, leave), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise ClientDisconnect
     finally:
-        leave.cancel()
-    found = work.result()
-    if isinstance(found, KvqError):
-        raise found
-    if isinstance(found, Exception):
-        logger.error("a request failed", exc_info=found)
-        raise as_request_error(found) from found
-    return found
+        disconnect.cancel()
+    result = work.result()
+    if isinstance(result, KvqError):
+        raise result
+    if isinstance(result, Exception):
+        logger.error("a request failed", exc_info=result)
+        raise as_request_error(result) from result
+    return result
 
 
 async def _gone(request: Request) -> None:

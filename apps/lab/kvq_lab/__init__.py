@@ -1,9 +1,9 @@
 """What we ask of kvq and a user does not: suites about its internals, sweeps, typing, other peers.
 
-Its own flags join `kvq_apps.flags.FLAGS` when it is imported.
+Its own flags join `kvq_apps.settings.flags.FLAGS` when it is imported.
 """
 
-from kvq_apps import flags as _product
+from kvq_apps.settings import flags as _product
 from kvq_lab.flags import FLAGS
 
 _product.FLAGS.update(FLAGS)

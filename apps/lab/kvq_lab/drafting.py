@@ -6,15 +6,11 @@ the text really goes on with. Times are the shape's, acceptance is the text's, a
 model that writes exactly this; its tokens are those of the embedded model. What such a model
 guesses by itself on fewer bits or layers is made right as often as `right` says. Any other model
 writes greedily what it likes, and acceptance is its own.
-
-With `--peer llama.cpp` the same weights run on llama.cpp as well, plainly and with the n-gram
-speculation that llama-cpp-python brings; each ratio is to plain decoding of the same engine.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
@@ -24,26 +20,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError, UsageError, argument
-from kvq_apps import output
-from kvq_apps.bench.gguf_file import same_weights
 from kvq_apps.bench.suite import Setup
-from kvq_apps.flags import told
-from kvq_apps.model_path import resolve_model
+from kvq_apps.names.model_path import resolve_model
+from kvq_apps.settings import flags
+from kvq_apps.settings.flag_values import check_range
+from kvq_apps.terminal import output
 from kvq_lab.workloads import Workload, other_text, workloads
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.answer.drafter import Drafter
+from kvq_runtime.answer.generation import Step
 from kvq_runtime.backends import WHOLE, Backend, Mode, Pass
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling
-from kvq_runtime.drafter import Draft, Drafter, Round
 from kvq_runtime.engine import Engine
-from kvq_runtime.generation import Step
-from kvq_runtime.passes import run
-from kvq_runtime.session import Session
-from kvq_runtime.snapshot import Snapshot
+from kvq_runtime.sequence.passes import run
+from kvq_runtime.session.session import Session
+from kvq_runtime.session.snapshot import Snapshot
 from kvq_specdraft import DRAFTERS, drafter_named
 
 PLAIN = "none"
-LLAMA = "llama.cpp"
 _HEADER = (
     "workload", "prompt", "drafter", "x plain", "(best)", "right", "tokens/pass", "guessing",
     "tok/s",
@@ -67,9 +62,9 @@ class DraftJob:
     """What is measured: `tokens` of each answer at most, `repeat` times; `replay`: see above.
 
     Prompts are filled up to each of `contexts` tokens with another text before them, again and
-    again where it is shorter; 0: as they are. Of `drafters` each is measured; `peer`: llama.cpp's.
-    `right` is the share of right guesses where a replayed model makes them by itself. `drafters`
-    as `--draft` has them; the model that drafts for another is `nano`.
+    again where it is shorter; 0: as they are. `right` is the share of right guesses where a
+    replayed model makes them by itself. `drafters` are written as `--draft` has them; the model
+    that drafts for another is `nano`.
     """
 
     replay: bool
@@ -78,22 +73,14 @@ class DraftJob:
     contexts: tuple[int, ...] = (0,)
     right: float = 0.85
     drafters: tuple[str, ...] = ANY_MODELS
-    peer: bool = False
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
-        if self.tokens < 1:
-            raise UsageError(
-                f"{argument('--predict')} {self.tokens} is not possible: give 1 or more"
-            )
+        check_range(1, predict=self.tokens, repeat=self.repeat)
         if not 0 <= self.right <= 1:
             raise UsageError(f"{argument('--right')} {self.right} is not possible: give 0 to 1")
         for text in self.drafters:
             drafter_named(_spelled(text, "nano"))
-        if self.repeat < 1:
-            raise UsageError(
-                f"{argument('--repeat')} {self.repeat} is not possible: give 1 or more"
-            )
 
 
 class Replay:
@@ -108,17 +95,17 @@ class Replay:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def forward(self, one_pass: Pass[Any]) -> list[NDArray[np.float32]]:
+    def forward(self, step: Pass[Any]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`; a row at position p chooses the text's token p + 1.
 
         One of less than the whole model does so as often as it is to be right.
         """
-        logits = [part.copy() for part in self._backend.forward(one_pass)]
-        for rows, part in zip(one_pass.rows, logits, strict=True):
-            for row, own in zip(rows.positions[rows.wanted].tolist(), part, strict=True):
-                hits = one_pass.mode == WHOLE or self._random.random() < self._right
+        logits = [part.copy() for part in self._backend.forward(step)]
+        for rows, part in zip(step.rows, logits, strict=True):
+            for row, values in zip(rows.positions[rows.logit_rows].tolist(), part, strict=True):
+                hits = step.mode == WHOLE or self._random.random() < self._right
                 if row + 1 < len(self.text):
-                    own[self.text[row + 1] if hits else 0] = _CERTAIN
+                    values[self.text[row + 1] if hits else 0] = _CERTAIN
         return logits
 
 
@@ -151,45 +138,14 @@ class _Case:
         return bool(steps)
 
 
-class LlamaNgrams(Drafter):
-    """What llama-cpp-python's prompt look-up proposes, with its own constants."""
-
-    def __init__(self) -> None:
-        # By name: who checks types here need not have the extra.
-        theirs: Any = import_module("llama_cpp.llama_speculative")
-        self._theirs = theirs.LlamaPromptLookupDecoding()
-        self._text = np.zeros(0, np.intc)
-
-    def follow(self, kept: int, new: Sequence[int]) -> None:
-        """See `Drafter`."""
-        self._text = np.append(self._text[:kept], np.asarray(new, np.intc))
-
-    def propose(self, room: int) -> Draft:
-        """See `Drafter`."""
-        return Draft(ids=tuple(self._theirs(self._text).tolist()[:room]))
-
-    def observe(self, outcome: Round) -> None:
-        """It learns nothing."""
-
-
 def measure(setup: Setup, job: DraftJob) -> dict[str, Any]:
     """A row for each context, workload and drafter, and times of passes. Raises `KvqError`."""
-    files, threads = setup.files, setup.threads
-    if job.peer and not files.has_onnx:
-        raise UsageError(
-            f"{argument('--peer')} {LLAMA} runs a bundle's weights; {files.path} has none"
-        )
-    own = {name: partial(_made, name) for name in job.drafters}
-    with Engine(files, threads=threads, device=setup.device) as engine:
+    drafters = {name: partial(_made, name) for name in job.drafters}
+    with Engine(setup.files, threads=setup.threads, device=setup.device) as engine:
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
-        rows = _measured(engine, tokenizer, job, own, setup)
+        rows = _measured(engine, tokenizer, job, drafters, setup)
         passes = [_pass_times(engine, context, setup.session_options) for context in job.contexts]
         name, backend = engine.model.name, engine.backend.name
-    if job.peer:
-        same = same_weights(cast(Bundle, files))
-        with Engine(same, threads=threads, backend=LLAMA) as engine:
-            theirs = {"llama.cpp n-grams": LlamaNgrams}
-            rows += _measured(engine, tokenizer, job, theirs, replace(setup, session_options={}))
     return {
         "model": name,
         "backend": backend,
@@ -243,16 +199,16 @@ def _pass_times(engine: Engine, context: int, options: dict[str, Any]) -> dict[s
     with engine.session(**options | room) as session:
         session.prefill([1 + place % 200 for place in range(max(1, context))])
         for _ in range(_PASSES):
-            for rows, found in seconds.items():
+            for rows, measured in seconds.items():
                 ids = list(range(1, 1 + rows))
                 since = perf_counter()
                 with session.sequence.forward(ids):
-                    found.append(perf_counter() - since)
+                    measured.append(perf_counter() - since)
             if _reads_halves(engine):
                 guesses.append(_guess_seconds(session))
     return {
         "context": context,
-        "ms": {rows: 1e3 * median(own) for rows, own in seconds.items()},
+        "ms": {rows: 1e3 * median(measured) for rows, measured in seconds.items()},
         "hi_ms": 1e3 * median(guesses) if guesses else None,
     }
 
@@ -269,9 +225,9 @@ def _guess_seconds(session: Session[Any]) -> float:
     with session.sequence.branch() as branch:
         since = perf_counter()
         run(branch.extend([1], mode=_HALVES))
-        taken = perf_counter() - since
+        seconds = perf_counter() - since
         branch.rewind(0)
-    return taken
+    return seconds
 
 
 def _rows(
@@ -286,7 +242,7 @@ def _rows(
             del case.seconds[0]  # that brought the weights back
         plain = cases[0]
         # Not all products round alike for one row and for many.
-        assert not engine.backend.rows_agree or all(one.answer == plain.answer for one in cases)
+        assert not engine.backend.rows_agree or all(case.answer == plain.answer for case in cases)
         return [_row(engine, work, case, plain) for case in cases[1:]]
     finally:
         for case in cases:
@@ -323,7 +279,7 @@ def _possible(case: _Case) -> bool:
     try:
         case.session.drafter = None if case.make is None else case.make()
     except BackendError as error:
-        output.print_note(f"{case.drafter} is left out: {told(error)}")
+        output.print_note(f"{case.drafter} is left out: {flags.format_error(error)}")
         case.session.close()
         return False
     return True
@@ -355,7 +311,7 @@ def _row(engine: Engine, work: Workload, case: _Case, plain: _Case) -> dict[str,
         "drafter": case.drafter,
         "prompt_tokens": len(case.after_prompt.state.tokens),
         "new_tokens": len(case.answer),
-        "ratio": median(one / own for one, own in zip(plain.seconds, case.seconds, strict=True)),
+        "ratio": median(a / b for a, b in zip(plain.seconds, case.seconds, strict=True)),
         "best_ratio": min(plain.seconds) / min(case.seconds),
         "accepted_share": accepted / drafted if drafted else None,
         "tokens_per_round": stats.tokens_per_round,
@@ -367,9 +323,9 @@ def _row(engine: Engine, work: Workload, case: _Case, plain: _Case) -> dict[str,
 
 
 def _embedded_tokenizer() -> Tokenizer:
-    found = Bundle.open(resolve_model("default")).tokenizer()
-    assert found is not None
-    return found
+    tokenizer = Bundle.open(resolve_model("default")).tokenizer()
+    assert tokenizer is not None
+    return tokenizer
 
 
 def print_report(data: dict[str, Any]) -> None:

@@ -15,16 +15,16 @@ import numpy as np
 from kvq.errors import DataError
 from kvq_apps.evaluation.measurement import (
     Floats,
-    HeldBytes,
     Measurement,
     OpenSession,
+    PeakCacheUsage,
     Progress,
     log_softmax,
 )
 from kvq_apps.evaluation.text import kl_divergence
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.config import Sampling
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 
 KINDS = ("insert", "delete", "replace")
 ROW = "row"
@@ -39,12 +39,10 @@ MOST_MISSES = 1000
 ROW_EVERY, EDITS_IN_A_ROW = 10, 10
 # Of a line that is written greedily.
 LINE_TOKENS = 24
-# What is encoded again at places drawn by chance, in runs of so many tokens.
-AGAIN_TOKENS, RUN_TOKENS = 64, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class TokenEdit:
     """Tokens `start` to `stop` of the text as it is then give way to `new_ids`."""
 
     start: int
@@ -57,9 +55,8 @@ class EditCase:
     """A text before, the changes that make it `after`, and what is predicted behind it."""
 
     kind: str
-    lines: int
     before: list[int]
-    changes: tuple[Change, ...]
+    changes: tuple[TokenEdit, ...]
     after: list[int]
     following: list[int]
 
@@ -136,16 +133,15 @@ def _case(
     start_ids = list(tokenizer.control.start)
     changed = list(range(1, len(parts), 2))
     chance.shuffle(changed)
-    changes: list[Change] = []
+    changes: list[TokenEdit] = []
     text = [part[0] for part in parts]
     for place in changed:
         at = len(start_ids) + sum(map(len, text[:place]))
         new = parts[place][1]
-        changes.append(Change(start=at, stop=at + len(text[place]), new_ids=new))
+        changes.append(TokenEdit(start=at, stop=at + len(text[place]), new_ids=new))
         text[place] = new
     return EditCase(
         kind=kinds[0] if len(kinds) == 1 else ROW,
-        lines=sizes[0] if len(sizes) == 1 else 0,
         before=[*start_ids, *(token for part in parts for token in part[0])],
         changes=tuple(changes),
         after=[*start_ids, *(token for part in parts for token in part[1])],
@@ -157,48 +153,25 @@ def _case(
 Way = Callable[[Session[Any], EditCase], int]
 
 
-def changing(*, reencode_next: int | None = 0, reencode_tail: int = 1) -> Way:
-    """One edit after the other, each encoded before the next."""
+def changing(reencode_next: int | None) -> Way:
+    """One edit after the other, each encoded before the next; None: as an edit does by default."""
 
     def change(session: Session[Any], case: EditCase) -> int:
         encoded = 0
-        for one in case.changes:
-            session.edit(
-                one.start,
-                one.stop,
-                one.new_ids,
-                reencode_next=reencode_next,
-                reencode_tail=reencode_tail,
-            )
-            encoded += _prefilled(session)
+        for edit in case.changes:
+            session.edit(edit.start, edit.stop, edit.new_ids, reencode_next=reencode_next)
+            encoded += len(session.sequence.due())
+            session.prefill()
         return encoded
 
     return change
 
 
-def refreshing(max_tokens: int | None) -> Way:
-    """The edits alone, and then so much idle time."""
-
-    def change(session: Session[Any], case: EditCase) -> int:
-        encoded, stale = changing()(session, case), session.sequence.encoding.staleness.stale
-        session.refresh(max_tokens)
-        return encoded + min(stale, max_tokens or stale)
-
-    return change
-
-
-def again(choose: Callable[[Sequence[int]], Sequence[int]]) -> Way:
-    """The edits alone, and then `AGAIN_TOKENS` stale tokens once more, at places it chooses."""
-
-    def change(session: Session[Any], case: EditCase) -> int:
-        encoded = changing()(session, case)
-        stale = np.flatnonzero(session.sequence.encoding.staleness.ages > 0).tolist()
-        for start in choose(stale[::RUN_TOKENS])[: AGAIN_TOKENS // RUN_TOKENS]:
-            ids = session.tokens[start : start + RUN_TOKENS]
-            session.edit(start, start + len(ids), ids, reencode_next=0)
-        return encoded + _prefilled(session)
-
-    return change
+def refreshing(session: Session[Any], case: EditCase) -> int:
+    """The edits alone, and then idle time that encodes every stale token again."""
+    encoded, stale = changing(0)(session, case), session.sequence.encoding.staleness.stale
+    session.refresh(None)
+    return encoded + stale
 
 
 def ignoring(session: Session[Any], case: EditCase) -> int:
@@ -206,36 +179,15 @@ def ignoring(session: Session[Any], case: EditCase) -> int:
     return 0
 
 
-def _prefilled(session: Session[Any]) -> int:
-    count = len(session.sequence.due())
-    if count:
-        session.prefill()
-    return count
-
-
-def _by_chance(places: Sequence[int]) -> Sequence[int]:
-    return random.Random(len(places)).sample(places, len(places))
-
-
 EDIT, FULL, TO_FULL = "edit", "full", "edit, to full"
 WAYS: dict[str, Way] = {
-    EDIT: changing(reencode_next=None),
-    "moved": changing(),
-    "moved, next 16": changing(reencode_next=16),
-    "moved, next 64": changing(reencode_next=64),
-    "moved, tail 16": changing(reencode_tail=16),
-    "moved, tail 64": changing(reencode_tail=64),
-    "moved, 64 refreshed": refreshing(AGAIN_TOKENS),
-    "moved, 64 leftmost": again(list),
-    "moved, 64 by chance": again(_by_chance),
-    "refreshed": refreshing(None),
-    "ignored": ignoring,
-}
+    EDIT: changing(None), "moved": changing(0), "refreshed": refreshing, "ignored": ignoring,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a session says next: log-probabilities [n, V] after each token, its own first line."""
+    """What a session says next: log-probabilities [n, V] after each token, and a first line."""
 
     rows: Floats
     line: str
@@ -243,7 +195,7 @@ class _Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _CaseOutcome:
     """One case and one way, against another answer: nats [n], and where the best token agrees."""
 
     case: EditCase
@@ -267,52 +219,42 @@ def editing(
     encodes what is new alone, `ignored` leaves the text as it was. `edit, to full` compares the
     edit with `full` instead: what it costs at this width.
     """
-    held, found = HeldBytes(), list[_Outcome]()
+    bytes_held, outcomes = PeakCacheUsage(), list[_CaseOutcome]()
     for number, case in enumerate(cases):
-        wanted, full = (_full(opened, case) for opened in (open_exact, open_session))
-        answers = {FULL: full, **_answers(open_session, case, held)}
-        found += [_outcome(case, way, wanted, answer) for way, answer in answers.items()]
-        found.append(_outcome(case, TO_FULL, full, answers[EDIT]))
+        exact, full = (_full(opened, case) for opened in (open_exact, open_session))
+        answers = {FULL: full, **_answers(open_session, case, bytes_held)}
+        outcomes += [_outcome(case, way, exact, answer) for way, answer in answers.items()]
+        outcomes.append(_outcome(case, TO_FULL, full, answers[EDIT]))
         progress(number + 1, len(cases))
-    edited = [one for one in found if one.way == EDIT and one.case.kind != ROW]
-    details: dict[str, object] = {
-        f"kld_{name}": _mean([one.nats for one in rows]) for name, rows in _groups(edited)
-    }
-    details["rows"] = [row for edits in (1, EDITS_IN_A_ROW) for row in _table(edits, found)]
-    return held.measurement(_mean([one.nats for one in edited]), "nats", len(edited), **details)
+    edited = [row.nats for row in outcomes if row.way == EDIT and row.case.kind != ROW]
+    rows = [row for edits in (1, EDITS_IN_A_ROW) for row in _table(edits, outcomes)]
+    return bytes_held.measurement(_mean(edited), "nats", len(edited), rows=rows)
 
 
-def _table(edits: int, found: Sequence[_Outcome]) -> Iterator[dict[str, object]]:
+def _table(edits: int, outcomes: Sequence[_CaseOutcome]) -> Iterator[dict[str, object]]:
     """A row for each way, over the cases of so many edits."""
-    asked = [one for one in found if (one.case.kind == ROW) == (edits > 1)]
-    for way in dict.fromkeys(one.way for one in asked):
-        rows = [one for one in asked if one.way == way]
+    chosen = [row for row in outcomes if (row.case.kind == ROW) == (edits > 1)]
+    for way in dict.fromkeys(row.way for row in chosen):
+        rows = [row for row in chosen if row.way == way]
         yield {
             "way": way,
             "edits": edits,
             "n": len(rows),
-            "encoded": sum(one.encoded_tokens for one in rows) / len(rows),
-            "kld": _mean([one.nats for one in rows]),
-            "same_top_1": _mean([one.same for one in rows]),
-            "same_line": sum(one.same_line for one in rows) / len(rows),
+            "encoded": sum(row.encoded_tokens for row in rows) / len(rows),
+            "kld": _mean([row.nats for row in rows]),
+            "same_top_1": _mean([row.same for row in rows]),
+            "same_line": sum(row.same_line for row in rows) / len(rows),
         }
-
-
-def _groups(edited: Sequence[_Outcome]) -> Iterator[tuple[str, list[_Outcome]]]:
-    for kind in KINDS:
-        yield kind, [one for one in edited if one.case.kind == kind]
-    for lines in LINES:
-        yield f"{lines}_lines", [one for one in edited if one.case.lines == lines]
 
 
 def _mean(parts: Sequence[Floats]) -> float:
     return float(np.concatenate(parts).mean()) if parts else float("nan")
 
 
-def _outcome(case: EditCase, way: str, wanted: _Answer, found: _Answer) -> _Outcome:
-    nats = kl_divergence(wanted.rows, found.rows)
-    same = found.rows.argmax(1) == wanted.rows.argmax(1)
-    return _Outcome(case, way, found.encoded_tokens, nats, same, found.line == wanted.line)
+def _outcome(case: EditCase, way: str, exact: _Answer, answer: _Answer) -> _CaseOutcome:
+    nats = kl_divergence(exact.rows, answer.rows)
+    same = answer.rows.argmax(1) == exact.rows.argmax(1)
+    return _CaseOutcome(case, way, answer.encoded_tokens, nats, same, answer.line == exact.line)
 
 
 def _full(open_session: OpenSession, case: EditCase) -> _Answer:
@@ -322,7 +264,9 @@ def _full(open_session: OpenSession, case: EditCase) -> _Answer:
         return _answer(session, case, len(case.after))
 
 
-def _answers(open_session: OpenSession, case: EditCase, held: HeldBytes) -> dict[str, _Answer]:
+def _answers(
+    open_session: OpenSession, case: EditCase, bytes_held: PeakCacheUsage
+) -> dict[str, _Answer]:
     """What is said after each of `WAYS`."""
     answers: dict[str, _Answer] = {}
     with open_session() as session:
@@ -331,7 +275,7 @@ def _answers(open_session: OpenSession, case: EditCase, held: HeldBytes) -> dict
         for name, way in WAYS.items():
             session.sequence.restore(before)
             answers[name] = _answer(session, case, way(session, case))
-            held.see(session)
+            bytes_held.record(session)
         assert session.stats().edits.recomputed_edits == 0
     return answers
 

@@ -1,9 +1,8 @@
 """What typing costs: recorded sessions replayed against every way to keep a prompt up to date.
 
-Three parts. *Counts*: tokens each way would encode for every session, which no model is needed
-for. *Passes* on a model: tokens encoded, time until the next token is known, and how far what is
-predicted is from a full computation in a cache of 16 bits. With `--shape`, whose random weights
-predict nothing, *keys*: in a long file, the time of a first draft beside that of its tokens alone.
+Two parts. *Counts*: the tokens that each way encodes in every session; they need a tokenizer only.
+*Passes* on a model: tokens encoded, time until the next token is known, and how far the prediction
+is from a full computation in a cache of 16 bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,41 +10,32 @@ from dataclasses import dataclass, field
 from itertools import islice
 from statistics import mean, median
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache
-from kvq.config import DEFAULT_DRAFT_TOKENS
 from kvq.errors import UsageError, argument
-from kvq_apps import output
-from kvq_apps.bench.engine_kvq import fill
-from kvq_apps.bench.gguf_file import same_weights
-from kvq_apps.completion.blocks import BlockTokenizer
-from kvq_apps.completion.frozen import Frozen
+from kvq_apps.bench.suite import Setup
+from kvq_apps.completion.frozen_file import FrozenFile
+from kvq_apps.completion.token_blocks import BlockTokenizer
 from kvq_apps.evaluation.measurement import log_softmax
 from kvq_apps.evaluation.text import kl_divergence
-from kvq_apps.output import Shown
-from kvq_lab import around, starting
+from kvq_apps.settings.flag_values import check_range
+from kvq_apps.terminal import output
+from kvq_apps.terminal.output import ShowProgress
 from kvq_lab.typing_sessions import LONG, SHORT, Moment, TypingSession
 from kvq_models.infilling import infill_prompt
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import ModelFiles
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.hunks import Hunk, common_prefix, hunks, one_by_one
-from kvq_runtime.session import Session
-from kvq_runtime.staleness import next_tokens
-from kvq_specdraft import writer_named
+from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks, one_by_one
+from kvq_runtime.sequence.staleness import next_tokens
+from kvq_runtime.session.session import Session
 
-LLAMA = "llama.cpp"
 EXACT = "fp"
 # What `llama-server --cache-reuse` is started with in its editor presets.
 LEAST_REUSED = 256
 _NO_LIMIT = 1 << 40
-_WARM_KEYS = 3
 _HEADER_COUNTS = ("session", "way", "tokens", "a key", "p95", "max", "elsewhere")
 _HEADER_PASSES = ("session", "way", "KV", "a key", "ms", "p95 ms", "KL, nats", "same top 1")
 
@@ -57,22 +47,16 @@ Changes = Callable[[Ids, Ids], list[Hunk]]
 class EditJob:
     """The first `events` events of each session, compared with a full pass at every `every`th.
 
-    `kv` are settings as `--kv` writes them; `tokens` those of a draft; `peer`: llama.cpp too.
+    `kv` are settings as `--kv` writes them.
     """
 
     kv: tuple[str, ...] = (EXACT, "8:8", "4:2")
     events: int = 48
     every: int = 4
-    tokens: int = 16
-    peer: bool = False
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
-        if min(self.events, self.tokens) < 1:
-            raise UsageError(
-                f"{argument('--repeat')} and {argument('--predict')} are not possible: give 1 or "
-                "more"
-            )
+        check_range(1, repeat=self.events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +75,7 @@ class Way:
 
 def ways(tokenizer: Tokenizer) -> list[Way]:
     """All ways, each new: one of them keeps what was frozen."""
-    encode, frozen = BlockTokenizer(tokenizer).encode, Frozen()
+    encode, frozen = BlockTokenizer(tokenizer).encode, FrozenFile()
 
     def ordered(suffix_first: bool) -> Callable[[Moment], Ids]:
         def prompt(now: Moment) -> Ids:
@@ -136,56 +120,33 @@ def chunks_kept(before: Ids, after: Ids) -> list[Hunk]:
     """
     old, new = np.asarray(before, np.int64), np.asarray(after, np.int64)
     kept = at = dropped = common_prefix(old, new)
-    found: list[Hunk] = []
+    changes: list[Hunk] = []
     while at < len(old) and kept < len(new):
         size = common_prefix(old[at:], new[kept:]) if old[at] == new[kept] else 0
         if size < LEAST_REUSED:
             at += 1
             continue
         if at > dropped:
-            found.append(Hunk(dropped, at, []))
+            changes.append(Hunk(dropped, at, []))
         at, kept, dropped = at + size, kept + size, at + size
     if dropped < len(old) or kept < len(new):
-        found.append(Hunk(dropped, len(old), after[kept:]))
-    return found
+        changes.append(Hunk(dropped, len(old), after[kept:]))
+    return changes
 
 
-def measure(
-    files: ModelFiles,
-    job: EditJob,
-    threads: int,
-    progress: Shown,
-    *,
-    shape: bool,
-) -> dict[str, Any]:
-    """The parts that this model can have. Raises `KvqError`."""
-    with Engine(files, threads=threads) as engine:
-        tokenizer = _embedded_tokenizer() if shape else engine.tokenizer
-        data: dict[str, Any] = {
+def measure(setup: Setup, job: EditJob) -> dict[str, Any]:
+    """Measures both parts. Raises `KvqError`."""
+    if not setup.files.has_onnx:
+        raise UsageError(
+            f"{argument('--suite')} edit runs a bundle; {setup.files.path} has no ONNX graph"
+        )
+    with Engine(setup.files, threads=setup.threads) as engine:
+        tokenizer = engine.tokenizer
+        return {
             "model": engine.model.name,
-            "around": around.measure(tokenizer),
-            "start": starting.measure(),
             "counts": [row for name in (*SHORT, LONG) for row in counts(name, tokenizer)],
+            "passes": _passes(engine, ways(tokenizer), job, setup.progress),
         }
-        if shape:
-            data["keys"] = _keys(engine, cast(Bundle, files), tokenizer, job)
-        else:
-            data["passes"] = _passes(engine, ways(tokenizer), job, progress)
-    if job.peer:
-        same = same_weights(cast(Bundle, files))
-        with Engine(same, threads=threads, backend=LLAMA) as engine:
-            theirs = [way for way in ways(tokenizer) if way.changes is chunks_kept]
-            exact = EditJob(kv=(EXACT,), events=job.events, every=job.every)
-            data["passes"] += _passes(engine, theirs, exact, progress)
-    return data
-
-
-def _embedded_tokenizer() -> Tokenizer:
-    from kvq_apps.model_path import DEFAULT, resolve_model
-
-    found = Bundle.open(resolve_model(DEFAULT)).tokenizer()
-    assert found is not None
-    return found
 
 
 # What would be encoded
@@ -208,23 +169,23 @@ def counts(name: str, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 
 def _encoded(before: Ids, after: Ids, way: Way) -> int:
     """Tokens of a pass: new ones, those next to them, and the last one again for its logits."""
-    found = way.changes(before, after)
-    ends_new = bool(found) and found[-1].stop == len(before) and bool(found[-1].new_ids)
-    count = sum(len(hunk.new_ids) for hunk in found) + (not ends_new)
+    changes = way.changes(before, after)
+    ends_new = bool(changes) and changes[-1].stop == len(before) and bool(changes[-1].new_ids)
+    count = sum(len(hunk.new_ids) for hunk in changes) + (not ends_new)
     if way.reencode_next is None:
-        ends = [*(hunk.start for hunk in found[1:]), len(before) - 1]
-        for (start, stop, new), end in zip(found, ends, strict=False):
+        ends = [*(hunk.start for hunk in changes[1:]), len(before) - 1]
+        for (start, stop, new), end in zip(changes, ends, strict=False):
             count += max(0, min(next_tokens(stop - start, len(new)), end - stop))
     return count
 
 
-def _of_keys(keys: Sequence[int], others: Sequence[int]) -> dict[str, Any]:
+def _of_keys(keys: Sequence[int], jumps: Sequence[int]) -> dict[str, Any]:
     return {
-        "tokens": sum(keys) + sum(others),
+        "tokens": sum(keys) + sum(jumps),
         "tokens_a_key": mean(keys),
         "tokens_a_key_p95": _p95(keys),
         "tokens_a_key_most": max(keys),
-        "tokens_elsewhere": mean(others) if others else 0.0,
+        "tokens_elsewhere": mean(jumps) if jumps else 0.0,
     }
 
 
@@ -236,7 +197,7 @@ def _p95(numbers: Sequence[float]) -> float:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Outcome:
     """What passes after the events of a session came to."""
 
     tokens: list[int] = field(default_factory=list[int])
@@ -247,7 +208,7 @@ class _Found:
 
 
 def _passes(
-    engine: Engine, all_ways: list[Way], job: EditJob, progress: Shown
+    engine: Engine, all_ways: list[Way], job: EditJob, progress: ShowProgress
 ) -> list[dict[str, Any]]:
     """A row for each session, way and width."""
     rows: list[dict[str, Any]] = []
@@ -262,24 +223,24 @@ def _passes(
                 "context_tokens": max(map(len, prompts)) + 512,
                 "sink_tokens": _fixed_tokens(engine.tokenizer),
             }
-            wanted = _wanted(engine, prompts, job.every, {"kv": EXACT, **room})
+            exact = _exact(engine, prompts, job.every, {"kv": EXACT, **room})
             for kv in job.kv:
                 with engine.session(kv=kv, **room) as session:
-                    found = _replayed(session, way, moments, prompts, wanted)
-                rows.append(_row(engine, name, way, kv, found))
+                    outcome = _replayed(session, way, moments, prompts, exact)
+                rows.append(_row(name, way, kv, outcome))
     return rows
 
 
-def _wanted(
+def _exact(
     engine: Engine, prompts: list[Ids], every: int, options: dict[str, Any]
 ) -> Mapping[int, NDArray[np.float32]]:
     """Log-probabilities [1, V] after some of the prompts, each computed from its beginning."""
-    found: dict[int, NDArray[np.float32]] = {}
+    rows: dict[int, NDArray[np.float32]] = {}
     for number in range(every, len(prompts), every):
         with engine.session(**options) as session:
             session.prefill(prompts[number])
-            found[number] = _next(session)
-    return found
+            rows[number] = _next(session)
+    return rows
 
 
 def _replayed(
@@ -287,10 +248,10 @@ def _replayed(
     way: Way,
     moments: list[Moment],
     prompts: list[Ids],
-    wanted: Mapping[int, NDArray[np.float32]],
-) -> _Found:
+    exact: Mapping[int, NDArray[np.float32]],
+) -> _Outcome:
     session.prefill(prompts[0])
-    found = _Found()
+    outcome = _Outcome()
     for number, now in enumerate(moments[1:], 1):
         since = perf_counter()
         for hunk in one_by_one(way.changes(prompts[number - 1], prompts[number])):
@@ -298,84 +259,35 @@ def _replayed(
         new = len(session.sequence.due())
         session.prefill()
         if now.kind == "key":
-            found.seconds.append(perf_counter() - since)
-            found.keys.append(new)
-        found.tokens.append(new)
-        if number in wanted:
+            outcome.seconds.append(perf_counter() - since)
+            outcome.keys.append(new)
+        outcome.tokens.append(new)
+        if number in exact:
             ours = _next(session)
-            found.nats.append(float(kl_divergence(wanted[number], ours)[0]))
-            found.same.append(bool(ours.argmax() == wanted[number].argmax()))
-    return found
+            outcome.nats.append(float(kl_divergence(exact[number], ours)[0]))
+            outcome.same.append(bool(ours.argmax() == exact[number].argmax()))
+    return outcome
 
 
 def _next(session: Session[Any]) -> NDArray[np.float32]:
     """Log-probabilities float32 [1, V] of what follows the text."""
-    with session.sequence.forward([], rows=[-1]) as held:
-        return log_softmax(held.logits[:1])
+    with session.sequence.forward([], rows=[-1]) as step:
+        return log_softmax(step.logits[:1])
 
 
-def _row(engine: Engine, name: str, way: Way, kv: str, found: _Found) -> dict[str, Any]:
+def _row(name: str, way: Way, kv: str, outcome: _Outcome) -> dict[str, Any]:
     return {
         "session": name,
         "way": way.name,
-        "engine": engine.backend.name,
         "kv": kv,
-        "tokens": sum(found.tokens),
-        "tokens_a_key": mean(found.keys),
-        "ms": 1e3 * median(found.seconds),
-        "p95_ms": 1e3 * _p95(found.seconds),
-        "kl_nats": mean(found.nats) if found.nats else None,
-        "same_top_1": mean(found.same) if found.same else None,
-        "compared": len(found.nats),
+        "tokens": sum(outcome.tokens),
+        "tokens_a_key": mean(outcome.keys),
+        "ms": 1e3 * median(outcome.seconds),
+        "p95_ms": 1e3 * _p95(outcome.seconds),
+        "kl_nats": mean(outcome.nats) if outcome.nats else None,
+        "same_top_1": mean(outcome.same) if outcome.same else None,
+        "compared": len(outcome.nats),
     }
-
-
-# Keys in a long file
-
-
-def _keys(engine: Engine, bundle: Bundle, tokenizer: Tokenizer, job: EditJob) -> dict[str, Any]:
-    """First drafts of `tokens` tokens, each in turn with the same number decoded alone."""
-    way = ways(tokenizer)[0]
-    moments = islice(TypingSession.read(LONG).moments(), job.events + _WARM_KEYS + 1)
-    first = way.prompt(next(moments))
-    room: dict[str, Any] = {
-        "context_tokens": len(first) + 1024,
-        "draft_tokens": max(job.tokens, DEFAULT_DRAFT_TOKENS),
-        "sink_tokens": _fixed_tokens(tokenizer),
-    }
-    with engine.session(kv=job.kv[-1], **room) as session:
-        fill(cast(Cache, session.sequence.cache), bundle.config, len(first))
-        session.sequence.adopt(first, None, np.zeros(0, np.int32))
-        session.prefill()
-        timed = [_key(session, way, now, job.tokens) for now in moments]
-    timed = timed[_WARM_KEYS:]
-    own, alone, around = ([row[i] for row in timed] for i in range(3))
-    return {
-        "context": len(first),
-        "kv": job.kv[-1],
-        "draft_tokens": job.tokens,
-        "events": len(timed),
-        "ms": 1e3 * median(own),
-        "p95_ms": 1e3 * _p95(own),
-        "alone_ms": 1e3 * median(alone),
-        "ratio": median(a / b for a, b in zip(own, alone, strict=True)),
-        "around_ms": 1e3 * median(around),
-    }
-
-
-def _key(session: Session[Any], way: Way, now: Moment, tokens: int) -> tuple[float, float, float]:
-    """Seconds of a first draft after an event, of its tokens alone, and before any pass."""
-    since = perf_counter()
-    session.align(way.prompt(now), edits=True)
-    around = perf_counter() - since
-    session.prefill()
-    session.drafts(1, tokens, method=writer_named("branches"), stop_ids=(), exact=False)
-    own = perf_counter() - since
-    since = perf_counter()
-    written = list(session.generate(tokens, sampling=Sampling(temperature=0), stop_ids=()))
-    alone = perf_counter() - since
-    session.rollback(len(written))
-    return own, alone, around
 
 
 def print_report(data: dict[str, Any]) -> None:
@@ -389,39 +301,14 @@ def print_report(data: dict[str, Any]) -> None:
         for row in data["counts"]
     ]  # fmt: skip
     output.print_table(cells, header=_HEADER_COUNTS)
-    if "passes" in data:
-        output.print_data("")
-        output.print_table([_pass_cells(row) for row in data["passes"]], header=_HEADER_PASSES)
-    if "keys" in data:
-        keys = data["keys"]
-        output.print_data(
-            f"\na key in {keys['context']} tokens: the first draft of {keys['draft_tokens']} "
-            f"tokens after {keys['ms']:.1f} ms (p95 {keys['p95_ms']:.1f}), {keys['ratio']:.2f} "
-            f"times these tokens alone; {keys['around_ms']:.1f} ms of it before any pass"
-        )
-    for row in data["around"]:
-        output.print_data(
-            f"{row['lines']} lines, an engine that takes no time: a change {row['change_ms']:.2f} "
-            f"ms (p95 {row['change_p95_ms']:.2f}), then the answer {row['answer_ms']:.2f} ms "
-            f"(p95 {row['answer_p95_ms']:.2f})"
-        )
-    _print_start(data["start"])
-
-
-def _print_start(start: dict[str, float | None]) -> None:
-    extension = start["extension_ms"]
-    built = "it is not built" if extension is None else f"active after {extension:.0f} ms"
-    output.print_data(
-        f"kvq lsp: its first answer {start['server_ms']:.0f} ms after it was started; the VS Code "
-        f"extension: {built}"
-    )
+    output.print_data("")
+    output.print_table([_pass_cells(row) for row in data["passes"]], header=_HEADER_PASSES)
 
 
 def _pass_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    name = row["way"] if row["engine"] != LLAMA else f"{LLAMA}, {row['way']}"
     missing = row["kl_nats"] is None
     return (
-        row["session"], name, row["kv"], f"{row['tokens_a_key']:.1f}", f"{row['ms']:.1f}",
+        row["session"], row["way"], row["kv"], f"{row['tokens_a_key']:.1f}", f"{row['ms']:.1f}",
         f"{row['p95_ms']:.1f}", "-" if missing else f"{row['kl_nats']:.4f}",
         "-" if missing else f"{row['same_top_1']:.1%}",
     )  # fmt: skip

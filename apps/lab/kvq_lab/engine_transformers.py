@@ -16,12 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq_apps import output
-from kvq_apps.bench.engines import InProcess, Setting, check_computable, draft_ids, wanted_rows
+from kvq.errors import BackendError
+from kvq_apps.bench.engines import (
+    BenchSequence,
+    Setting,
+    draft_ids,
+    logit_rows,
+)
+from kvq_apps.terminal import output
 from kvq_models.config import Dense, ModelConfig
 from kvq_models.registry import family_for
-from kvq_runtime import gpu
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.machine import gpu
 
 INSTALL = "pip install torch transformers optimum-quanto hqq"
 # Numbers that share a scale and a zero, by the library's default.
@@ -66,7 +72,8 @@ class TransformersEngine:
         self, bundle: Bundle, *, threads: int, settings: Sequence[Setting], device: str
     ) -> None:
         del settings
-        check_computable(self.name, _refusal(bundle.config))
+        if (reason := _refusal(bundle.config)) is not None:
+            raise BackendError(f"the peer {self.name} cannot compute this model: {reason}")
         self._torch = import_module("torch")
         self._config = bundle.config
         self._torch.set_num_threads(threads)
@@ -95,9 +102,6 @@ class TransformersEngine:
         return TransformersSequence(
             self._model, cache, kv_bytes=self.cache_bytes(setting, depth), device=self._device
         )
-
-    def batch(self, setting: Setting, depth: int, room: int, count: int) -> None:
-        """See `BenchEngine.batch`; its attention is inside the model."""
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
         """What is stored; a step restores a layer's keys and values beside it."""
@@ -139,7 +143,7 @@ class TransformersEngine:
         return True
 
 
-class TransformersSequence(InProcess):
+class TransformersSequence(BenchSequence):
     """A cache, and its layers as they were in the beginning."""
 
     def __init__(self, model: Any, cache: Any, *, kv_bytes: int, device: str) -> None:
@@ -155,35 +159,32 @@ class TransformersSequence(InProcess):
         return self._run(ids, 1)[0]
 
     def verify(self, rows: int) -> bool:
-        self._run(draft_ids(rows), len(wanted_rows(rows)))
+        self._run(draft_ids(rows), len(logit_rows(rows)))
         return True
 
     def rollback(self) -> None:
         self._cache.layers = [copy.copy(layer) for layer in self._beginning]
 
-    def attend(self, rows: int) -> bool:
-        """See `BenchSequence.attend`; its attention is inside the model."""
-        return False
-
     def step_bytes(self) -> tuple[int, int]:
         """See `BenchSequence.step_bytes`; of an embedding that is no head a row is read."""
-        held = sum(one.numel() * one.element_size() for one in self._model.parameters())
+        parameters = self._model.parameters()
+        stored = sum(part.numel() * part.element_size() for part in parameters)
         embedding = self._model.get_input_embeddings().weight
         tied = embedding is self._model.get_output_embeddings().weight
         unread = 0 if tied else embedding.numel() * embedding.element_size()
-        return held - unread, self.kv_bytes
+        return stored - unread, self.kv_bytes
 
     def close(self) -> None:
         self._beginning.clear()
         self._cache.layers = []
 
-    def _run(self, ids: NDArray[np.int64], wanted: int) -> NDArray[np.float32]:
-        """Logits of the last `wanted` tokens; copying them waits for the device."""
+    def _run(self, ids: NDArray[np.int64], rows: int) -> NDArray[np.float32]:
+        """Logits of the last `rows` tokens; copying them waits for the device."""
         with self._torch.inference_mode():
             tokens = self._torch.from_numpy(ids[None]).to(self._device)
-            held = {cache_argument(self._model): self._cache}
-            told = self._model(tokens, use_cache=True, logits_to_keep=wanted, **held)
-            return told.logits[0].float().cpu().numpy()
+            cache = {cache_argument(self._model): self._cache}
+            answer = self._model(tokens, use_cache=True, logits_to_keep=rows, **cache)
+            return answer.logits[0].float().cpu().numpy()
 
 
 def cache_argument(model: Any) -> str:

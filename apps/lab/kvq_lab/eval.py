@@ -2,75 +2,83 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvq.config import parse_kv
+from kvq.config import MOST_DRAFT_TOKENS, parse_kv
 from kvq.errors import UsageError, argument
-from kvq_apps import flags, options, output
-from kvq_apps.commands.eval import (
-    DEFAULT_WINDOWS,
-    choices_of,
-    head,
-    judge,
-    one_length,
-    print_report,
-    refuse,
-    show,
-)
+from kvq.formats import format_bytes
+from kvq_apps.commands.eval import DEFAULT_WINDOWS, choices_of, judge, one_length, refuse, show
+from kvq_apps.settings import flags, options
+from kvq_apps.settings.flag_values import check_range
+from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
     from kvq_apps.commands.eval import Opened
     from kvq_apps.evaluation.cache_setting import CacheSetting
-    from kvq_apps.evaluation.choices import EvaluationChoices
     from kvq_apps.evaluation.measurement import Measurement, Progress
     from kvq_apps.evaluation.tasks import Material
-    from kvq_export.continuations import Passage
     from kvq_lab.sweep import Sweep, SweepFile
     from kvq_runtime.engine import Engine
 
-# What a sweep fills in, over and over.
-DEFAULT_SWEEP_LINES = 20
-# Where several drafts are written, and how long they are.
-DRAFTS_PLACES = 100
-DRAFTS_CONTEXT = 256
-DRAFTS_TOKENS = 10
-# Prompts that are predicted.
-PREDICT_PASSAGES = 24
-PREDICT_CONTEXT = 1024
-# A sweep judges pressure: a line to fill in must have this share of the context around it.
-LEAST_FILLED = Fraction(3, 4)
+# Lines to fill in, problems to solve and edits to make.
+DEFAULT_LIMIT = 200
+LINE_TOKENS, PROGRAM_TOKENS, MATH_TOKENS = 64, 512, 320
+# Places where several drafts are written, and tokens before each and of a draft.
+DRAFTS_PLACES, DRAFTS_CONTEXT, DRAFTS_TOKENS = 100, 256, 10
+DRAFTS = (1, 3, 5)
+# Modes that take a flag; the others refuse it.
+_OWNERS = {
+    "execute": ("fim", "program"), "drafts": ("drafts",), "drafts-method": ("drafts",),
+    "out": ("sweep",), "plot": ("sweep",),
+}  # fmt: skip
 
 
 def add_flags(parser: ArgumentParser, /) -> None:
-    """The flags of these tasks."""
+    """Adds the flags of these tasks and of `--sweep`."""
     flags.add_flags(
-        parser.add_argument_group("several drafts"),
-        "drafts", "drafts-method",
-        drafts="numbers of drafts to compare (default: 1,3,5)",
+        parser.add_argument_group("the laboratory's tasks"),
+        "limit", "predict", "execute", "drafts", "drafts-method",
+        predict="tokens of a line, a solution or a draft at most (default: "
+        "{kvq_lab.eval:LINE_TOKENS}, program: {kvq_lab.eval:PROGRAM_TOKENS}, math: "
+        "{kvq_lab.eval:MATH_TOKENS}, drafts: {kvq_lab.eval:DRAFTS_TOKENS})",
+        drafts="numbers of drafts to compare (default: {kvq_lab.eval:DRAFTS})",
         drafts_method="a way to write them; may be repeated (default: "
-        "each of {kvq_apps.evaluation.several:METHODS})",
+        "each of {kvq_lab.drafts_quality:METHODS})",
     )  # fmt: skip
     flags.add_flags(
-        parser.add_argument_group("--sweep"), "tasks", "policies", "budgets", "out", "plot", "ray",
+        parser.add_argument_group("--sweep"), "tasks", "policies", "budgets", "out", "plot",
         out="sweep: the JSON file to write, or to go on with",
-        plot="draw quality over bytes; task predict: over the time saved",
+        plot="draw quality over bytes",
     )  # fmt: skip
 
 
 def check(arguments: Namespace, /) -> None:
     """Refuses what needs no model to be refused."""
-    owners = {"out": ("sweep",), "plot": ("sweep", "predict"), "ray": ("sweep",)}
     mode = arguments.task or ("sweep" if arguments.sweep else "table")
-    for name, takers in owners.items():
-        if mode not in takers and options.written(arguments, name):
+    for name, takers in _OWNERS.items():
+        if mode not in takers and options.on_command_line(arguments, name):
             raise UsageError(
                 f"{argument(f'--{name}')} is for {' and '.join(takers)} only; leave it out"
             )
+    if mode == "program" and not arguments.execute:
+        raise UsageError(
+            f"{argument('--task')} program judges programs by running them; add "
+            f"{argument('--execute')}, which runs what the "
+            "model wrote on this machine, with limits but no sandbox"
+        )
+    if arguments.execute:
+        from kvq_lab import execution
+
+        execution.check_possible()
+        output.print_note(
+            "--execute runs programs the model wrote on this machine: with limits of time "
+            f"({execution.TIMEOUT_S:.0f} s) and memory ({format_bytes(execution.MEMORY_BYTES)}), "
+            "but not in a sandbox"
+        )
     if arguments.plot is not None:
-        from kvq_apps.bench.plot import check_plot
+        from kvq_lab.plot import check_plot
 
         check_plot(arguments.plot)
     if arguments.sweep:
@@ -84,108 +92,109 @@ def check(arguments: Namespace, /) -> None:
         check_out(Path(arguments.out))
 
 
-def _edit(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
-    """Edits of programs, in a cache that moves what follows them."""
-    from kvq_apps.evaluation.documents import training_texts
-    from kvq_lab.edit_quality import edit_cases, editing
+def _limits(arguments: Namespace, limit: int, tokens: int) -> tuple[int, int]:
+    """Returns `--limit` and `--predict`, or these defaults. Raises `UsageError`."""
+    values = {"limit": limit, "predict": tokens}
+    values |= options.keywords(arguments, limit="limit", predict="predict")
+    check_range(1, **values)
+    return values["limit"], values["predict"]
 
-    asked = choices_of(arguments, files)
-    context_tokens = one_length(engine, arguments)
+
+def _edit(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    """Runs the task `edit`: edits of programs, in a cache that moves what follows them."""
+    from kvq_lab.edit_quality import edit_cases, editing
+    from kvq_lab.text_files import training_texts
+
+    limit, _ = _limits(arguments, DEFAULT_LIMIT, LINE_TOKENS)
+    seed, context_tokens = choices_of(arguments).seed, one_length(engine, arguments)
 
     def measure(opened: "Opened", progress: "Progress") -> "Measurement":
         texts = [text for file in files for text in training_texts(file)]
         cases = edit_cases(
-            engine.tokenizer, texts, limit=asked.limit, context_tokens=context_tokens,
-            seed=asked.seed,
-        )  # fmt: skip
+            engine.tokenizer, texts, limit=limit, context_tokens=context_tokens, seed=seed
+        )
         return editing(*opened, cases, progress)
 
     return judge(engine, arguments, context_tokens, 0, measure)
 
 
 def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
-    """Several drafts at places in texts: the best of k against what stands there."""
-    from kvq_apps.evaluation import several
-    from kvq_apps.evaluation.documents import training_texts
-    from kvq_apps.ngram_file import writer_for
+    """Runs the task `drafts`: the best of several drafts against what stands there."""
+    from kvq_apps.names.ngram_file import writer_for
+    from kvq_lab.drafts_quality import METHODS, drafting, places
+    from kvq_lab.text_files import training_texts
 
-    context = min(one_length(engine, arguments, DRAFTS_CONTEXT), engine.model.context_length)
-    wanted = choices_of(arguments, files, limit=DRAFTS_PLACES, line_tokens=DRAFTS_TOKENS)
-    length = wanted.line_tokens
-    counts = arguments.drafts or (1, 3, 5)
-    texts = [text for file in files for text in training_texts(file)]
-    asked = several.places(
-        engine.tokenizer, texts, count=wanted.limit, context=context, length=length,
-        seed=wanted.seed,
-    )  # fmt: skip
-    own = options.session_options(arguments)
-    with output.Progress() as progress:
-        scores = several.measure(
-            lambda: several.session_for_drafts(engine, context, **own),
+    limit, length = _limits(arguments, DRAFTS_PLACES, DRAFTS_TOKENS)
+    seed, context_tokens = choices_of(arguments).seed, one_length(engine, arguments, DRAFTS_CONTEXT)
+
+    def measure(opened: "Opened", progress: "Progress") -> "Measurement":
+        texts = [text for file in files for text in training_texts(file)]
+        chosen = places(
+            engine.tokenizer, texts, count=limit, context=context_tokens, length=length, seed=seed
+        )
+        return drafting(
+            opened[0],
             partial(writer_for, tokenizer=engine.tokenizer),
             engine.tokenizer,
-            asked,
-            arguments.drafts_method or several.METHODS,
-            counts,
+            chosen,
+            arguments.drafts_method or METHODS,
+            arguments.drafts or DRAFTS,
             progress,
         )
-    found = [own.row(method, k) for (method, k), own in scores.items()]
-    report = {"task": "drafts"} | head(engine, context)
-    return show(
-        arguments, report | {"length": length, "n": len(asked), "rows": found}, print_report
-    )
+
+    room = MOST_DRAFT_TOKENS
+    return judge(engine, arguments, context_tokens, room, measure, draft_tokens=room)
 
 
-def _predict(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
-    """What follows prompts whose later layers are predicted, against the time that saves."""
-    from kvq_apps.evaluation.documents import training_texts
-    from kvq_lab import predicting
+def _fim(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    """Runs the task `fim`: lines of programs to fill in."""
+    from kvq_lab import execution, infilling
 
-    most = engine.model.context_length - predicting.FOLLOWING_TOKENS
-    context = min(one_length(engine, arguments, PREDICT_CONTEXT), most)
-    texts = [text for file in files for text in training_texts(file)]
-    count = choices_of(arguments, files, limit=PREDICT_PASSAGES).limit
-    asked = predicting.passages(engine.tokenizer, texts, count=count, context=context)
-    own = options.session_options(arguments)
-    with output.Progress() as progress:
-        found = predicting.predicting(engine, asked, progress, **own)
-    if arguments.kv_predict_with is not None:
-        found["auxiliary_nll"] = _alone(arguments, asked)
-    report = {"task": "predict"} | head(engine, context) | found
-    if arguments.plot is not None:
-        predicting.draw(arguments.plot, report)
-    return show(arguments, report, print_report)
+    limit, tokens = _limits(arguments, DEFAULT_LIMIT, LINE_TOKENS)
+    seed, context_tokens = choices_of(arguments).seed, one_length(engine, arguments)
+    passes = execution.passes if arguments.execute else None
+
+    def measure(opened: "Opened", progress: "Progress") -> "Measurement":
+        samples = infilling.read_samples(files, seed=seed)[:limit]
+        gaps = infilling.gaps(engine.tokenizer, samples, context_tokens - tokens, tokens)
+        return infilling.infilling(opened[0], engine.tokenizer, gaps, tokens, progress, passes)
+
+    return judge(engine, arguments, context_tokens, 0, measure)
 
 
-def _alone(arguments: Namespace, asked: "list[Passage]") -> float:
-    """What the auxiliary model itself makes of what follows."""
-    from kvq_apps.model_path import resolve_model
-    from kvq_export.continuations import measure
-    from kvq_runtime.engine import Engine
+def _problems(
+    task: str, tokens: int, engine: "Engine", arguments: Namespace, files: Sequence[str]
+) -> int:
+    """Runs the tasks `program` and `math`."""
+    from kvq_lab import problems
 
-    path = resolve_model(arguments.kv_predict_with)
-    with Engine.open(path, **options.engine_options(arguments)) as engine:
-        return measure(engine, asked, {}).exact_nll
+    limit, tokens = _limits(arguments, DEFAULT_LIMIT, tokens)
+    seed, context_tokens = choices_of(arguments).seed, one_length(engine, arguments)
+
+    def measure(opened: "Opened", progress: "Progress") -> "Measurement":
+        chosen = problems.problems(
+            task,
+            engine.tokenizer,
+            files,
+            limit=limit,
+            seed=seed,
+            most_tokens=context_tokens - tokens,
+        )
+        return problems.solving(opened[0], chosen, tokens, progress, problems.UNITS[task])
+
+    return judge(engine, arguments, context_tokens, 0, measure)
 
 
 def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
+    """Runs `--sweep`."""
     from kvq_apps.evaluation.cache_setting import UNQUANTIZED
     from kvq_lab import sweep, sweep_report
 
     refuse(arguments, "--sweep", "kv-budget", "kv-offload", "kv-policy")
     context_tokens = one_length(engine, arguments)
-    asked = choices_of(
-        arguments, files, max_tokens=DEFAULT_WINDOWS * context_tokens, limit=DEFAULT_SWEEP_LINES
-    )
-    tasks = _sweep_tasks(arguments.tasks, asked)
-    material = asked.material(
-        engine.tokenizer,
-        tasks,
-        context_tokens,
-        texts=asked.texts,
-        programs=asked.programs,
-        least_prompt_tokens=int(LEAST_FILLED * context_tokens),
-    )
+    choices = choices_of(arguments, max_tokens=DEFAULT_WINDOWS * context_tokens)
+    tasks = _sweep_tasks(arguments.tasks, files)
+    material = choices.material(engine.tokenizer, tasks, context_tokens, files=files)
     with UNQUANTIZED.opener(engine.session, context_tokens)() as session:
         arena = session.config.arena
         whole = session.stats().bytes_per_token * context_tokens
@@ -197,34 +206,13 @@ def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
         context_tokens=context_tokens,
         fp16_bytes=fp16_bytes,
     )
-    file = _sweep_file(engine, arguments, plan, material, asked.seed)
+    file = _sweep_file(engine, arguments, plan, material, choices.seed)
     sweep.check_settings(engine.session, plan)
-    with output.Progress() as progress:
-        if arguments.ray:
-            _on_ray(engine, arguments, material, plan, file, progress)
-        else:
-            sweep.run(engine.session, material, plan, file, progress)
+    with output.ProgressBar() as progress:
+        sweep.run(engine.session, material, plan, file, progress)
     if arguments.plot is not None:
         sweep_report.draw_sweep(arguments.plot, file.data)
     return show(arguments, file.data, sweep_report.print_sweep)
-
-
-def _on_ray(
-    engine: "Engine",
-    arguments: Namespace,
-    material: "Material",
-    plan: "Sweep",
-    file: "SweepFile",
-    progress: output.Shown,
-) -> None:
-    """The cells as tasks of Ray."""
-    from kvq_apps.fleet.cluster import connected
-
-    with connected():
-        from kvq_lab import cells
-
-        model = str(engine.files.path)
-        cells.run(model, options.engine_options(arguments), material, plan, file, progress)
 
 
 def _sweep_file(
@@ -250,25 +238,22 @@ def _sweep_file(
     )
 
 
-def _sweep_tasks(wanted: tuple[str, ...] | None, asked: "EvaluationChoices") -> tuple[str, ...]:
-    """What is wanted, or all that the files allow."""
+def _sweep_tasks(written: tuple[str, ...] | None, files: Sequence[str]) -> tuple[str, ...]:
+    """Returns what `--tasks` says, or all that the files allow. Raises `UsageError`."""
     from kvq_lab.sweep import TASKS
 
-    inputs = {"kld": asked.texts, "fim": asked.programs}
-    if wanted is None:
-        return tuple(task for task in TASKS if inputs.get(task, True))
-    for task in wanted:
+    for task in written or ():
         if task not in TASKS:
             raise UsageError(
                 f"{argument('--tasks')} {task} is not possible: choose from {', '.join(TASKS)}"
             )
-        if not inputs.get(task, True):
-            needed = "a text" if task == "kld" else "source files (.py) or infilling records"
+        if task == "kld" and not files:
             raise UsageError(
-                f"{argument('--tasks')} {task} needs {needed}: kvq eval {argument('--sweep')} -m "
+                f"{argument('--tasks')} kld needs a text: kvq eval {argument('--sweep')} -m "
                 "MODEL FILE"
             )
-    return tuple(dict.fromkeys(wanted))
+    possible = tuple(task for task in TASKS if files or task != "kld")
+    return tuple(dict.fromkeys(written or possible))
 
 
 def _sweep_settings(arguments: Namespace) -> "tuple[CacheSetting, ...]":
@@ -277,15 +262,22 @@ def _sweep_settings(arguments: Namespace) -> "tuple[CacheSetting, ...]":
     from kvq_apps.evaluation.cache_setting import CacheSetting
 
     widths = {"k_bits": 8, "v_bits": 8} | options.kv_bits(arguments)
-    found: list[CacheSetting] = []
+    settings: list[CacheSetting] = []
     for text in arguments.policies or tuple(POLICIES):
-        policy, _, own = text.partition("@")
-        asked = f"--policies {policy}@"
-        k_bits, v_bits = parse_kv(own, asked) if own else (widths["k_bits"], widths["v_bits"])
-        found.append(CacheSetting(policy=policy, k_bits=k_bits, v_bits=v_bits))
-    return tuple(dict.fromkeys(found))
+        policy, _, pair = text.partition("@")
+        if pair:
+            k_bits, v_bits = parse_kv(pair, f"--policies {policy}@")
+        else:
+            k_bits, v_bits = widths["k_bits"], widths["v_bits"]
+        settings.append(CacheSetting(policy=policy, k_bits=k_bits, v_bits=v_bits))
+    return tuple(dict.fromkeys(settings))
 
 
 RUNS: "Mapping[str, Callable[[Engine, Namespace, list[str]], int]]" = {
-    "drafts": _drafts, "edit": _edit, "predict": _predict, "sweep": _sweep,
-}  # fmt: skip
+    "drafts": _drafts,
+    "edit": _edit,
+    "fim": _fim,
+    "program": partial(_problems, "program", PROGRAM_TOKENS),
+    "math": partial(_problems, "math", MATH_TOKENS),
+    "sweep": _sweep,
+}

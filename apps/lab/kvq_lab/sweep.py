@@ -6,11 +6,10 @@ plan is a result like any other: the cell says why it was refused.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from kvq.errors import BudgetError, DataError, UsageError, argument
@@ -18,12 +17,12 @@ from kvq.files import replace_file
 from kvq_apps.evaluation.cache_setting import UNQUANTIZED, CacheSetting
 from kvq_apps.evaluation.measurement import Measurement
 from kvq_apps.evaluation.tasks import Material
-from kvq_apps.flags import told
-from kvq_apps.output import Shown
-from kvq_runtime.session import Session
+from kvq_apps.settings import flags
+from kvq_apps.terminal.output import ShowProgress
+from kvq_runtime.session.session import Session
 
 FORMAT, VERSION = "kvq-sweep", 1
-TASKS = ("kld", "passkey", "retrieval", "fim")
+TASKS = ("kld", "passkey", "retrieval")
 BUDGETS = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 6), Fraction(1, 8))
 # What a cell without a policy and a budget is called: the cache that everything is compared with.
 EXACT = "unquantised"
@@ -74,9 +73,6 @@ class SweepFile:
     def add(self, cell: Mapping[str, Any]) -> None:
         """Keeps a cell, on disk too: the file holds it whole or is what it was before."""
         self.data["cells"].append(dict(cell))
-        self._write()
-
-    def _write(self) -> None:
         content = json.dumps(self.data, indent=1) + "\n"
         try:
             with replace_file(self.path, private=False) as stream:
@@ -86,20 +82,13 @@ class SweepFile:
                 f"{argument('--out')} {self.path} cannot be written: {error.strerror}"
             ) from error
 
-    def arrange(self, keys: Iterable[Key]) -> None:
-        """Puts the cells of `keys` into their order, behind all others."""
-        places = {key: place for place, key in enumerate(keys)}
-        cells: list[Mapping[str, Any]] = self.data["cells"]
-        cells.sort(key=lambda one: places.get(_key(one), -1))
-        self._write()
-
     def _resume(
         self, data: dict[str, Any], subject: Mapping[str, Any], tasks: Mapping[str, Any]
     ) -> None:
         both = [task for task in tasks if task in data["tasks"]]
-        wanted = {**subject, **{task: tasks[task] for task in both}}
-        found = {**data, **{task: data["tasks"][task] for task in both}}
-        other = [name for name, value in wanted.items() if found.get(name) != value]
+        asked_for = {**subject, **{task: tasks[task] for task in both}}
+        on_disk = {**data, **{task: data["tasks"][task] for task in both}}
+        other = [name for name, value in asked_for.items() if on_disk.get(name) != value]
         if other:
             raise UsageError(
                 f"{argument('--out')} {self.path} holds a sweep that differs in: "
@@ -130,19 +119,22 @@ def run(
     material: Material,
     sweep: Sweep,
     file: SweepFile,
-    progress: Shown,
+    progress: ShowProgress,
 ) -> None:
     """Measures every cell that `file` does not hold yet."""
-    clock = _Clock(sweep, material, file, progress)
     exact = UNQUANTIZED.opener(open_session, sweep.context_tokens)
     for task, budget, settings in sweep.batches():
-        waiting = [one for one in settings if key_of(task, one, budget) not in file]
+        waiting = [setting for setting in settings if key_of(task, setting, budget) not in file]
         if not waiting:
             continue
         num_bytes = sweep.budget_bytes(budget)
-        sessions = [one.opener(open_session, sweep.context_tokens, num_bytes) for one in waiting]
-        show = clock.batch(task, budget, len(waiting))
-        outcomes = material.measure_all(task, sessions, exact, show)
+        sessions = [
+            setting.opener(open_session, sweep.context_tokens, num_bytes) for setting in waiting
+        ]
+        label = f"{task} at {budget or 'fp'}"
+        outcomes = material.measure_all(
+            task, sessions, exact, lambda done, total, label=label: progress(done, total, label)
+        )
         for setting, outcome in zip(waiting, outcomes, strict=True):
             file.add(cell(sweep, task, setting, budget, outcome))
     progress(1, 1, "done")
@@ -156,7 +148,7 @@ def cell(
     outcome: Measurement | BudgetError,
 ) -> dict[str, Any]:
     """What the file holds of one outcome."""
-    found: dict[str, Any] = {
+    place: dict[str, Any] = {
         "task": task,
         "policy": setting.policy or EXACT,
         "kv": setting.kv,
@@ -164,10 +156,10 @@ def cell(
         "budget_bytes": sweep.budget_bytes(budget),
     }
     if isinstance(outcome, BudgetError):
-        return found | {"refused": told(outcome)}
+        return place | {"refused": flags.format_error(outcome)}
     measured = asdict(outcome)
     details = measured.pop("details")
-    return found | {"held": outcome.kv_bytes / sweep.fp16_bytes} | measured | details
+    return place | {"held": outcome.kv_bytes / sweep.fp16_bytes} | measured | details
 
 
 def key_of(task: str, setting: CacheSetting, budget: Fraction | None) -> Key:
@@ -199,36 +191,3 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} is no sweep; give another {argument('--out')}, or delete it"
         ) from None
     return data
-
-
-class _Clock:
-    """How much of a sweep is done, in sequences read, and how long the rest will take."""
-
-    def __init__(self, sweep: Sweep, material: Material, file: SweepFile, show: Shown) -> None:
-        self._lengths = {task: len(material.sequences(task)) for task in sweep.tasks}
-        self._total = self._held = 0
-        for task, budget, settings in sweep.batches():
-            self._total += len(settings) * self._lengths[task]
-            held = sum(key_of(task, one, budget) in file for one in settings)
-            self._held += held * self._lengths[task]
-        self._before = self._held
-        self._began = monotonic()
-        self._show = show
-
-    def batch(self, task: str, budget: Fraction | None, count: int) -> Callable[[int, int], None]:
-        """The progress of one batch of `count` cells."""
-        before, label = self._before, f"{task} at {budget or 'fp'}"
-        self._before += count * self._lengths[task]
-
-        def show(done: int, total: int) -> None:
-            now = before + done
-            share = (now - self._held) / max(1, self._total - self._held)
-            left = (monotonic() - self._began) * (1 / share - 1) if share else 0.0
-            self._show(now, self._total, f"{label}, {_minutes(left)} left")
-
-        return show
-
-
-def _minutes(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"

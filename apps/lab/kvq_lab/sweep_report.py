@@ -7,8 +7,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from kvq.formats import format_bytes
-from kvq_apps import output
-from kvq_apps.bench.plot import LEAST_TICKS, log_ticks, new_figure, open_panel, write_figure
+from kvq_apps.terminal import output
+from kvq_lab.plot import LEAST_TICKS, log_ticks, new_figure, open_panel, write_figure
 from kvq_lab.sweep import EXACT
 
 Cell = Mapping[str, Any]
@@ -18,7 +18,6 @@ MEASURES = {
     "kld": (("value", "KL divergence, nats", "log"), ("perplexity", "perplexity", "")),
     "passkey": (("value", "pass keys found", "share"), ("answer_nats", "pass key, nats", "")),
     "retrieval": (("value", "values found", "share"), ("answer_nats", "value, nats", "")),
-    "fim": (("value", "lines exact", "share"), ("edit_similarity", "edit similarity", "share")),
 }
 # Divergences below it are rounding.
 LEAST_NATS = 1e-9
@@ -41,7 +40,7 @@ def print_sweep(data: Mapping[str, Any]) -> None:
     against = against_best(data["cells"])
     header += ["to the best"] * bool(against)
     rows = [
-        [name, budget or "-", _held(cells.values()), *_values(cells, tasks)]
+        [name, budget or "-", _bytes_held(cells.values()), *_values(cells, tasks)]
         + [against.get((name, budget), "-")] * bool(against)
         for (name, budget), cells in by_place.items()
     ]
@@ -75,15 +74,15 @@ def against_best(cells: Sequence[Cell]) -> dict[tuple[str, str | None], str]:
     return said
 
 
-def ratio_text(window_nats: Sequence[float], others: Sequence[float]) -> str:
-    """How many times the divergence of the others, over the same windows.
+def ratio_text(window_nats: Sequence[float], base_nats: Sequence[float]) -> str:
+    """How many times the divergence `base_nats`, over the same windows.
 
     `1.31 x/ 1.05`: the geometric mean of the ratios and its standard error as a factor; with
     `, tie` where it is within two of these of 1.
     """
     logs = [
-        log(max(own, LEAST_NATS) / max(other, LEAST_NATS))
-        for own, other in zip(window_nats, others, strict=True)
+        log(max(nats, LEAST_NATS) / max(base, LEAST_NATS))
+        for nats, base in zip(window_nats, base_nats, strict=True)
     ]
     error = standard_error(logs)
     text = f"{exp(mean(logs)):.2f} x/ {exp(min(error, 9)):.2f}"
@@ -127,8 +126,8 @@ def _draw_panel(
     key, words, axis = measure
     for name, (colour, style) in looks.items():
         points = sorted((c["kv_bytes"], c[key]) for c in cells if line_name(c) == name)
-        held, values = [x for x, _ in points], [y for _, y in points]
-        panel.plot(held, values, style, color=colour, label=name, marker="o", markersize=3)
+        sizes, values = [x for x, _ in points], [y for _, y in points]
+        panel.plot(sizes, values, style, color=colour, label=name, marker="o", markersize=3)
     exact = [cell[key] for cell in cells if line_name(cell) == EXACT]
     if exact and axis != "log":
         panel.axhline(exact[0], color="#6b7280", linestyle="--", linewidth=1, label=EXACT)
@@ -152,15 +151,15 @@ def _byte_ticks(low: float, high: float) -> list[float]:
     """Powers of two between `low` and `high`, or of a root of two, if there is room three."""
     for root in (1, 2, 4, 8):
         ticks = [2.0 ** (power / root) for power in range(8 * root, 50 * root)]
-        found = [tick for tick in ticks if low <= tick <= high]
-        if len(found) >= LEAST_TICKS:
+        shown = [tick for tick in ticks if low <= tick <= high]
+        if len(shown) >= LEAST_TICKS:
             break
-    return found
+    return shown
 
 
-def _held(cells: Iterable[Cell]) -> str:
-    held = [cell["kv_bytes"] for cell in cells if "refused" not in cell]
-    return format_bytes(max(held)) if held else "refused"
+def _bytes_held(cells: Iterable[Cell]) -> str:
+    sizes = [cell["kv_bytes"] for cell in cells if "refused" not in cell]
+    return format_bytes(max(sizes)) if sizes else "refused"
 
 
 def _values(cells: Mapping[str, Cell], tasks: Sequence[str]) -> list[str]:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import UsageError, argument
-from kvq_apps import output
 from kvq_apps.bench.suite import Setup
+from kvq_apps.settings.flag_values import check_range
+from kvq_apps.terminal import output
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
-from kvq_runtime.prediction import prediction_named
+from kvq_runtime.sequence.prediction import prediction_named
 
 DECODED = 16
 
@@ -27,11 +28,7 @@ class TtftJob:
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be measured."""
-        if min(self.repeat, *self.contexts) < 1:
-            raise UsageError(
-                f"{argument('--repeat')} and {argument('--context')} are not possible: give 1 or "
-                "more"
-            )
+        check_range(1, repeat=self.repeat, context=min(self.contexts))
 
 
 def measure(setup: Setup, job: TtftJob) -> dict[str, Any]:
@@ -56,16 +53,16 @@ def _row(
 ) -> dict[str, Any]:
     """Medians, and the median of the rounds' ratios. A first round of each is not counted."""
     numbers = np.random.default_rng(context)
-    found: list[list[tuple[float, float, int]]] = []
+    rounds: list[list[tuple[float, float, int]]] = []
     for turn in range(job.repeat + 1):
         setup.progress(turn, job.repeat + 1, f"{context} tokens")
         ways = ("off", job.predict)
-        found.append([_timed(engine, numbers, way, context, options) for way in ways])
-    exact, predicted = zip(*found[1:], strict=True)
+        rounds.append([_timed(engine, numbers, way, context, options) for way in ways])
+    exact, predicted = zip(*rounds[1:], strict=True)
     return {
         "prompt_tokens": context,
-        "exact_ms": 1e3 * median(one[0] for one in exact),
-        "predicted_ms": 1e3 * median(one[0] for one in predicted),
+        "exact_ms": 1e3 * median(seconds for seconds, _, _ in exact),
+        "predicted_ms": 1e3 * median(seconds for seconds, _, _ in predicted),
         "ratio": median(a[0] / b[0] for a, b in zip(exact, predicted, strict=True)),
         "decode_ratio": median(b[1] / a[1] for a, b in zip(exact, predicted, strict=True)),
         "predicted_tokens": predicted[0][2],

@@ -1,6 +1,6 @@
 """Recorded typing sessions: a file, and what somebody did with it. Knows no tokens and no model.
 
-`apps/bench/record_typing.py` writes the recordings.
+`apps/lab/record_typing.py` writes the recordings.
 """
 
 import json

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 
-from kvq_apps.bench.shapes import SHAPES
+from kvq_apps.bench.model_shapes import SHAPES
 
 # Characters of a prompt, about; the file `texts/chat.txt` is shorter.
 _PROMPT_CHARACTERS = 3000
@@ -33,7 +33,7 @@ def workloads() -> tuple[Workload, ...]:
 
 def other_text() -> str:
     """A long text that no workload repeats, to come before one: more of the package's sources."""
-    names = ("reference_cache.py", "reference_linear.py", "native.py")
+    names = ("class_cache.py", "reference/linear.py", "native.py")
     return "\n".join(_source("kvq", name) for name in names)
 
 

@@ -75,7 +75,7 @@ KVQ_KERNEL best(const float* logits, int columns, int count, int32_t* places, fl
 
 // ---- a head in two passes ----------------------------------------------------------------------
 
-// As kvq/reference_linear.py names them.
+// As kvq/reference/linear.py names them.
 constexpr int kFirstPanels = 128;
 constexpr float kMargin = 1.5f;
 

@@ -1,5 +1,5 @@
 // Which pages a step reads: of those a token sees a KV head's best share, by what their keys could at
-// most be worth (`page_bounds` and `chosen_pages` of kvq/reference.py). Their constants are on the
+// most be worth (`page_bounds` and `chosen_pages` of kvq/reference/stored.py). Their constants are on the
 // device; of planes in the host's memory those that are chosen come over, and no others.
 #pragma once
 #include "attend.h"

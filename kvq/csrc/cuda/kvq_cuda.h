@@ -1,6 +1,6 @@
 /* The C ABI of the kernels for CUDA: every pointer but those to the structures themselves is the
    device's, every call queues work on `stream` and returns at once. Pages, grids and panels have
-   the bytes of the CPU's (format.h, kvq/reference_linear.py), so a cache that was filled on one
+   the bytes of the CPU's (format.h, kvq/reference/linear.py), so a cache that was filled on one
    device goes on on the other. What is decided about pages (widths, evictions, edits) is decided on
    the host; these are told. */
 #pragma once

@@ -1,5 +1,5 @@
 // Products with packed weights for many tokens: whole numbers of 8 bits on tensor cores, with the
-// arithmetic of kvq/reference_linear.py to the last bit.
+// arithmetic of kvq/reference/linear.py to the last bit.
 //
 // A block is 256 outputs by 64 tokens, a warp 64 by 32. A warp reads sixteen bytes of four panels
 // at a time: four outputs' codes of eight columns, which go into four products. So row g of product

@@ -1,4 +1,4 @@
-// Closing a page on the device: the bytes of kvq/reference.py, to the last one. Every operation is
+// Closing a page on the device: the bytes of kvq/reference/stored.py, to the last one. Every operation is
 // rounded once and in the reference's order.
 #pragma once
 #include "codes.h"
@@ -90,7 +90,7 @@ KVQ_DEVICE int code_of(const Packing& p, int token, int channel) {
     return static_cast<int>(rint(fminf(fmaxf(code, 0.0f), 255.0f)));
 }
 
-// As kvq.reference.carried, for keys that will be read at `bits`. A code is the same when it is
+// As kvq.reference.stored.carried, for keys that will be read at `bits`. A code is the same when it is
 // asked for again: what is taken off a channel comes of those before it.
 KVQ_DEVICE void carry(const Packing& p, int bits, const float* feedback) {
     KVQ_SHARED float error[kPageTokens];

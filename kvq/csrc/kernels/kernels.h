@@ -79,7 +79,7 @@ struct Kernels {
     const char* name;
     // Keys or values float32 [64, D], on a grid of channels or of tokens -> planes (hi4 then lo4,
     // 32*D bytes each) and grid. False: not finite in float16. `feedback` [D, D], or null, is for
-    // groups of channels that will be read at `bits`, and moves x (kvq.reference.carried).
+    // groups of channels that will be read at `bits`, and moves x (kvq.reference.stored.carried).
     bool (*pack)(float* x, int head_dim, bool values, bool channels, int bits,
                  const float* feedback, uint8_t* planes, uint8_t* grid);
     // The grid's scales, then its mids, float32 [2, groups].

@@ -97,7 +97,7 @@ inline int value_place(int t, int c, int& shift) {
     return t / 8 * 32 + t % 4 + c / 8 * 256 + 4 * (c % 8);
 }
 
-// x [64, D] moved as kvq.reference.carried does, in blocks of sixteen channels: of those that are
+// x [64, D] moved as kvq.reference.stored.carried does, in blocks of sixteen channels: of those that are
 // done feedback is 0.
 void carry(float* x, int head_dim, const float* scale, const float* mid, int bits,
            const float* feedback) {

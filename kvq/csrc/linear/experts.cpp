@@ -13,7 +13,7 @@
 namespace kvq {
 namespace {
 
-// What shares of sigmoids are divided by beside their sum: kvq/reference_experts.py.
+// What shares of sigmoids are divided by beside their sum: kvq/reference/experts.py.
 constexpr float kLeastSum = 1e-6f;
 
 struct Choice {
@@ -36,7 +36,7 @@ public:
 
     int run() {
         route();
-        if (residency_ && !choose()) return KVQ_NOT_MAPPED;
+        if (const int status = choose()) return status;
         const size_t columns = call_.gate_up.columns, bytes = sizeof(float) * columns;
         std::memset(call_.out, 0, bytes * call_.tokens);
         for (int expert = 0; expert < call_.count; expert++)
@@ -86,16 +86,16 @@ private:
             scratch_.choices[order[i]].push_back({token, weights[order[i]] / sum});
     }
 
-    // Tells which experts will be read; false: none of them could leave memory again.
-    bool choose() {
-        layer_ = residency_->layer(call_);
-        if (!layer_) return false;
+    // Tells which experts will be read, where a budget bounds them.
+    int choose() {
+        if (!residency_) return KVQ_OK;
+        if (const int status = residency_->find_layer(call_, layer_)) return status;
         std::vector<int>& chosen = scratch_.chosen;
         chosen.clear();
         for (int expert = 0; expert < call_.count; expert++)
             if (!scratch_.choices[expert].empty()) chosen.push_back(expert);
         residency_->choose(*layer_, chosen);
-        return true;
+        return KVQ_OK;
     }
 
     // Adds to `out` what one expert makes of the tokens that chose it.

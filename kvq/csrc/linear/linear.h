@@ -1,5 +1,5 @@
 // Weights times activations: the bytes of a matrix and what a set of kernels offers. The definition
-// of both is kvq/reference_linear.py. Includes no cache and no framework.
+// of both is kvq/reference/linear.py. Includes no cache and no framework.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -20,11 +20,33 @@ constexpr float kSmallestActivation = 1e-30f;
 constexpr int kE2m1Middle = 12, kE2m1Bias = 120;
 constexpr uint8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
+// Most rows or columns: a count of twice as many, or of whole panels and blocks, is an int32 still.
+constexpr int kMostSide = 1 << 28;
+
+// Grids of super-blocks: so many columns under float16 numbers, sub-blocks under whole ones.
+constexpr int kSuperColumns = 256;
+constexpr bool is_super(int grid) {
+    return grid == KVQ_SUPER_MINIMUM || grid == KVQ_SUPER_SYMMETRIC;
+}
+
+// Whether kernels know the format.
+constexpr bool is_format(int bits, int block, int grid) {
+    switch (grid) {
+        case KVQ_SUPER_MINIMUM:
+            return block == 32 ? bits == 4 || bits == 5 || bits == 6
+                               : block == 16 && (bits == 4 || bits == 6);
+        case KVQ_SUPER_SYMMETRIC: return block == 16 && (bits == 4 || bits == 6 || bits == 8);
+        default:
+            return (block == 32 || block == 64 || block == 128) && grid >= KVQ_SYMMETRIC &&
+                   grid <= KVQ_E2M1 &&
+                   (bits == 4 || (grid != KVQ_E2M1 && (bits == 5 || bits == 6 || bits == 8)));
+    }
+}
+
 // Whether there is such a matrix.
 constexpr bool is_matrix(const kvq_matrix& m) {
-    return m.rows > 0 && m.columns > 0 && (m.block == 32 || m.block == 64 || m.block == 128) &&
-           (m.bits == 4 || m.bits == 5 || m.bits == 6 || m.bits == 8) && m.grid >= KVQ_SYMMETRIC &&
-           m.grid <= KVQ_E2M1 && (m.grid != KVQ_E2M1 || m.bits == 4);
+    return m.rows > 0 && m.rows <= kMostSide && m.columns > 0 && m.columns <= kMostSide &&
+           is_format(m.bits, m.block, m.grid);
 }
 
 // Whether `m` is of whole panels, so that another can lie behind it.
@@ -34,22 +56,49 @@ constexpr bool is_stackable(const kvq_matrix& m) {
 
 // Where things lie in a panel. Invariant: every part starts at a multiple of 64 bytes.
 struct PanelLayout {
-    int panels, blocks, block, bits, grid;
-    // Of a block: its sixteen scales and offsets.
+    // A block is what one activation scale is for; a super-block has sub-blocks of `sub` columns,
+    // others 0.
+    int panels, block, blocks, sub, bits, grid;
+    // Of a block: its sixteen scales and offsets, and those of its sub-blocks.
     size_t block_constants, plane_bytes, constant_bytes, panel_bytes;
 
     explicit constexpr PanelLayout(const kvq_matrix& m)
         : panels((m.rows + kPanelRows - 1) / kPanelRows),
-          blocks((m.columns + m.block - 1) / m.block),
-          block(m.block),
+          block(is_super(m.grid) ? kSuperColumns : m.block),
+          blocks((m.columns + block - 1) / block),
+          sub(is_super(m.grid) ? m.block : 0),
           bits(m.bits),
           grid(m.grid),
-          block_constants(size_t(kPanelRows) * (m.grid == KVQ_E2M1 ? 1 : 2 + m.grid)),
+          block_constants(constants_of(m)),
           plane_bytes(size_t(blocks) * block * kPanelRows / 2),
           constant_bytes((size_t(blocks) * block_constants + 63) / 64 * 64),
           panel_bytes(plane_bytes * bits / 4 + constant_bytes) {}
+    // Where a block's constants and upper nibbles begin, and where all lower bits do.
+    constexpr size_t constants_at(size_t b) const {
+        return sub ? b * super_bytes() : plane_bytes + b * block_constants;
+    }
+    constexpr size_t plane_at(size_t b) const {
+        return sub ? b * super_bytes() + block_constants : b * block * kPanelRows / 2;
+    }
+    constexpr size_t low_at() const { return plane_bytes + constant_bytes; }
+    // Of a super-block without lower bits: constants, then nibbles, one behind the other, as memory
+    // is read fastest.
+    constexpr size_t super_bytes() const {
+        return block_constants + size_t(kSuperColumns) * kPanelRows / 2;
+    }
     constexpr int low_bits() const { return bits - 4; }
     constexpr size_t padded_columns() const { return size_t(blocks) * block; }
+    // Sub-blocks of a row.
+    constexpr size_t subs() const { return sub ? padded_columns() / sub : 0; }
+
+private:
+    static constexpr size_t constants_of(const kvq_matrix& m) {
+        if (!is_super(m.grid)) return size_t(kPanelRows) * (m.grid == KVQ_E2M1 ? 1 : 2 + m.grid);
+        const size_t sides = m.grid == KVQ_SUPER_MINIMUM ? 2 : 1;
+        const size_t numbers = kPanelRows * sides * kSuperColumns / m.block;
+        const size_t used = 2 * kPanelRows * sides + (m.block == 32 ? numbers * 6 / 8 : numbers);
+        return (used + 63) / 64 * 64;
+    }
 };
 
 // What products do on a processor where nobody has measured; no result depends on it.
@@ -58,7 +107,7 @@ const kvq_built_in& built_in();  // of this machine
 
 // How weights are asked of memory before they are read. kvq_tune sets it.
 struct Prefetching {
-    std::atomic<bool> past_caches;
+    std::atomic<bool> second_level;
     // How far ahead, in bytes; 0: as is built in.
     std::atomic<size_t> ahead{0};
 
@@ -73,13 +122,15 @@ struct RoundedRows {
     float* scales;   // [M, blocks], kScaleUnit included
     float* sums;     // [M, blocks], of the levels: whole numbers
     bool octets;
+    int16_t* sub_sums = nullptr;  // [M, subs]: of every four sub-blocks 0, 2, 1 and 3
 };
 constexpr int kOctetRows = 8;
 
 struct LinearKernels {
     const char* name;
-    void (*round_row)(const float* x, int columns, int block, int8_t* levels, float* scales,
-                      float* sums);
+    // Row `row` of x.
+    void (*round_row)(const PanelLayout& layout, const float* values, int columns,
+                      const RoundedRows& x, size_t row);
     // RMS norm (1910.07467) of a row, weight included.
     void (*norm_row)(const float* x, const float* weight, int columns, float epsilon, float* out);
     // activation(gate) * up, for one of kvq_activation.

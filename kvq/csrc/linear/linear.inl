@@ -1,5 +1,5 @@
 // The kernels, written once over sixteen lanes: a panel's rows. A .cpp file includes a vectors
-// header, then this. kvq/reference_linear.py says what each computes.
+// header, then this. kvq/reference/linear.py says what each computes.
 
 namespace {
 
@@ -10,8 +10,15 @@ using kvq::RoundedRows;
 
 // Rows' sums stay in registers only where no loop over them is left.
 #define KVQ_UNROLL _Pragma("GCC unroll 16")
-// A call would put sums into memory.
+// A call would put sums into memory. Compilers take minutes to inline all of plain C++ that way.
 #define KVQ_INLINE inline __attribute__((always_inline))
+#ifdef KVQ_PLAIN_CPP
+#define KVQ_SUPER_INLINE inline
+constexpr int kMaxSuperRows = 1;
+#else
+#define KVQ_SUPER_INLINE KVQ_INLINE
+constexpr int kMaxSuperRows = kMaxRows < 6 ? kMaxRows : 6;  // of more, sums leave registers
+#endif
 
 constexpr int kLanes = 16;
 constexpr int kFlushGroups = 4;  // of columns, after which Dots is flushed at the latest
@@ -81,11 +88,26 @@ void round_block(const float* x, int columns, int block, int8_t* levels, float& 
     sum = static_cast<float>(reduce_add(total));
 }
 
-void round_row(const float* x, int columns, int block, int8_t* levels, float* scales,
-               float* sums) {
-    for (int b = 0; b * block < columns; b++)
-        round_block(x + b * block, columns - b * block, block, levels + b * block, scales[b],
-                    sums[b]);
+// The sums of four sub-blocks' levels, in the order that Words has their constants.
+void sum_four(const int8_t* levels, int sub, int16_t* sums) {
+    constexpr int kOrder[] = {0, 2, 1, 3};
+    for (int i : kOrder) {
+        int sum = 0;
+        for (int c = 0; c < sub; c++) sum += levels[i * sub + c];
+        *sums++ = static_cast<int16_t>(sum);
+    }
+}
+
+void round_row(const PanelLayout& layout, const float* values, int columns, const RoundedRows& x,
+               size_t row) {
+    const int block = layout.block, sub = layout.sub;
+    int8_t* levels = x.levels + row * layout.padded_columns();
+    const size_t first = row * layout.blocks, subs = row * layout.subs();
+    for (int b = 0; b < layout.blocks; b++)
+        round_block(values + b * block, columns - b * block, block, levels + b * block,
+                    x.scales[first + b], x.sums[first + b]);
+    for (size_t i = 0; i < layout.subs(); i += 4)
+        sum_four(levels + i * sub, sub, x.sub_sums + subs + i);
 }
 
 void norm_row(const float* x, const float* weight, int columns, float epsilon, float* out) {
@@ -141,9 +163,13 @@ inline size_t prefetch_bytes(const PanelLayout& layout, bool whole) {
                                                           : size_t(here.ahead_bytes);
 }
 
-// A plane of `Bits` bits of a block's codes, a group of eight columns after the other. `Once`: see
-// `Prefetching`; five rows would take 2 % more.
-template <int Bits, bool Once>
+// Which caches are asked to fetch: all, or those from the second level on.
+constexpr int kIntoFirst = 3, kIntoSecond = 2;
+constexpr int kSequentialAhead = 4 << 10;
+
+// A plane of `Bits` bits of a block's codes, a group of eight columns after the other. `Second`: what
+// comes next is fetched into the second level, as `Prefetching` asks for one row.
+template <int Bits, bool Second>
 struct Plane {
     static constexpr int kTop = 15;  // no code is larger
     const uint8_t* bytes;
@@ -153,15 +179,16 @@ struct Plane {
     CodePair group(int first) const {
         constexpr int kGroups = 4 / Bits;  // that lie in the same bytes
         const uint8_t* at = bytes + 64 * (first / kGroups + I / kGroups);
-        if constexpr (I % kGroups == 0) __builtin_prefetch(at + ahead, 0, Once ? 0 : 3);
+        if constexpr (I % kGroups == 0)
+            __builtin_prefetch(at + ahead, 0, Second ? kIntoSecond : kIntoFirst);
         return load_codes<Bits, I % kGroups>(at);
     }
 };
-template <int LowBits, bool Once>
+template <int LowBits, bool Second>
 struct WholeCodes {
     static constexpr int kTop = (16 << LowBits) - 1;
-    Plane<4, Once> upper;
-    Plane<LowBits, Once> lower;
+    Plane<4, Second> upper;
+    Plane<LowBits, Second> lower;
     template <int I>
     CodePair group(int first) const {
         return merged<LowBits>(upper.template group<I>(first), lower.template group<I>(first));
@@ -286,7 +313,7 @@ struct BlockTerms {
 
 // LowBits: of codes, read beside their upper nibbles. E2m1: of such a grid. Sums of products of
 // codes are whole and below 2^23, so floats hold them exactly.
-template <int R, int LowBits, bool E2m1 = false, bool kOnce = false>
+template <int R, int LowBits, bool E2m1 = false, bool kSecond = (R > 1)>
 void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x, int first,
                    float* out) {
     const size_t stride = layout.padded_columns();
@@ -301,19 +328,19 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
     for (size_t b = 0; b < blocks; b++) {
         Dots upper[R], lower[kTwice ? R : 1];
         const int8_t* levels = x.levels + first * stride + b * block;
-        const Plane<4, kOnce> first_plane{panel + b * block_bytes, ahead};
+        const Plane<4, kSecond> first_plane{panel + b * block_bytes, ahead};
         if constexpr (LowBits) {
             const uint8_t* rest = low + b * block_bytes * LowBits / 4;
-            const Plane<LowBits, kOnce> second_plane{rest, ahead};
+            const Plane<LowBits, kSecond> second_plane{rest, ahead};
             if constexpr (kWhole) {
-                const WholeCodes<LowBits, kOnce> both{first_plane, second_plane};
+                const WholeCodes<LowBits, kSecond> both{first_plane, second_plane};
                 add_block<R>(both, block, levels, stride, upper);
             } else {
                 add_block<R>(first_plane, block, levels, stride, upper);
                 add_block<R>(second_plane, block, levels, stride, lower);
             }
         } else if constexpr (E2m1) {
-            const LookedUp<Plane<4, kOnce>> found{first_plane};
+            const LookedUp<Plane<4, kSecond>> found{first_plane};
             add_block<R>(found, block, levels, stride, upper);
         } else {
             add_block<R>(first_plane, block, levels, stride, upper);
@@ -331,12 +358,185 @@ void multiply_rows(const PanelLayout& layout, const uint8_t* panel, const Rounde
     KVQ_UNROLL for (int m = 0; m < R; m++) store(out + kPanelRows * m, total[m]);
 }
 
+// The whole numbers of a super-block's sub-blocks, two a word: of every four Words of 0 and 2, then
+// of 1 and 3. Of sub-blocks of 32 columns they have six bits, which lie as codes of six bits do:
+// those of a row are sixteen columns, first scales, then minima. Of 16 columns they are int8.
+template <int Sub>
+constexpr int kSubWords = kvq::kSuperColumns / Sub / 2;
+
+template <int Sub>
+KVQ_SUPER_INLINE void load_subs(const uint8_t* subs, bool minima, Words* words) {
+    constexpr bool kSigned = Sub == 16;
+    const auto put = [&](const CodePair& eight) {
+        *words++ = even_words<kSigned>(eight.first);
+        *words++ = odd_words<kSigned>(eight.first);
+        *words++ = even_words<kSigned>(eight.second);
+        *words++ = odd_words<kSigned>(eight.second);
+    };
+    if constexpr (kSigned) {
+        const uint8_t* bytes = subs + (minima ? kvq::kSuperColumns : 0);
+        put(load_byte_pair(bytes));
+        put(load_byte_pair(bytes + 128));
+    } else {
+        const CodePair low = minima ? load_codes<2, 1>(subs + 128) : load_codes<2, 0>(subs + 128);
+        put(merged<2>(load_codes<4, 0>(subs + (minima ? 64 : 0)), low));
+    }
+}
+
+// Sum of a row's levels times the numbers of their sub-blocks.
+template <int Sub>
+KVQ_SUPER_INLINE Ints dot_subs(const Words* words, const int16_t* sums) {
+    Ints total = set1(0);
+    KVQ_UNROLL for (int i = 0; i < kSubWords<Sub>; i++) total =
+        add_products(total, words[i], sums + 2 * i);
+    return total;
+}
+
+// Groups [I, I + Count) of four, flushed at the end.
+template <int R, int I, int Count, class Source>
+KVQ_SUPER_INLINE void add_groups(const Source& source, int first, const int8_t* x, size_t stride,
+                           Dots* dots) {
+    if constexpr (Count > 0) {
+        constexpr bool kFlushed = I % groups_between_flushes(Source::kTop) ==
+                                  groups_between_flushes(Source::kTop) - 1;
+        add_group<R, I>(source, first, x, stride, dots);
+        if constexpr (Count == 1 && !kFlushed) KVQ_UNROLL for (int m = 0; m < R; m++)
+            dots[m].flush();
+        add_groups<R, I + 1, Count - 1>(source, first, x, stride, dots);
+    }
+}
+
+// Adds to the sums of R rows one sub-block's products times its whole scale; its groups begin with
+// first + I.
+template <int R, int Sub, int LowBits, int I, bool kSecond>
+KVQ_SUPER_INLINE void add_sub(const Plane<4, kSecond>& plane, const Plane<LowBits ? LowBits : 4, kSecond>& low,
+                        int first, const int8_t* x, size_t stride, Ints scale, Ints* sums) {
+    constexpr bool kWhole = LowBits <= whole_low_bits(R);
+    constexpr int kCount = Sub / kPanelGroup;
+    Dots upper[R], lower[kWhole ? 1 : R];
+    if constexpr (LowBits == 0) {
+        add_groups<R, I, kCount>(plane, first, x, stride, upper);
+    } else if constexpr (kWhole) {
+        add_groups<R, I, kCount>(WholeCodes<LowBits, kSecond>{plane, low}, first, x, stride, upper);
+    } else {
+        add_groups<R, I, kCount>(plane, first, x, stride, upper);
+        add_groups<R, I, kCount>(low, first, x, stride, lower);
+    }
+    KVQ_UNROLL for (int m = 0; m < R; m++) {
+        Ints raw = upper[m].total;
+        if constexpr (!kWhole) raw = shifted<LowBits>(raw) + lower[m].total;
+        sums[m] = sums[m] + raw * scale;
+    }
+}
+
+// What whole sums of products of codes lack, all times the sums of levels: the middle that the grid
+// takes off, and of upper nibbles alone the middle of what they may be. Doubled, these are whole.
+struct SuperReading {
+    int times, beyond;
+    float part;
+    SuperReading(const PanelLayout& layout, int low_bits_read, int merged_less) {
+        const int middle = layout.grid == KVQ_SUPER_SYMMETRIC ? 1 << (layout.bits - 1) : 0;
+        const int step = 1 << (layout.low_bits() - low_bits_read);
+        if (step == 1) {
+            times = 1, beyond = merged_less - middle, part = 1.0f;
+        } else {
+            times = 2 * step, beyond = step - 1 - 2 * middle, part = 0.5f;
+        }
+    }
+};
+
+template <int R, int Sub, bool kMinimum, int LowBits, bool kSecond = (R > 1)>
+void multiply_super(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x, int first,
+                    float* out) {
+    constexpr int kQuadGroups = 4 * Sub / kPanelGroup, kSubs = kvq::kSuperColumns / Sub;
+    constexpr size_t kPlaneBytes = kvq::kSuperColumns * kPanelRows / 2;
+    const size_t stride = layout.padded_columns(), blocks = layout.blocks, subs = layout.subs();
+    const uint8_t* low = panel + layout.low_at();
+    // What has no lower bits is read from end to end.
+    const size_t ahead = layout.low_bits() ? prefetch_bytes(layout, LowBits == layout.low_bits())
+                                           : size_t(kSequentialAhead);
+    const bool merges = LowBits == 4 && LowBits <= whole_low_bits(R);
+    const SuperReading reading(layout, LowBits, merges ? int(kMergedLess) : 0);
+    Floats total[R];
+    KVQ_UNROLL for (int m = 0; m < R; m++) total[m] = set1(0.0f);
+    for (size_t b = 0; b < blocks; b++) {
+        const uint8_t* constants = panel + layout.constants_at(b);
+        for (size_t i = 0; i < layout.block_constants; i += 64)
+            __builtin_prefetch(constants + ahead + i, 0, kSecond ? kIntoSecond : kIntoFirst);
+        const uint8_t* numbers = constants + 2 * kPanelRows * (kMinimum ? 2 : 1);
+        Words scales[kSubWords<Sub>];
+        load_subs<Sub>(numbers, false, scales);
+        const Plane<4, kSecond> plane{panel + layout.plane_at(b), ahead};
+        constexpr int kLowBits = LowBits ? LowBits : 4;
+        const Plane<kLowBits, kSecond> rest{low + b * kPlaneBytes * LowBits / 4, ahead};
+        const int8_t* levels = x.levels + first * stride + b * kvq::kSuperColumns;
+        Ints sums[R];
+        KVQ_UNROLL for (int m = 0; m < R; m++) sums[m] = set1(0);
+        for (int q = 0; q < kSubs / 4; q++) {
+            const int group = q * kQuadGroups;
+            const Words even = scales[2 * q], odd = scales[2 * q + 1];
+            // Places of groups are known to the compiler modulo four alone.
+            constexpr int kStep = Sub / kPanelGroup, kNext = kStep % kFlushGroups;
+            const int second = group + (kNext ? 0 : kStep), third = group + 2 * kStep;
+            const int fourth = third + (kNext ? 0 : kStep);
+            add_sub<R, Sub, LowBits, 0, kSecond>(plane, rest, group, levels, stride,
+                                               first_words(even), sums);
+            add_sub<R, Sub, LowBits, kNext, kSecond>(plane, rest, second, levels, stride,
+                                                   first_words(odd), sums);
+            add_sub<R, Sub, LowBits, 0, kSecond>(plane, rest, third, levels, stride,
+                                               second_words(even), sums);
+            add_sub<R, Sub, LowBits, kNext, kSecond>(plane, rest, fourth, levels, stride,
+                                                   second_words(odd), sums);
+        }
+        const Floats scale = load_half(constants) * set1(reading.part);
+        const float* units = x.scales + first * blocks + b;
+        const int16_t* row_sums = x.sub_sums + first * subs + b * kSubs;
+        if (reading.beyond) KVQ_UNROLL for (int m = 0; m < R; m++) sums[m] =
+            sums[m] * set1(reading.times) +
+            dot_subs<Sub>(scales, row_sums + m * subs) * set1(reading.beyond);
+        KVQ_UNROLL for (int m = 0; m < R; m++) total[m] =
+            fma(to_float(sums[m]), scale * set1(units[m * blocks]), total[m]);
+        if constexpr (kMinimum) {
+            Words minima[kSubWords<Sub>];
+            load_subs<Sub>(numbers, true, minima);
+            const Floats offset = load_half(constants + 2 * kPanelRows);
+            KVQ_UNROLL for (int m = 0; m < R; m++) total[m] =
+                fma(to_float(dot_subs<Sub>(minima, row_sums + m * subs)),
+                    offset * set1(units[m * blocks]), total[m]);
+        }
+    }
+    KVQ_UNROLL for (int m = 0; m < R; m++) store(out + kPanelRows * m, total[m]);
+}
+
 using MultiplyRows = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, float*);
+
+template <int Sub, bool kMinimum, int LowBits, int... R>
+MultiplyRows super_rows(std::integer_sequence<int, R...>, int rows) {
+    constexpr MultiplyRows table[] = {multiply_super<R + 1, Sub, kMinimum, LowBits>...};
+    if (rows == 1 && kvq::prefetching().second_level.load(std::memory_order_relaxed))
+        return multiply_super<1, Sub, kMinimum, LowBits, true>;
+    return table[rows - 1];
+}
+template <class Counts>
+MultiplyRows super_rows(const PanelLayout& layout, int low_bits, Counts counts, int rows) {
+    if (layout.grid == KVQ_SUPER_SYMMETRIC) {
+        if (low_bits == 0) return super_rows<16, false, 0>(counts, rows);
+        if (low_bits == 2) return super_rows<16, false, 2>(counts, rows);
+        return super_rows<16, false, 4>(counts, rows);
+    }
+    if (layout.sub == 16) {
+        if (low_bits == 0) return super_rows<16, true, 0>(counts, rows);
+        return super_rows<16, true, 2>(counts, rows);
+    }
+    if (low_bits == 0) return super_rows<32, true, 0>(counts, rows);
+    if (low_bits == 1) return super_rows<32, true, 1>(counts, rows);
+    return super_rows<32, true, 2>(counts, rows);
+}
 
 template <int LowBits, bool E2m1, int... R>
 MultiplyRows row_count(std::integer_sequence<int, R...>, int rows) {
     constexpr MultiplyRows table[] = {multiply_rows<R + 1, LowBits, E2m1>...};
-    if (rows == 1 && kvq::prefetching().past_caches.load(std::memory_order_relaxed))
+    if (rows == 1 && kvq::prefetching().second_level.load(std::memory_order_relaxed))
         return multiply_rows<1, LowBits, E2m1, true>;
     return table[rows - 1];
 }
@@ -356,22 +556,37 @@ auto for_codes(int low_bits, int grid, Pick&& pick) {
 void multiply(const PanelLayout& layout, int view, const uint8_t* panel, const RoundedRows& x,
               int first, int count, float* out) {
     using Counts = std::make_integer_sequence<int, kMaxRows>;
+    using SuperCounts = std::make_integer_sequence<int, kMaxSuperRows>;
     const int low_bits = view == KVQ_HI ? 0 : layout.low_bits();
-    int groups = (count + kMaxRows - 1) / kMaxRows;
+    const int most = layout.sub ? kMaxSuperRows : kMaxRows;
+    int groups = (count + most - 1) / most;
     for (; groups > 0; groups--) {  // of as equal sizes as can be
         const int rows = (count + groups - 1) / groups;
-        const MultiplyRows chosen = for_codes(low_bits, layout.grid, [=](auto low, auto e2m1) {
+        const auto plain = [=](auto low, auto e2m1) {
             return row_count<low(), e2m1()>(Counts{}, rows);
-        });
+        };
+        const MultiplyRows chosen = layout.sub ? super_rows(layout, low_bits, SuperCounts{}, rows)
+                                               : for_codes(low_bits, layout.grid, plain);
         chosen(layout, panel, x, first, out);
         first += rows, count -= rows, out += kPanelRows * rows;
     }
 }
 
-// A block's scale of row `lane`, and what it adds to a weight beside that times the code.
+// A block's scale of row `lane`, and what it adds to a weight beside that times the code; of a
+// super-block those of sub-block `sub`.
 struct Line {
     float scale, offset;
-    Line(const PanelLayout& layout, const uint8_t* constants, int lane) {
+    Line(const PanelLayout& layout, const uint8_t* constants, int lane, int sub) {
+        if (layout.sub) {
+            const bool minimum = layout.grid == KVQ_SUPER_MINIMUM;
+            const uint8_t* numbers = constants + 2 * kPanelRows * (minimum ? 2 : 1);
+            scale = half_at(constants + 2 * lane) * kvq::kScaleUnit *
+                    float(number_at(layout, numbers, lane, sub, false));
+            offset = minimum ? half_at(constants + 2 * (kPanelRows + lane)) * kvq::kScaleUnit *
+                                   float(number_at(layout, numbers, lane, sub, true))
+                             : float(1 << (layout.bits - 1));
+            return;
+        }
         if (layout.grid == KVQ_E2M1) {
             scale = std::ldexp(kvq::kScaleUnit, constants[lane] - kvq::kE2m1Bias);
             offset = float(kvq::kE2m1Middle);
@@ -387,6 +602,17 @@ struct Line {
             default: offset = float(1 << (layout.bits - 1));
         }
     }
+    // As `load_subs` reads it.
+    static int number_at(const PanelLayout& layout, const uint8_t* numbers, int lane, int sub,
+                         bool minimum) {
+        const int place = 4 * lane + sub % 4;
+        if (layout.sub == 16)
+            return static_cast<int8_t>(numbers[(minimum ? kvq::kSuperColumns : 0) + sub / 4 * 64 +
+                                               place]);
+        const int upper = numbers[(minimum ? 64 : 0) + place] >> (sub & 4) & 15;
+        const int shift = (minimum ? 4 : 0) + (sub & 4) / 2;
+        return upper << 2 | (numbers[128 + place] >> shift & 3);
+    }
     // load_half turns sixteen: one is wanted.
     static float half_at(const uint8_t* half) {
         uint8_t halves[2 * kLanes] = {};
@@ -401,22 +627,24 @@ void add_row(const PanelLayout& layout, const uint8_t* panel, int lane, float we
              float* out) {
     const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
     const int low_bits = layout.low_bits();
-    for (int b = 0; b < layout.blocks; b++) {
-        const uint8_t* constants = panel + layout.plane_bytes + b * layout.block_constants;
-        const Line line(layout, constants, lane);
-        const int end = columns < (b + 1) * layout.block ? columns : (b + 1) * layout.block;
-        for (int i = b * layout.block; i < end; i++) {
-            const size_t at = size_t(i / 8) * 64 + 4 * lane + i % 4;
-            int code = panel[at] >> (i & 4) & 15;
+    const bool adds = layout.grid == KVQ_MINIMUM || layout.grid == KVQ_SUPER_MINIMUM;
+    const int width = layout.sub ? layout.sub : layout.block, parts = layout.block / width;
+    for (int b = 0; b * width < columns; b++) {
+        const uint8_t* constants = panel + layout.constants_at(b / parts);
+        const uint8_t* plane = panel + layout.plane_at(b / parts);
+        const Line line(layout, constants, lane, b % parts);
+        const int end = columns < (b + 1) * width ? columns : (b + 1) * width;
+        for (int i = b * width; i < end; i++) {
+            const size_t at = size_t(i % layout.block / 8) * 64 + 4 * lane + i % 4;
+            int code = plane[at] >> (i & 4) & 15;
             if (low_bits) {
                 const int columns_of = 32 / low_bits, shift = i % columns_of / 4 * low_bits;
                 const size_t place = size_t(i / columns_of) * 64 + 4 * lane + i % 4;
                 code = code << low_bits | (low[place] >> shift & ((1 << low_bits) - 1));
             }
             if (layout.grid == KVQ_E2M1) code = kvq::kE2m1Codes[code];
-            const float value = layout.grid == KVQ_MINIMUM
-                                    ? line.scale * float(code) + line.offset
-                                    : line.scale * (float(code) - line.offset);
+            const float value = adds ? line.scale * float(code) + line.offset
+                                     : line.scale * (float(code) - line.offset);
             out[i] += weight * value;
         }
     }

@@ -28,25 +28,36 @@ Residency::Residency(int64_t budget_bytes) {
     stats_.budget_bytes = budget_bytes;
 }
 
-Residency::Layer* Residency::layer(const kvq_experts& call) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::unique_ptr<Layer>& found = layers_[call.gate_up_panels];
-    if (found) return found.get();
-    auto made = std::make_unique<Layer>();
+Residency::Layer::Layer(const kvq_experts& call)
+    : use(static_cast<size_t>(call.count)), held(static_cast<size_t>(call.count)) {
     const kvq_matrix* matrices[] = {&call.gate_up, &call.down};
     const uint8_t* panels[] = {call.gate_up_panels, call.down_panels};
     for (int i = 0; i < 2; i++) {
         const PanelLayout layout(*matrices[i]);
-        Layer::Part& part = made->parts[i];
-        part.first = reinterpret_cast<uintptr_t>(panels[i]);
-        part.bytes = layout.panels * layout.panel_bytes;
-        part.begin = page_of(part.first),
-        part.end = page_behind(part.first + call.count * part.bytes);
-        if (!platform::views_file(part.begin, part.end)) return nullptr;
+        parts[i].first = reinterpret_cast<uintptr_t>(panels[i]);
+        parts[i].bytes = layout.panels * layout.panel_bytes;
+        parts[i].begin = page_of(parts[i].first);
+        parts[i].end = page_behind(parts[i].at(call.count));
     }
-    made->use.resize(call.count), made->held.resize(call.count);
-    found = std::move(made);
-    return found.get();
+}
+
+bool Residency::Layer::operator==(const Layer& other) const {
+    return held.size() == other.held.size() &&
+           std::equal(parts, parts + 2, other.parts, [](const Part& a, const Part& b) {
+               return a.first == b.first && a.bytes == b.bytes;
+           });
+}
+
+int Residency::find_layer(const kvq_experts& call, Layer*& layer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_ptr<Layer>& known = layers_[call.gate_up_panels];
+    auto fresh = std::make_unique<Layer>(call);
+    if (known && !(*known == *fresh)) return KVQ_BAD_ARGUMENT;
+    for (const Layer::Part& part : fresh->parts)
+        if (!known && !platform::views_file(part.begin, part.end)) return KVQ_NOT_MAPPED;
+    if (!known) known = std::move(fresh);
+    layer = known.get();
+    return KVQ_OK;
 }
 
 void Residency::choose(Layer& layer, const std::vector<int>& experts) {

@@ -25,12 +25,15 @@ public:
             size_t bytes;          // of one expert
             uintptr_t at(int expert) const { return first + expert * bytes; }
         } parts[2];
+        Layer(const kvq_experts& call);
+        bool operator==(const Layer& other) const;
         std::vector<float> use;     // how often each is chosen, newest passes first
         std::vector<uint8_t> held;  // whether it is in memory
     };
 
-    // The layer of a call, known by where its weights lie; null where they are no view of a file.
-    Layer* layer(const kvq_experts& call);
+    // The layer of a call, known by where its weights lie. KVQ_NOT_MAPPED: they are no view of a file;
+    // KVQ_BAD_ARGUMENT: those that lie there had other shapes.
+    int find_layer(const kvq_experts& call, Layer*& layer);
     // A pass that comes to a layer chose `experts` of it, each once.
     void choose(Layer& layer, const std::vector<int>& experts);
     // An expert is read next: others are forgotten until there is room for it.

@@ -75,6 +75,9 @@ inline Ints set1(int32_t x) {
 inline Ints operator+(Ints x, Ints y) {
     return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
 }
+inline Ints operator*(Ints x, Ints y) {
+    return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
+}
 template <int Bits>
 inline Ints shifted(Ints x) {
     return {_mm256_slli_epi32(x.a, Bits), _mm256_slli_epi32(x.b, Bits)};
@@ -164,6 +167,41 @@ inline __m256i broadcast_quad(const int8_t* quad) {
     int32_t bits;
     std::memcpy(&bits, quad, 4);
     return _mm256_set1_epi32(bits);
+}
+inline CodePair load_byte_pair(const uint8_t* p) {
+    const __m256i* bytes = reinterpret_cast<const __m256i*>(p);
+    return {{_mm256_loadu_si256(bytes), _mm256_loadu_si256(bytes + 1)},
+            {_mm256_loadu_si256(bytes + 2), _mm256_loadu_si256(bytes + 3)}};
+}
+struct Words {
+    __m256i a, b;
+};
+template <bool Signed>
+inline Words even_words(const Ints& x) {
+    if (Signed)
+        return {_mm256_srai_epi16(_mm256_slli_epi16(x.a, 8), 8),
+                _mm256_srai_epi16(_mm256_slli_epi16(x.b, 8), 8)};
+    const __m256i mask = _mm256_set1_epi16(255);
+    return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+template <bool Signed>
+inline Words odd_words(const Ints& x) {
+    if (Signed) return {_mm256_srai_epi16(x.a, 8), _mm256_srai_epi16(x.b, 8)};
+    return {_mm256_srli_epi16(x.a, 8), _mm256_srli_epi16(x.b, 8)};
+}
+inline Ints first_words(const Words& w) {
+    return {_mm256_srai_epi32(_mm256_slli_epi32(w.a, 16), 16),
+            _mm256_srai_epi32(_mm256_slli_epi32(w.b, 16), 16)};
+}
+inline Ints second_words(const Words& w) {
+    return {_mm256_srai_epi32(w.a, 16), _mm256_srai_epi32(w.b, 16)};
+}
+inline Ints add_products(const Ints& total, const Words& w, const int16_t* pair) {
+    int32_t bits;
+    std::memcpy(&bits, pair, 4);
+    const __m256i both = _mm256_set1_epi32(bits);
+    return {_mm256_add_epi32(total.a, _mm256_madd_epi16(w.a, both)),
+            _mm256_add_epi32(total.b, _mm256_madd_epi16(w.b, both))};
 }
 #ifdef __AVXVNNI__
 struct Dots {

@@ -69,6 +69,9 @@ inline Ints load_ints(const int32_t* p) {
 inline Ints operator+(Ints a, Ints b) {
     return {_mm512_add_epi32(a.v, b.v)};
 }
+inline Ints operator*(Ints a, Ints b) {
+    return {_mm512_mullo_epi32(a.v, b.v)};
+}
 template <int Bits>
 inline Ints shifted(Ints a) {
     return {_mm512_slli_epi32(a.v, Bits)};
@@ -129,6 +132,32 @@ inline __m512i broadcast_quad(const int8_t* quad) {
     int32_t bits;
     std::memcpy(&bits, quad, 4);
     return _mm512_set1_epi32(bits);
+}
+inline CodePair load_byte_pair(const uint8_t* p) {
+    return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 64)};
+}
+struct Words {
+    __m512i v;
+};
+template <bool Signed>
+inline Words even_words(__m512i bytes) {
+    if (Signed) return {_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8)};
+    return {_mm512_and_si512(bytes, _mm512_set1_epi16(255))};
+}
+template <bool Signed>
+inline Words odd_words(__m512i bytes) {
+    return {Signed ? _mm512_srai_epi16(bytes, 8) : _mm512_srli_epi16(bytes, 8)};
+}
+inline Ints first_words(Words w) {
+    return {_mm512_srai_epi32(_mm512_slli_epi32(w.v, 16), 16)};
+}
+inline Ints second_words(Words w) {
+    return {_mm512_srai_epi32(w.v, 16)};
+}
+inline Ints add_products(Ints total, Words w, const int16_t* pair) {
+    int32_t bits;
+    std::memcpy(&bits, pair, 4);
+    return {_mm512_dpwssd_epi32(total.v, w.v, _mm512_set1_epi32(bits))};
 }
 struct Dots {
     Ints total = set1(0);

@@ -1,5 +1,6 @@
 // Sixteen lanes in plain C++: what every vectors header means, and the fallback where none fits.
 #pragma once
+#define KVQ_PLAIN_CPP
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -82,6 +83,9 @@ inline Ints load_ints(const int32_t* p) {
 }
 inline Ints operator+(Ints a, Ints b) {
     return int_lanes([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Ints operator*(Ints a, Ints b) {
+    return int_lanes([&](int i) { return a.v[i] * b.v[i]; });
 }
 template <int Bits>
 inline Ints shifted(Ints a) {
@@ -179,6 +183,46 @@ inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
         r.second.v[i] = table[nibbles.second.v[i]];
     }
     return r;
+}
+// Codes that lie one a byte.
+inline CodePair load_byte_pair(const uint8_t* p) {
+    CodePair r;
+    std::memcpy(r.first.v, p, 64);
+    std::memcpy(r.second.v, p + 64, 64);
+    return r;
+}
+// Two words of 16 bits in each lane: of its four bytes 0 and 2, or 1 and 3.
+struct Words {
+    int16_t v[32];
+};
+template <bool Signed>
+inline Words every_second(const Codes& bytes, int first) {
+    Words r;
+    for (int i = 0; i < 32; i++) {
+        const uint8_t byte = bytes.v[2 * i + first];
+        r.v[i] = Signed ? static_cast<int8_t>(byte) : byte;
+    }
+    return r;
+}
+template <bool Signed>
+inline Words even_words(const Codes& bytes) {
+    return every_second<Signed>(bytes, 0);
+}
+template <bool Signed>
+inline Words odd_words(const Codes& bytes) {
+    return every_second<Signed>(bytes, 1);
+}
+inline Ints first_words(const Words& w) {
+    return int_lanes([&](int i) { return w.v[2 * i]; });
+}
+inline Ints second_words(const Words& w) {
+    return int_lanes([&](int i) { return w.v[2 * i + 1]; });
+}
+// total + first word * pair[0] + second word * pair[1].
+inline Ints add_products(const Ints& total, const Words& w, const int16_t* pair) {
+    return int_lanes([&](int i) {
+        return total.v[i] + w.v[2 * i] * pair[0] + w.v[2 * i + 1] * pair[1];
+    });
 }
 // Sums of products of codes with four activations: lane i gathers codes[4i..4i+3] . quad.
 struct Dots {

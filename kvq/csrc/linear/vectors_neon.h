@@ -75,6 +75,9 @@ inline Ints set1(int32_t x) {
 inline Ints operator+(Ints x, Ints y) {
     return ints([&](int i) { return vaddq_s32(x.v[i], y.v[i]); });
 }
+inline Ints operator*(Ints x, Ints y) {
+    return ints([&](int i) { return vmulq_s32(x.v[i], y.v[i]); });
+}
 template <int Bits>
 inline Ints shifted(Ints x) {
     return ints([&](int i) { return vshlq_n_s32(x.v[i], Bits); });
@@ -157,6 +160,52 @@ inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
         r.second[i] = vqtbl1q_s8(sixteen, vreinterpretq_u8_s8(nibbles.second[i]));
     }
     return r;
+}
+inline CodePair load_byte_pair(const uint8_t* p) {
+    CodePair r;
+    for (int i = 0; i < 4; i++) {
+        r.first[i] = vreinterpretq_s8_u8(vld1q_u8(p + 16 * i));
+        r.second[i] = vreinterpretq_s8_u8(vld1q_u8(p + 64 + 16 * i));
+    }
+    return r;
+}
+struct Words {
+    int16x8_t v[4];
+};
+template <bool Signed>
+inline Words even_words(const int8x16_t (&bytes)[4]) {
+    Words r;
+    for (int i = 0; i < 4; i++) {
+        const int16x8_t high = vshlq_n_s16(vreinterpretq_s16_s8(bytes[i]), 8);
+        r.v[i] = Signed ? vshrq_n_s16(high, 8)
+                        : vreinterpretq_s16_u16(vshrq_n_u16(vreinterpretq_u16_s16(high), 8));
+    }
+    return r;
+}
+template <bool Signed>
+inline Words odd_words(const int8x16_t (&bytes)[4]) {
+    Words r;
+    for (int i = 0; i < 4; i++)
+        r.v[i] = Signed ? vshrq_n_s16(vreinterpretq_s16_s8(bytes[i]), 8)
+                        : vreinterpretq_s16_u16(vshrq_n_u16(vreinterpretq_u16_s8(bytes[i]), 8));
+    return r;
+}
+inline Ints first_words(const Words& w) {
+    return ints([&](int i) {
+        return vshrq_n_s32(vshlq_n_s32(vreinterpretq_s32_s16(w.v[i]), 16), 16);
+    });
+}
+inline Ints second_words(const Words& w) {
+    return ints([&](int i) { return vshrq_n_s32(vreinterpretq_s32_s16(w.v[i]), 16); });
+}
+inline Ints add_products(const Ints& total, const Words& w, const int16_t* pair) {
+    int32_t bits;
+    std::memcpy(&bits, pair, 4);
+    const int16x8_t both = vreinterpretq_s16_s32(vdupq_n_s32(bits));
+    return ints([&](int i) {
+        const int32x4_t low = vmull_s16(vget_low_s16(w.v[i]), vget_low_s16(both));
+        return vaddq_s32(total.v[i], vpaddq_s32(low, vmull_high_s16(w.v[i], both)));
+    });
 }
 struct Dots {
     Ints total = set1(0);

@@ -25,6 +25,9 @@
 namespace kvq::ort {
 namespace {
 
+// Of maps beside weights in super-blocks; bundle.py has it too.
+constexpr int kMapBlock = 64;
+
 enum LayerMode { kFullLayer, kSkip, kKeysAndValues };
 
 struct Kernel {
@@ -113,7 +116,7 @@ int run_part(Device& device, const kvq_linear& call, const PanelLayout& layout,
 
 // As run_linear, of numbers on the device.
 int run_linear_on(Device& device, const kvq_linear& call) {
-    if (call.exact_rows && call.first_row) return KVQ_BAD_ARGUMENT;
+    if ((call.exact_rows && call.first_row) || is_super(call.matrix.grid)) return KVQ_BAD_ARGUMENT;
     if (!call.tokens) return KVQ_OK;
     std::lock_guard<std::mutex> turn(device.turn);
     const PanelLayout layout(call.matrix);
@@ -179,11 +182,13 @@ OrtStatus* compute_linear(void* state, OrtKernelContext* context) {
     if (mode == kKeysAndValues && map.count > 0) {
         kvq_matrix kept = m;
         kept.rows -= kernel.first_kept, kept.bits = 8, kept.grid = KVQ_SYMMETRIC;
+        if (is_super(m.grid)) kept.block = kMapBlock;
         const PanelLayout layout(kept);
         if (kernel.first_kept % kPanelRows || !holds(map, layout) || map_bias.count != kept.rows)
             return failed("Linear", "a map is none of this product's");
         // Rows before first_kept are never read: the panels begin where theirs would.
         call.matrix.bits = 8, call.matrix.grid = KVQ_SYMMETRIC, call.view = KVQ_FULL;
+        call.matrix.block = kept.block;
         call.panels = map.as<uint8_t>() - kernel.first_kept / kPanelRows * layout.panel_bytes;
         call.bias = map_bias.as<float>() - kernel.first_kept;
     }

@@ -1,7 +1,11 @@
-"""Policies decide which pages lose bits when the budget is short; one file, one row each.
+"""Policies decide which pages of the cache lose bits, or go, when the byte budget is full.
 
-A policy sees evidence and returns actions. It never touches a page itself, runs only at page
-boundaries, and must be deterministic: ties go to the oldest page, then layer, then head.
+A policy reads evidence and returns actions. It never touches a page itself and runs only when a
+page closes. It must be deterministic: among equals the oldest page comes first, then the lowest
+layer, then the lowest head.
+
+To add one: write a frozen dataclass with the methods of `Policy` in a file of its own, and add one
+row to `POLICIES`.
 """
 
 from collections.abc import Callable
@@ -11,13 +15,13 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.config import PAGE_TOKENS
+from kvq.config import PAGE_TOKENS, PAGE_WIDTHS
 from kvq.errors import argument
 from kvq.named import named
 
-# Those to choose among come first.
+# The policies to choose among come first.
 POLICIES = {
-    "budget": "kvq.policies.budget:Budget",
+    "budget": "kvq.policies.budget:BudgetPolicy",
     "kv-adaquant": "kvq.policies.kv_adaquant:KvAdaQuant",
     "uniform": "kvq.policies.uniform:Uniform",
     "streaming": "kvq.policies.streaming:Streaming",
@@ -35,28 +39,33 @@ POLICIES = {
 }
 
 Floats = NDArray[np.float32]
+# The smallest key and value widths of a page that is not evicted.
+FEWEST_BITS = (PAGE_WIDTHS[-1], PAGE_WIDTHS[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attention:
-    """What probe queries saw of every page; float32 [L, Hk, C] each, 0 where a page is evicted.
+class ObservedAttention:
+    """Holds what the probe queries saw of every page; float32 [L, Hk, C] each, 0 for evicted pages.
 
-    Probes are committed query rows, of a KV head four of its query heads or all, each row's others:
-    the newest, and a seeded sample of the whole text where the policy needs it, else all means are
-    of the newest. Means are over the rows that could see the page (causal, inside the window).
+    Probes are query rows of committed tokens. Of each KV head all its query heads, or four of them,
+    are used. The cache keeps the newest rows and, for policies that need "samples", a seeded sample
+    of the whole text. Means are over the rows that could see the page (causal, inside the window).
+    Without samples all means are over the newest rows.
 
-    `mass`: mean attention weight the page received. `recent_mass`: the same from the newest rows
-    alone. `total_mass`: from the sampled rows, those before the page counting as 0: what a query
-    gave it on average since the text began. `peak_weight`: the largest weight a row gave a single
-    token of it, in this and earlier observations, halved every four of them. `mean_mass`: running
-    mean of `recent_mass`, of which every observation forgets a fifth.
-    `key_error`, `value_error`: mean squared change of the newest rows' attention output, in units
-    of value squared, were the page's keys (values) read at 8 bits instead of exactly; a read at b
-    bits costs 4^(8 - b) times as much. `evict_error`: the same were the page gone. (Sampled rows
-    tell less of what is to come: an early one sees few pages and gives each of them much.)
+    `mass`: mean attention weight that the page received. `recent_mass`: the same from the newest
+    rows alone. `total_mass`: the mean over all sampled rows, where rows before the page count as 0;
+    it estimates the attention accumulated since the text began. `peak_weight`: the largest weight
+    that a row gave to a single token of the page, in this and earlier observations; it is halved
+    every four observations. `mean_mass`: running mean of `recent_mass`; each observation replaces a
+    fifth of it.
+
+    `key_error`, `value_error`: mean squared change of the newest rows' attention output, in squared
+    units of values, if the page's keys (values) were read at 8 bits instead of exactly. At b bits
+    it is 4^(8 - b) times as much. `evict_error`: the same if the page were evicted.
+
     `query_mean`, `query_square`: float32 [L, Hk, D], mean and mean square of the probes' rotated
-    and scaled query channels, the group's heads together; `output_square` likewise of the
-    attention's output.
+    and scaled query channels over the query heads of a group. `output_square`: the same of the
+    attention output.
     """
 
     mass: Floats
@@ -74,11 +83,11 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What a layer's pages span, by their stored constants; 0 where one is evicted.
+    """Holds the ranges of one layer's pages, from their stored constants; 0 for evicted pages.
 
-    `key_min`, `key_range`: float32 [Hk, C, D], smallest key and span of each channel over the
-    page's tokens (rotated keys). `value_min`, `value_range`: float32 [Hk, C, 64], smallest
-    value and span of each token over the head's channels.
+    `key_min`, `key_range`: float32 [Hk, C, D], smallest key and range of each channel over the
+    page's tokens (rotated keys). `value_min`, `value_range`: float32 [Hk, C, 64], smallest value
+    and range of each token over the head's channels.
     """
 
     key_min: Floats
@@ -89,20 +98,31 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What a policy may look at.
+    """Holds what a policy may look at.
 
-    `facts` int64 [C, 4]: pos0, delta, first token, mask of each page column, oldest first.
-    `widths` uint8 [L, Hk, C, 2]: K and V bits, 0 if evicted. `windows` [L]: sliding windows, 0 for
-    none. `tokens`: tokens seen so far. `head_dim`, `value_groups`: they fix the bytes a page frees.
-    `entering`: pages of every layer and head that are about to close, at `entry_widths` uint8
-    [L, Hk, 2]; 0 where nobody says so.
-    `constants` and `key_squares` are read layer by layer, so that no copy of all lies beside the
-    cache; `key_squares(layer)`: float32 [Hk, C, 64], squared lengths of the keys as they are read.
-    `attention` is there if the policy asks for it by its `needs`. `weight_norms()`: float64 [L, 2],
-    Frobenius norms of the weights that make a layer's keys and values; None where nobody knows.
-    `retrieval` float32 [L, Hk]: the share of its attention that a head gives, where a text repeats
-    itself, to what stood there before (0 to 1; of the query heads the one with most); None where
-    nobody measured it.
+    Columns are page columns, the oldest first. `constants` and `key_squares` are read layer by
+    layer, so that no copy of the whole cache is made.
+
+    Args:
+        facts: int64 [C, 4]: position of the first token, position offset, first token, mask of each
+            column.
+        widths: uint8 [L, Hk, C, 2]: key and value bits of each page, 0 if it is evicted.
+        windows: [L]: sliding window of each layer in tokens, 0 for none.
+        tokens: Tokens seen so far.
+        head_dim: Channels of a head; with `value_groups` it gives the bytes of a page.
+        constants: Returns the `Constants` of a layer.
+        key_squares: Returns float32 [Hk, C, 64] of a layer: squared norms of the keys as they are
+            read.
+        value_groups: Groups of values in a page that have constants of their own.
+        closing_pages: How many pages of every layer and head are about to close.
+        new_page_widths: uint8 [L, Hk, 2]: key and value bits that new pages close at; None if
+            unknown.
+        attention: What the probes saw, if the policy asks for it by its `needs`.
+        weight_norms: Returns float64 [L, 2]: Frobenius norms of the weights that make a layer's
+            keys and values; None if they are unknown.
+        retrieval: float32 [L, Hk]: the share of its attention, 0 to 1, that a head gives to an
+            earlier occurrence where a text repeats itself (the largest of the group's query heads);
+            None if nobody measured it.
     """
 
     facts: NDArray[np.int64]
@@ -113,46 +133,58 @@ class Evidence:
     constants: Callable[[int], Constants]
     key_squares: Callable[[int], Floats]
     value_groups: int = PAGE_TOKENS
-    entering: int = 0
-    entry_widths: NDArray[np.uint8] | None = None
-    attention: Attention | None = None
+    closing_pages: int = 0
+    new_page_widths: NDArray[np.uint8] | None = None
+    attention: ObservedAttention | None = None
     weight_norms: Callable[[], NDArray[np.float64]] | None = None
     retrieval: Floats | None = None
 
-    def of_layers(self, of_layer: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
-        """What a function of the layer says of each, stacked [L, ...]."""
-        return np.stack([of_layer(layer) for layer in range(len(self.widths))])
+    def stack_layers(self, function: Callable[[int], NDArray[Any]]) -> NDArray[Any]:
+        """Returns the results of `function(layer)` for all layers as one array [L, ...]."""
+        return np.stack([function(layer) for layer in range(len(self.widths))])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relief:
-    """What a policy gives up.
+    """Holds what a policy gives up.
 
-    `actions` int32 [n, 5]: layer, head, column, K bits, V bits of held pages; widths only fall, 0
-    and 0 evict. `entering` uint8 [L, Hk, 2]: what the pages that enter, now and later, close at;
-    None: as before. `close_gap`: the sinks move up to the oldest token behind them that is left, so
-    that distances count what is held.
+    Args:
+        actions: int32 [n, 5]: layer, head, column, key bits, value bits of pages to change. Widths
+            only fall; 0 and 0 evict the page.
+        new_page_widths: uint8 [L, Hk, 2]: the bits that pages close at from now on; None leaves
+            them as they are.
+        close_gap: Whether the sinks move up to the oldest remaining token behind them, so that
+            distances count only stored tokens.
     """
 
     actions: NDArray[np.int32]
-    entering: NDArray[np.uint8] | None = None
+    new_page_widths: NDArray[np.uint8] | None = None
     close_gap: bool = False
 
 
 class Policy(Protocol):
-    """Frees space when asked. `needs` names evidence that costs bytes to keep.
+    """Frees space in the cache when it is asked to.
 
-    These are "attention": the cache keeps probe queries, of the newest tokens; and "samples" beside
-    it: of the whole text as well.
+    `needs` names evidence that costs bytes to keep. "attention": the cache keeps probe queries of
+    the newest tokens. "samples", only beside "attention": it keeps probe queries of the whole text
+    too.
     """
 
     needs: ClassVar[frozenset[str]]
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
-        """Frees what is short. Less than asked is allowed only if nothing is left to free."""
+    @property
+    def fewest_bits(self) -> tuple[int, int] | None:
+        """Returns the fewest key and value bits of a page before eviction; None: all its bits."""
+        ...
+
+    def free_space(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
+        """Returns what to give up to free `bytes_short` bytes and `columns_short` columns.
+
+        It may free less only if nothing is left to free.
+        """
         ...
 
 
 def policy_named(text: str) -> Policy:
-    """The policy `NAME` or `NAME:option=value,...` of the table. Raises `UsageError`."""
+    """Returns the policy that `NAME` or `NAME:option=value,...` names. Raises `UsageError`."""
     return named(argument("policy"), text, POLICIES)

@@ -1,11 +1,4 @@
-"""A2SF (2407.20485): accumulated attention that forgets, so that old tokens have no advantage.
-
-The paper scores token k at step n by the sum over queries q of a^(n - q) S_qk: each step multiplies
-what was accumulated by a forgetting factor a. Here the unit is the page, and a step is an
-observation, one for every page that closes under pressure: a fifth is forgotten each time and the
-newest queries' mean attention takes its place (`mean_mass`). Options as those of H2O, whose halves
-it keeps: `recent=0` goes by the score alone.
-"""
+"""The policy `a2sf`: accumulated attention that forgets."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +12,19 @@ from kvq.policies.h2o import H2O
 
 @dataclass(frozen=True, kw_only=True)
 class A2SF(H2O):
-    """Evicts what was attended to least of late, the newest pages last."""
+    """Evicts the pages with the least recent attention, the newest pages last.
+
+    A2SF (arXiv 2407.20485) scores token k at step n by the sum over queries q of a^(n - q) S_qk: at
+    each step the accumulated attention is multiplied by a forgetting factor a, so that old tokens
+    have no advantage. Here the unit is the page, and a step is an observation, one for every page
+    that closes while space is short. Each observation replaces a fifth of the score by the mean
+    attention of the newest queries (`mean_mass`).
+
+    Args:
+        demote: See `Scorer`; default 0.
+        recent: Share, 0 to 1, of the pages that count as recent and go last, as in H2O; 0 uses the
+            score alone. Default 0.5.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 

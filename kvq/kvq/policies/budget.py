@@ -1,35 +1,4 @@
-"""The default: key bits, value bits and eviction in one currency, spent where they cost least.
-
-Every page can be read at (K, V) widths of {8, 6, 4, 2} each, or be gone: seventeen rungs, each with
-its bytes and its damage. Steps down the pages' convex hulls are taken where they cost least per
-byte, over all pages, layers and heads (`kvq.hull`).
-
-Damage is the squared change of the attention output. Two terms make it up. What the probes see: to
-first order, keys rounded to steps s change the output by S_t |V_t - X| times a logit noise of sum_d
-q_d^2 s_d^2 / 12, values by S_t s_t; an evicted page by what renormalising without it does
-(`Evidence.attention`). Few rows see a page, so every estimate is taken half way, in logarithms, to
-the mean of its head (`tempered`). Rounding errors of pages are independent; evictions are not: what
-is gone points the same way, so the i-th eviction of a head costs 2i - 1 times what it does alone
-(`eviction_prices`). And what probes do not see: a later query may look for one token of the page,
-as a question looks for its answer. Few heads do that, and an export knows which
-(`Evidence.retrieval`): such a query gives the token the share of its attention that repeats gave
-theirs. `prior` is the chance of one, per query and over all pages together. Without the second term
-a page nobody has asked for yet is free to evict, and retrieval fails first; were it alike in all
-heads, pages of those that look for nothing would be kept for it.
-
-Layers differ in what an error costs in the end: it counts relative to the layer's mean output, and
-`EDGE` times as much in the first and last layer. Prices in nats, measured at export layer by layer
-on 128 tokens, were used before and lost on both real models that were tried: at a
-quarter of the bytes 1.7 and 4.7 times the divergence, at an eighth 2.4 and 2.2 times.
-
-Pages about to enter are pages like others: nobody has looked at them, so each is priced as the
-newest of its stream are, and enters at the widths that price affords. Room for a page at 8:8 would
-be taken from pages that need it more (0.0068 nats with it, 0.0051 without, at a quarter of the
-bytes).
-
-Sensitivities after QAQ (arXiv 2403.04643), heads apart after RazorAttention (arXiv 2407.15891),
-which keeps or drops where this prices; the prior and the price of what enters are ours.
-"""
+"""The policy `budget`, the default: bits and evictions have prices, and the cheapest go first."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -41,26 +10,59 @@ from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError, argument
 from kvq.formats import CODE_SPAN
 from kvq.hull import hull_descent
-from kvq.policies import Evidence, Relief
-from kvq.policies.spend import Steps, all_widths, held_pages, page_bytes_at, spend
+from kvq.policies import FEWEST_BITS, Evidence, Relief
+from kvq.policies.spend import Steps, all_widths, page_bytes_at, present_pages, spend
 
 Costs = NDArray[np.float64]
 
 RUNGS = np.array([(k, v) for k in PAGE_WIDTHS for v in PAGE_WIDTHS] + [(0, 0)], np.int32)
-# What a head's share is taken for where no export measured it.
+# The retrieval share that a head is assumed to have where no export measured it.
 UNKNOWN_SHARE = 0.14
-# A logit that is off by e moves a token's attention a by a (1 - a) e, where its absence takes a:
-# (1 - a)^2, with a at one half, since a head that is sure of a repeat is less so of an answer.
+# A logit error e moves a token's attention weight a by a (1 - a) e; eviction removes all of a.
+# The squared ratio of both is (1 - a)^2, taken at a = 1/2.
 DOUBT = 0.25
+# An error in the first or the last layer counts this many times as much.
 EDGE = 4.0
+# A page that is still to come is priced as the mean of this many newest pages of its head.
 RECENT = 4
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Convex-hull allocation of bits and evictions."""
+class BudgetPolicy:
+    """Lowers or evicts pages where this costs least per byte, over all layers and heads.
+
+    Every page can be read at key and value widths of 8, 6, 4 or 2 bits each, or be evicted:
+    seventeen rungs, each with its bytes and its damage. Steps down the lower convex hulls of the
+    pages are taken in the order of their damage per byte (`kvq.hull`).
+
+    Damage is the squared change of the attention output, and has two parts. The first is what the
+    probes see (`Evidence.attention`). To first order, keys rounded to steps s change the output by
+    S_t |V_t - X| times a logit noise of sum_d q_d^2 s_d^2 / 12, and values by S_t s_t; for an
+    evicted page it is the change that renormalising without it makes. Few probes see a page, so
+    each estimate is drawn half way, in logarithms, to the mean of its head (`tempered`). Evictions
+    of one head add up faster than rounding errors do (`eviction_prices`).
+
+    The second part is what the probes do not see: a later query may look for one token of the page.
+    Few heads do this, and an export measures which (`Evidence.retrieval`). Such a query gives the
+    token the share of its attention that repeated text got. Without this part a page that no query
+    has asked for yet would be free to evict. With the same value in all heads, pages of heads that
+    look nothing up would be kept.
+
+    An error counts relative to the mean output of its layer, and `EDGE` times as much in the first
+    and the last layer. Pages that are about to close are priced as the newest of their head, so
+    that they may close at fewer bits.
+
+    Sensitivities follow QAQ (arXiv 2403.04643). Pricing heads apart follows RazorAttention (arXiv
+    2407.15891), which keeps or drops where this prices. The prior and the price of new pages are
+    our own.
+
+    Args:
+        prior: Chance, 0 to 1, that a later query looks for one token of a page, per query and over
+            all pages together. Default 0.25.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    fewest_bits: ClassVar[tuple[int, int]] = FEWEST_BITS
 
     prior: float = 0.25
 
@@ -70,96 +72,103 @@ class Budget:
                 f"{argument('policy')} budget: prior={self.prior} is no chance; give 0 to 1"
             )
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
-        pages, every = held_pages(evidence), self.costs(evidence)
-        costs = every[tuple(pages[:, :3].T)]
-        entering, expected = _entering(evidence, every)
+    def free_space(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
+        pages, all_costs = present_pages(evidence), self.costs(evidence)
+        costs = all_costs[tuple(pages[:, :3].T)]
+        new_pages, new_costs = _new_pages(evidence, all_costs)
         steps = hull_steps(
-            np.concatenate([pages, entering]),
-            np.concatenate([costs, expected]),
+            np.concatenate([pages, new_pages]),
+            np.concatenate([costs, new_costs]),
             page_bytes_at(RUNGS, evidence),
         )
-        # What enters cannot be evicted before it is there.
-        steps = steps[(steps[:, 2] < every.shape[2]) | (steps[:, 3] > 0)]
-        gone = np.zeros(evidence.widths.shape[2])
-        np.add.at(gone, pages[:, 2], costs[:, -1])
-        return spend(evidence, steps, bytes_short, columns_short, np.argsort(gone, kind="stable"))
+        # A page that is not there yet cannot be evicted.
+        steps = steps[(steps[:, 2] < all_costs.shape[2]) | (steps[:, 3] > 0)]
+        column_costs = np.zeros(evidence.widths.shape[2])
+        np.add.at(column_costs, pages[:, 2], costs[:, -1])
+        order = np.argsort(column_costs, kind="stable")
+        return spend(evidence, steps, bytes_short, columns_short, order)
 
     def costs(self, evidence: Evidence) -> Costs:
-        """Damage float64 [L, Hk, C, rungs] of reading each page at each rung."""
+        """Returns the damage float64 [L, Hk, C, rungs] of reading each page at each rung."""
         weights = _weights(evidence)
-        return evidence.of_layers(lambda layer: self._layer(evidence, layer, weights[:, layer]))
+        return evidence.stack_layers(
+            lambda layer: self._layer_costs(evidence, layer, weights[:, layer])
+        )
 
-    def _layer(self, evidence: Evidence, layer: int, weights: Costs) -> Costs:
-        """The damage in one layer [Hk, C, rungs]; `weights` [3, Hk]: of keys, values, evictions."""
+    def _layer_costs(self, evidence: Evidence, layer: int, weights: Costs) -> Costs:
+        """Returns the damage in one layer, [Hk, C, rungs].
+
+        `weights` [3, Hk] are the costs of a unit of key, value and eviction error.
+        """
         attention, constants = evidence.attention, evidence.constants(layer)
         assert attention is not None
         dim, columns = evidence.head_dim, evidence.widths.shape[2]
-        held = evidence.widths[layer, ..., 0] > 0
+        present = evidence.widths[layer, ..., 0] > 0
         key_step, value_step = constants.key_range / CODE_SPAN, constants.value_range / CODE_SPAN
-        # Of a query that looks for one token: what rounding and absence do to its output.
+        # What rounding and eviction do to the output of a query that looks for one token.
         square = attention.query_square[layer]
         logit_noise = np.einsum("hd,hcd->hc", square, np.square(key_step)) / 12
         middle = constants.value_min + constants.value_range / 2
         size = dim * (np.square(middle) + np.square(constants.value_range) / 20).mean(axis=-1)
         shares = UNKNOWN_SHARE if evidence.retrieval is None else evidence.retrieval[layer][:, None]
-        unseen = self.prior * np.square(shares) / max(1, columns)
-        keys = tempered(attention.key_error[layer], held) + unseen * DOUBT * logit_noise * size
+        lookup = self.prior * np.square(shares) / max(1, columns)
+        keys = tempered(attention.key_error[layer], present) + lookup * DOUBT * logit_noise * size
         steps = np.square(value_step).mean(axis=-1) * dim / 12
-        values = tempered(attention.value_error[layer], held) + unseen * steps
-        evicted = tempered(attention.evict_error[layer], held)
-        gone = eviction_prices(evicted, held) + unseen * size
-        keys, values, gone = weights[..., None] * np.stack([keys, values, gone])
+        values = tempered(attention.value_error[layer], present) + lookup * steps
+        evicted = tempered(attention.evict_error[layer], present)
+        evicted = eviction_prices(evicted, present) + lookup * size
+        keys, values, evicted = weights[..., None] * np.stack([keys, values, evicted])
         rounding = [keys * 4.0 ** (8 - k) + values * 4.0 ** (8 - v) for k, v in RUNGS[:-1].tolist()]
-        return np.stack([*rounding, gone], axis=-1)
+        return np.stack([*rounding, evicted], axis=-1)
 
 
-def tempered(errors: Costs, held: NDArray[np.bool_]) -> Costs:
-    """Errors [.., C] half way, in logarithms, to their head's mean: few rows tell them apart."""
-    mean = errors.sum(axis=-1, keepdims=True) / np.maximum(held.sum(axis=-1, keepdims=True), 1)
+def tempered(errors: Costs, present: NDArray[np.bool_]) -> Costs:
+    """Returns errors [.., C] moved half way, in logarithms, to the mean of their head."""
+    mean = errors.sum(axis=-1, keepdims=True) / np.maximum(present.sum(axis=-1, keepdims=True), 1)
     return np.sqrt(errors * mean)
 
 
-def eviction_prices(errors: Costs, held: NDArray[np.bool_]) -> Costs:
-    """What each eviction adds to the error of its head [.., C], the least harmful first.
+def eviction_prices(errors: Costs, present: NDArray[np.bool_]) -> Costs:
+    """Returns what each eviction adds to the error of its head [.., C], the least harmful first.
 
-    What is gone points the same way: n equal evictions of one head err n times each, n^2 in
-    squares, so that the i-th adds 2i - 1 times what it does alone. Those before count.
+    The errors of evicted pages point the same way: n equal evictions of one head give n^2 times the
+    squared error of one. So the i-th eviction, counting earlier ones, adds 2i - 1 times its own.
     """
-    order = np.argsort(np.where(held, errors, np.inf), axis=-1, kind="stable")
-    place = np.argsort(order, axis=-1, kind="stable")
-    gone = (~held).sum(axis=-1, keepdims=True)
-    return (2 * (gone + place) + 1) * errors
+    order = np.argsort(np.where(present, errors, np.inf), axis=-1, kind="stable")
+    rank = np.argsort(order, axis=-1, kind="stable")
+    already_evicted = (~present).sum(axis=-1, keepdims=True)
+    return (2 * (already_evicted + rank) + 1) * errors
 
 
-def _entering(evidence: Evidence, costs: Costs) -> tuple[Steps, Costs]:
-    """Pages to come [n, 5] in the column after the last, and what they are expected to cost [n, R].
+def _new_pages(evidence: Evidence, costs: Costs) -> tuple[Steps, Costs]:
+    """Returns the pages that are about to close, [n, 5], as a last column, and their costs.
 
-    Nobody has looked at them yet: each is taken for the mean of its stream's newest `RECENT` pages.
+    No query has seen them yet. Each costs as much as the mean of the newest `RECENT` pages of its
+    head; costs are [n, rungs].
     """
-    entry, columns = all_widths(evidence)[:, :, -1], costs.shape[2]
-    held = evidence.widths[..., 0] > 0
-    newest = held & (held[..., ::-1].cumsum(axis=-1)[..., ::-1] <= RECENT)
-    layers, heads = np.nonzero((entry[..., 0] > 0) & newest.any(axis=-1))
+    widths, columns = all_widths(evidence)[:, :, -1], costs.shape[2]
+    present = evidence.widths[..., 0] > 0
+    newest = present & (present[..., ::-1].cumsum(axis=-1)[..., ::-1] <= RECENT)
+    layers, heads = np.nonzero((widths[..., 0] > 0) & newest.any(axis=-1))
     mean = np.einsum("lhcr,lhc->lhr", costs, newest)[layers, heads]
     mean /= newest.sum(axis=-1)[layers, heads, None]
-    where = np.column_stack([layers, heads, np.full_like(layers, columns)])
-    return np.concatenate([where, entry[layers, heads]], axis=1).astype(np.int32), mean
+    place = np.column_stack([layers, heads, np.full_like(layers, columns)])
+    return np.concatenate([place, widths[layers, heads]], axis=1).astype(np.int32), mean
 
 
 def hull_steps(pages: Steps, costs: Costs, rung_bytes: NDArray[np.int64]) -> Steps:
-    """Every page's steps down its convex hull, the cheapest per byte first.
+    """Returns the steps of all pages down their convex hulls, the cheapest per byte first.
 
     `pages` int32 [P, 5] with present widths, `costs` float64 [P, rungs], `rung_bytes` [rungs].
     """
     lower = np.asarray((RUNGS[None] <= RUNGS[:, None]).all(axis=-1))
-    at = np.argmax((RUNGS[None] == pages[:, None, 3:]).all(axis=-1), axis=1)
-    page, rung = hull_descent(costs, rung_bytes, at, lower)
+    start = np.argmax((RUNGS[None] == pages[:, None, 3:]).all(axis=-1), axis=1)
+    page, rung = hull_descent(costs, rung_bytes, start, lower)
     return np.column_stack([pages[page, :3], RUNGS[rung]]).astype(np.int32)
 
 
 def _weights(evidence: Evidence) -> Costs:
-    """What a unit of key, value and eviction error costs in each head, float64 [3, L, Hk]."""
+    """Returns the cost of a unit of key, value and eviction error in each head, [3, L, Hk]."""
     assert evidence.attention is not None
     output = evidence.attention.output_square.sum(axis=-1).mean(axis=1).astype(np.float64)
     weight = 1 / np.maximum(output, 1e-12)

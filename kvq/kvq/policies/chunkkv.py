@@ -1,10 +1,4 @@
-"""ChunkKV (2502.00299): whole chunks stay or go, and neighbouring layers choose alike.
-
-The paper sums the attention of an observation window over the tokens of a chunk (about ten) and
-over the heads, keeps each layer's best chunks whole, and lets `reuse` layers in a row use the
-choice of the first. Here the chunk is the page and the window the newest probes. A layer follows
-the first of its group only if both have the same sliding window: another sees other pages.
-"""
+"""The policy `chunkkv`: whole chunks stay or go, and neighbouring layers choose alike."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +13,18 @@ from kvq.policies.scorer import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkKV(Scorer):
-    """Evicts the pages all heads of a layer look at least."""
+    """Evicts the pages that all heads of a layer together attend to least.
+
+    ChunkKV (arXiv 2502.00299) sums the attention of an observation window over the tokens of a
+    chunk (about ten) and over the heads, keeps the best chunks of each layer, and lets several
+    layers in a row use the choice of the first. Here the chunk is the page, and the window is the
+    newest probes. A layer uses the choice of the first layer of its group only if both have the
+    same sliding window, since otherwise they see different pages.
+
+    Args:
+        demote: See `Scorer`; default 0.
+        reuse: Number of layers in a row that share one choice, 1 or more. Default 2.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 

@@ -1,10 +1,4 @@
-"""Expected Attention (2510.00636): what future queries will look at, in closed form.
-
-The paper takes queries as Gaussian, moves their mean and covariance on to the positions to come,
-and scores a token by E[exp(q.k)] = exp(mu.k + k'Sigma k / 2) times the norm of its value. Here mu
-and the diagonal of Sigma come from the probes' rotated and scaled queries, where they stand, and a
-page's key is the middle of each channel. Scores are logarithms: only their order counts.
-"""
+"""The policy `expected-attention`: the attention of future queries in closed form."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,14 +13,24 @@ from kvq.policies.scorer import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Scorer):
-    """Evicts the pages that are expected to move the output least."""
+    """Evicts the pages that are expected to change the output least.
+
+    Expected Attention (arXiv 2510.00636) models queries as Gaussian, moves their mean and
+    covariance to the next positions, and scores a token by E[exp(q.k)] = exp(mu.k + k'Sigma k / 2)
+    times the norm of its value. Here mu and the diagonal of Sigma come from the probes' rotated and
+    scaled queries at their own positions, and the key of a page is the middle of each channel.
+    Scores are logarithms, since only their order counts.
+
+    Args:
+        demote: See `Scorer`; default 0.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention", "samples"})
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
-        return evidence.of_layers(lambda layer: self._layer(evidence, layer))
+        return evidence.stack_layers(lambda layer: self._layer_importance(evidence, layer))
 
-    def _layer(self, evidence: Evidence, layer: int) -> NDArray[np.floating]:
+    def _layer_importance(self, evidence: Evidence, layer: int) -> NDArray[np.floating]:
         assert evidence.attention is not None
         constants = evidence.constants(layer)
         mean = evidence.attention.query_mean[layer]

@@ -1,12 +1,4 @@
-"""H2O (2306.14048): heavy hitters and recent tokens stay; nothing is forgotten.
-
-The paper splits each head's cache in half: the newest tokens, and those with the most attention
-accumulated over all queries so far; each new token drops the least of the older ones. Here the unit
-is the page, and the sum is estimated by a sample of the queries since the text began
-(`total_mass`), who look at what is left: no query counts less for its age, and an early page, which
-more queries could see, is favoured as in the paper. Option `recent`: the share of pages that counts
-as recent and goes last; the tail is kept besides.
-"""
+"""The policy `h2o`: heavy hitters and recent tokens stay."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +13,18 @@ from kvq.policies.scorer import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Scorer):
-    """Evicts what was attended to least, the newest pages last."""
+    """Evicts the pages with the least accumulated attention, the newest pages last.
+
+    H2O (arXiv 2306.14048) gives half of each head's cache to the newest tokens, and half to those
+    with the most attention accumulated over all queries so far. Here the unit is the page, and a
+    sample of the queries since the text began estimates the sum (`total_mass`). As in the paper,
+    old queries count fully, and early pages, which more queries could see, have an advantage.
+
+    Args:
+        demote: See `Scorer`; default 0.
+        recent: Share, 0 to 1, of the pages that count as recent and go last; the tail, which has no
+            pages yet, is kept in any case. Default 0.5.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention", "samples"})
 
@@ -38,7 +41,7 @@ class H2O(Scorer):
         assert evidence.attention is not None
         return evidence.attention.total_mass
 
-    def spared(self, evidence: Evidence) -> NDArray[np.bool_]:
-        held = evidence.widths[..., 0] > 0
-        age = np.cumsum(held[..., ::-1], axis=-1)[..., ::-1]  # 1 for the newest held page
-        return age <= np.rint(self.recent * held.sum(axis=-1, keepdims=True))
+    def protected(self, evidence: Evidence) -> NDArray[np.bool_]:
+        present = evidence.widths[..., 0] > 0
+        age = np.cumsum(present[..., ::-1], axis=-1)[..., ::-1]  # 1 for the newest page
+        return age <= np.rint(self.recent * present.sum(axis=-1, keepdims=True))

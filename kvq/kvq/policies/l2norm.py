@@ -1,11 +1,4 @@
-"""Key norms (2406.11430): keys of low norm draw attention, so those of high norm go.
-
-The paper sorts each head's tokens by the norm of their keys, keeps the lowest and leaves the first
-two layers alone, where norm and attention hardly correlate. Here pages go, so a page is worth as
-many of its tokens as are among the `low` share of the head's held tokens with the lowest norms; of
-pages with equally many the one whose shortest key is longer goes first. Norms are of the keys as
-they are read. Option `skip`: first layers whose pages go last.
-"""
+"""The policy `l2norm`: keys with a small norm attract attention."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,7 +13,19 @@ from kvq.policies.scorer import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class L2Norm(Scorer):
-    """Evicts the pages with the fewest short keys."""
+    """Evicts the pages with the fewest short keys.
+
+    After "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (arXiv
+    2406.11430), which keeps the tokens with the lowest key norms of each head and leaves the first
+    two layers alone, where norm and attention hardly correlate. Here whole pages go: the importance
+    of a page is the number of its tokens among those with the lowest norms. Among pages with equal
+    counts the one whose shortest key is longer goes first. Norms are of the keys as they are read.
+
+    Args:
+        demote: See `Scorer`; default 0.
+        skip: Number of first layers whose pages go last. Default 2.
+        low: Share, between 0 and 1, of the head's tokens that count as short. Default 0.25.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
@@ -39,19 +44,19 @@ class L2Norm(Scorer):
             )
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
-        return evidence.of_layers(lambda layer: self._layer(evidence, layer))
+        return evidence.stack_layers(lambda layer: self._layer_importance(evidence, layer))
 
-    def _layer(self, evidence: Evidence, layer: int) -> NDArray[np.floating]:
-        """[Hk, C]: short keys of each page, and a fraction that says how short the shortest is."""
-        held = evidence.widths[layer, :, :, 0] > 0
-        squares = np.where(held[..., None], evidence.key_squares(layer), np.inf)
-        every = squares.reshape(len(held), -1)
-        ordered = np.sort(np.pad(every, ((0, 0), (0, 1)), constant_values=np.inf), axis=1)
-        count = np.rint(self.low * squares.shape[-1] * held.sum(axis=1)).astype(int)
+    def _layer_importance(self, evidence: Evidence, layer: int) -> NDArray[np.floating]:
+        """Returns [Hk, C]: the number of short keys of a page, plus a fraction for the shortest."""
+        present = evidence.widths[layer, :, :, 0] > 0
+        squares = np.where(present[..., None], evidence.key_squares(layer), np.inf)
+        tokens = squares.reshape(len(present), -1)
+        ordered = np.sort(np.pad(tokens, ((0, 0), (0, 1)), constant_values=np.inf), axis=1)
+        count = np.rint(self.low * squares.shape[-1] * present.sum(axis=1)).astype(int)
         threshold = np.take_along_axis(ordered, np.maximum(count - 1, 0)[:, None], axis=1)
         short = (squares <= threshold[..., None]).sum(axis=-1)
         return short + 1 / (2 + squares.min(axis=-1))
 
-    def spared(self, evidence: Evidence) -> NDArray[np.bool_]:
+    def protected(self, evidence: Evidence) -> NDArray[np.bool_]:
         layers = np.arange(len(evidence.widths))[:, None, None]
         return np.broadcast_to(layers < self.skip, evidence.widths.shape[:3])

@@ -1,17 +1,17 @@
-"""The rungs pages step down, and the order they take them in.
+"""The rungs that pages step down, and the order of these steps.
 
-A policy says of every held page which widths it falls to, rung by rung, and gives each rung a key:
-the lowest keys go first, equal keys by column, layer, head. Knows no evidence but widths.
+A policy lists for every page the widths it falls to, rung by rung, and gives each rung a key: the
+lowest keys go first, equal keys by column, layer, head.
 """
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvq.policies import Evidence, Relief
-from kvq.policies.spend import Steps, held_pages, spend
+from kvq.policies.spend import Steps, present_pages, spend
 
 EVICTED = (0, 0)
-# Both sides alike, where one number says who goes first.
+# The usual rungs: keys and values lose bits together.
 LADDER = ((6, 6), (4, 4), (2, 2), EVICTED)
 
 
@@ -22,15 +22,20 @@ def descend(
     bytes_short: int,
     columns_short: int,
     *,
-    alike: bool = False,
+    all_or_none: bool = False,
 ) -> Relief:
-    """What frees what is short by taking as few of the lowest-keyed rungs as will do.
+    """Returns the actions that free enough by taking as few of the lowest-keyed rungs as possible.
 
-    `rungs` [n, R, 2] (or [R, 2] for all pages): the most K and V bits a page of `held_pages` has
-    left after each rung, `EVICTED` at the last. `keys` [n, R] never fall from rung to rung. With
-    `alike` the rungs of equal keys are taken together or not at all.
+    Args:
+        evidence: What the policy was given.
+        rungs: [n, R, 2], or [R, 2] for all pages: the most key and value bits that a page of
+            `present_pages` has after each rung; the last rung is `EVICTED`.
+        keys: [n, R]: keys that never fall from rung to rung.
+        bytes_short: Bytes to free.
+        columns_short: Columns to free.
+        all_or_none: Whether rungs with equal keys are taken together or not at all.
     """
-    pages = held_pages(evidence)
+    pages = present_pages(evidence)
     ceilings = np.broadcast_to(np.asarray(rungs, np.int32), (*keys.shape, 2))
     stages = np.concatenate([pages[:, None, 3:], ceilings], axis=1)
     stages = np.minimum.accumulate(stages, axis=1)
@@ -38,25 +43,25 @@ def descend(
     order = np.argsort(keys[page, rung], kind="stable")
     page, rung = page[order], rung[order]
     steps = np.column_stack([pages[page, :3], stages[page, rung + 1]]).astype(np.int32)
-    together = np.unique(keys[page, rung], return_inverse=True)[1] if alike else None
+    groups = np.unique(keys[page, rung], return_inverse=True)[1] if all_or_none else None
     columns = _columns_by_eviction(steps, evidence.widths.shape[2])
-    return spend(evidence, steps, bytes_short, columns_short, columns, together)
+    return spend(evidence, steps, bytes_short, columns_short, columns, groups)
 
 
 def descend_by_age(
     evidence: Evidence, rungs: ArrayLike, bytes_short: int, columns_short: int
 ) -> Relief:
-    """All layers and heads alike: rung after rung, the oldest column first, columns whole."""
-    ages = held_pages(evidence)[:, 2:3]
+    """Returns actions that lower all layers and heads, rung by rung, the oldest column first."""
+    ages = present_pages(evidence)[:, 2:3]
     keys = ages + evidence.widths.shape[2] * np.arange(len(np.asarray(rungs)))
-    return descend(evidence, rungs, keys, bytes_short, columns_short, alike=True)
+    return descend(evidence, rungs, keys, bytes_short, columns_short, all_or_none=True)
 
 
 def rank_from_top(group: NDArray[np.integer], importance: NDArray[np.floating]) -> NDArray[np.intp]:
-    """Rank [n] of each page within its group, 0 for the most important.
+    """Returns the rank [n] of each page within its group, 0 for the most important.
 
-    Keeping the k most important pages of every group means evicting the highest ranks first. Of
-    equally important pages the one that comes first ranks last, so the oldest goes first.
+    Evicting the highest ranks first keeps the k most important pages of every group. Among equally
+    important pages the first, the oldest, has the highest rank.
     """
     order = np.lexsort((importance, group))
     ends = np.cumsum(np.bincount(group))
@@ -66,7 +71,7 @@ def rank_from_top(group: NDArray[np.integer], importance: NDArray[np.floating]) 
 
 
 def _columns_by_eviction(steps: Steps, columns: int) -> NDArray[np.intp]:
-    """Columns in the order their pages are evicted in, by the mean place of these evictions."""
+    """Returns the columns ordered by the mean place of their evictions in `steps`."""
     places = np.flatnonzero(steps[:, 3] == 0)
     evicted = steps[places, 2]
     counts = np.bincount(evicted, minlength=columns)

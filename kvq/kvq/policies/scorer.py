@@ -1,9 +1,4 @@
-"""What the eviction scorers share: a page's importance is all that differs between them.
-
-Every (layer, KV head) gives up its least important page before any gives up its second least, so
-all keep the same number, as keeping the top k of each head does. `demote=1` spends the same order
-on bits first: all pages fall to 6 bits, to 4, to 2, and only then is the least important evicted.
-"""
+"""The base of policies that rank pages by one number, their importance."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,14 +8,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
-from kvq.policies import Evidence, Relief
+from kvq.policies import FEWEST_BITS, Evidence, Relief
 from kvq.policies.ladder import EVICTED, LADDER, descend, rank_from_top
-from kvq.policies.spend import held_pages
+from kvq.policies.spend import present_pages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer(ABC):
-    """A policy that ranks pages by one number; subclasses say which."""
+    """Evicts the least important pages of every head; a subclass defines the importance.
+
+    Every (layer, KV head) gives up its least important page before any gives up its second least
+    important one. So all heads keep the same number of pages, as in the papers, which keep the top
+    k tokens of each head.
+
+    Args:
+        demote: 1 lowers widths first: all pages fall to 6, 4 and 2 bits, and only then the least
+            important one is evicted. 0, the default, evicts at once.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
@@ -34,21 +38,26 @@ class Scorer(ABC):
                 possible="0 evicts at once, 1 lowers widths first",
             )
 
+    @property
+    def fewest_bits(self) -> tuple[int, int] | None:
+        return FEWEST_BITS if self.demote else None
+
     @abstractmethod
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
-        """[L, Hk, C]; only the order within a (layer, KV head) counts, the least goes first."""
+        """Returns [L, Hk, C]; the page with the lowest value of a (layer, KV head) goes first."""
 
-    def spared(self, evidence: Evidence) -> NDArray[np.bool_]:
-        """[L, Hk, C]: pages that are touched only when no other page is left."""
+    def protected(self, evidence: Evidence) -> NDArray[np.bool_]:
+        """Returns bool [L, Hk, C]: pages that go only when no other page is left."""
         return np.zeros(evidence.widths.shape[:3], np.bool_)
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
-        """Actions int32 [n, 5] as `kvq.policies.Policy` asks for."""
-        layers, heads, columns = held_pages(evidence)[:, :3].T
+    def free_space(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
+        layers, heads, columns = present_pages(evidence)[:, :3].T
         importance = self.importance(evidence)[layers, heads, columns]
-        spared = self.spared(evidence)[layers, heads, columns]
-        ranks = rank_from_top(2 * (layers * evidence.widths.shape[1] + heads) + spared, importance)
+        protected = self.protected(evidence)[layers, heads, columns]
+        ranks = rank_from_top(
+            2 * (layers * evidence.widths.shape[1] + heads) + protected, importance
+        )
         rungs = LADDER if self.demote else (EVICTED,)
-        stages = np.arange(len(rungs)) + len(rungs) * spared[:, None]
+        stages = np.arange(len(rungs)) + len(rungs) * protected[:, None]
         keys = stages * (len(ranks) + 1) - ranks[:, None]
         return descend(evidence, rungs, keys, bytes_short, columns_short)

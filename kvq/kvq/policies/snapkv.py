@@ -1,11 +1,4 @@
-"""SnapKV (2404.14469): the last queries vote on what each head will need.
-
-The paper compresses a prompt once: the attention of an observation window at its end is summed per
-head, smoothed over some seven neighbouring tokens so that details keep their surroundings, and the
-top k stay beside the window. Here the window is the probes of the newest rows alone
-(`recent_mass`), it happens whenever bytes are short, and the unit is a page, which is wider than
-the paper's neighbourhood; `pool` averages over so many pages that are still held.
-"""
+"""The policy `snapkv`: the newest queries choose what each head keeps."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,7 +13,19 @@ from kvq.policies.scorer import Scorer
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Scorer):
-    """Evicts what the newest queries look at least, neighbours included."""
+    """Evicts the pages that the newest queries attend to least, averaged over neighbouring pages.
+
+    SnapKV (arXiv 2404.14469) compresses a prompt once: it sums the attention of an observation
+    window at its end per head, smooths it over some seven neighbouring tokens so that details keep
+    their surroundings, and keeps the top k tokens beside the window. Here the window is the newest
+    probe rows (`recent_mass`), pages go whenever bytes are short, and the unit is a page, which is
+    wider than the paper's neighbourhood.
+
+    Args:
+        demote: See `Scorer`; default 0.
+        pool: Odd number of neighbouring pages, 1 to 63, over which attention is averaged; evicted
+            ones do not count. Default 1, the page alone.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 
@@ -37,12 +42,12 @@ class SnapKV(Scorer):
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         assert evidence.attention is not None
-        mass = self._pooled(evidence.attention.recent_mass)
-        held = self._pooled(evidence.widths[..., 0] > 0)
-        return mass / np.maximum(held, 1)
+        mass = self._pool(evidence.attention.recent_mass)
+        pages = self._pool(evidence.widths[..., 0] > 0)
+        return mass / np.maximum(pages, 1)
 
-    def _pooled(self, x: NDArray[np.generic]) -> NDArray[np.float64]:
-        """Sums over `pool` neighbouring columns, fewer at the ends."""
+    def _pool(self, x: NDArray[np.generic]) -> NDArray[np.float64]:
+        """Returns the sums over `pool` neighbouring columns, fewer at the ends."""
         reach = self.pool // 2
         padded = np.pad(x.astype(np.float64), ((0, 0), (0, 0), (reach, reach)))
         shifted = [padded[..., i : i + x.shape[-1]] for i in range(self.pool)]

@@ -1,9 +1,4 @@
-"""One pair of widths for the whole sequence, lowered as it grows: the fixed widths of the flags.
-
-What quantised caches usually do, made to fit a budget: when bytes are short all pages step down
-one ladder together, K and V pair by pair, the oldest first while a rung is under way; then the
-oldest pages are evicted. Option `order`: the pairs, such as `order=8:4/4:4/4:2/2:2`.
-"""
+"""The policy `uniform`: one pair of widths for the whole text."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +12,14 @@ from kvq.policies.ladder import EVICTED, descend_by_age
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """Age decides who is first, the ladder where all go."""
+    """Lowers all pages together, the oldest first inside a step, then evicts the oldest.
+
+    This is what quantised caches usually do, made to fit a budget. It follows no paper.
+
+    Args:
+        order: The pairs of key and value bits that pages step through, such as 8:4/4:4/4:2/2:2, the
+            default. No pair may raise a width.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
@@ -40,8 +42,12 @@ class Uniform:
                 "8, 6, 4 and 2 bits that only fall, such as 8:4/4:4/4:2/2:2",
             )
 
+    @property
+    def fewest_bits(self) -> tuple[int, int]:
+        return self._rungs()[-1]
+
     def _rungs(self) -> list[tuple[int, int]]:
         return [parse_kv(pair) for pair in self.order.split("/")]
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
+    def free_space(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         return descend_by_age(evidence, [*self._rungs(), EVICTED], bytes_short, columns_short)

@@ -1,14 +1,4 @@
-"""ZipCache (2405.14256): salient tokens in high precision, the others in low.
-
-The paper ranks tokens by the attention they received from probe rows, the newest and a random
-sample of all, divided by the number of rows that could see them, and stores the top fraction at 4
-bits and the rest at 2, keys and values alike. Its probe rows are ours, and `mass` is that saliency,
-of a page instead of a token. Its channel-separable value scales are left out: values have a scale
-per token, and gain nothing from them (0.2 dB at most either way). Widths only fall, so the
-unsalient pages fall to the low width first and the salient ones to the high width; where that is
-too much still, the fraction is lowered, and when all pages are low the least salient go. Ranked per
-layer, the heads of a layer together. Options: `salient`, the fraction; `high`, `low`, the widths.
-"""
+"""The policy `zipcache`: salient pages have more bits than the others."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,12 +9,27 @@ from kvq.config import PAGE_WIDTHS
 from kvq.errors import UsageError, argument
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import descend, rank_from_top
-from kvq.policies.spend import held_pages
+from kvq.policies.spend import present_pages
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZipCache:
-    """Two widths, and saliency to say which page has which."""
+    """Keeps salient pages at one width and the others at a lower one.
+
+    ZipCache (arXiv 2405.14256) ranks tokens by the attention that they received from probe rows
+    (the newest, and a random sample of all), divided by the number of rows that could see them. It
+    stores the top share at 4 bits and the rest at 2, keys and values alike. Here the same probe
+    rows give the saliency of a page (`mass`), and the heads of a layer are ranked together. Widths
+    only fall: first the other pages fall to the low width, then the salient ones to the high width.
+    Where that is not enough, the share falls, and when all pages are at the low width the least
+    salient are evicted. The paper's channel-separable value scales are left out, since values have
+    a scale per token here.
+
+    Args:
+        salient: Share, 0 to 1, of the pages that are salient. Default 0.6.
+        high: Bits of salient pages: 8, 6 or 4. Default 4.
+        low: Bits of the other pages, below `high`. Default 2.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"attention", "samples"})
 
@@ -45,9 +50,13 @@ class ZipCache:
                 "possible: 8, 6, 4 and 2 are, the first above the second"
             )
 
-    def relieve(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
+    @property
+    def fewest_bits(self) -> tuple[int, int]:
+        return self.low, self.low
+
+    def free_space(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         assert evidence.attention is not None
-        layers, heads, columns = held_pages(evidence)[:, :3].T
+        layers, heads, columns = present_pages(evidence)[:, :3].T
         ranks = rank_from_top(layers, evidence.attention.mass[layers, heads, columns])
         salient = ranks < np.rint(self.salient * np.bincount(layers))[layers]
         first = np.where(salient, self.high, self.low)

@@ -1,11 +1,4 @@
-"""BLASST (2512.12087): the values of pages that weigh next to nothing are not read.
-
-The paper multiplies a block of queries with all keys, and leaves out exponentials and values of the
-blocks of keys whose best logit stands a threshold below the best that was met so far. Here every
-query head leaves out pages by itself, and against the best of its floating-point keys, the text's
-first and newest: the outcome depends on no order, and a draft's rows read what they would read
-alone. The paper finds a threshold for each model and length; here one serves all.
-"""
+"""The selector `blasst`: values of pages without weight are not read."""
 
 from dataclasses import dataclass
 
@@ -15,7 +8,21 @@ from kvq.selectors import ReadRule
 
 @dataclass(frozen=True, kw_only=True)
 class Blasst:
-    """Leaves out what stands so many `octaves`, binary orders, below. Raises `UsageError`."""
+    """Skips the values of pages whose weights are far below the largest.
+
+    BLASST (arXiv 2512.12087) multiplies a block of queries with all keys, and skips exponentials
+    and values of the blocks whose best logit is a threshold below the best so far. Here every query
+    head skips pages by itself, relative to the best of its floating-point keys, the text's first
+    and newest. So the result depends on no order, and the rows of a draft read what they would read
+    alone. The paper finds a threshold for each model and length; here one serves all.
+
+    Args:
+        octaves: How many powers of two below the largest weight a page is skipped; above 0. Default
+            12.
+
+    Raises:
+        UsageError: `octaves` is not above 0.
+    """
 
     octaves: float = 12.0
 

@@ -1,4 +1,4 @@
-"""All pages, keys and values."""
+"""The selector `all`: all keys and values are read."""
 
 from dataclasses import dataclass
 

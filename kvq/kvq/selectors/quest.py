@@ -1,20 +1,38 @@
-"""Quest (2406.10774): a page's largest possible logit says whether it is read.
-
-The paper keeps the smallest and largest key of every page, channel by channel, takes for each
-channel whichever gives the larger product with the query, and reads the pages with the largest
-sums. Here the page's stored mid and scale stand for these two, no byte is added, and the heads that
-share keys share the choice: the best of their scores counts, each against its head's best page.
-The paper leaves the first two layers dense; here all layers read their share.
-"""
+"""The selector `quest`: the pages with the largest possible logits are read."""
 
 from dataclasses import dataclass
 
-from kvq.selectors import ReadRule, Shared
+from kvq.errors import UsageError
+from kvq.selectors import ReadRule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quest(Shared):
-    """Reads the pages with the largest bounds."""
+class Quest:
+    """Reads the pages whose keys may have the largest products with the query.
+
+    Quest (arXiv 2406.10774) keeps the smallest and largest key of every page, channel by channel.
+    For each channel it takes the one with the larger product, and it reads the pages with the
+    largest sums. Here these two follow from the page's stored middle and scale, so no byte is
+    added. The heads that share keys read the same pages: the best of their scores counts, each
+    relative to the best page of its head. The paper reads all pages in the first two layers; here
+    all layers read their share.
+
+    Args:
+        share: Share of the pages that a step reads, above 0 and up to 1. Default 0.25.
+
+    Raises:
+        UsageError: `share` is not possible.
+    """
+
+    share: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UsageError(
+                about="kv_read",
+                value=f"share={self.share:g}",
+                possible="give above 0 and up to 1, or 0% to 100%",
+            )
 
     @property
     def rule(self) -> ReadRule:

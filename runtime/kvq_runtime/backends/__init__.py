@@ -1,7 +1,8 @@
-"""The seam between the loop and an engine: its protocols, one table. Knows no engine itself.
+"""The protocols between the loop and an engine, and the table of backends.
 
-To add a backend: one file with a class that has `Backend`'s members, and of its own `missing`,
-`reads` and `estimate`, asked before anything is loaded; one row in `BACKENDS`.
+To add a backend, write one file with a class that has `Backend`'s members, and the static methods
+`missing`, `reads` and `estimate`, which are called before anything is loaded. Then add a row to
+`BACKENDS`.
 """
 
 import logging
@@ -14,101 +15,110 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Holdings
+from kvq.class_cache import CacheUsage
 from kvq.config import KvPlan
 from kvq.errors import BackendError, UsageError, argument
 from kvq.formats import format_bytes
 from kvq.residency import ExpertBytes, Resident
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime import gpu
 from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
-from kvq_runtime.gguf_file import GgufFile
+from kvq_runtime.machine import gpu
+from kvq_runtime.text_embedding import TextEmbedding
 
 if TYPE_CHECKING:
     from kvq_runtime.backends.paged import PagedBackend
+    from kvq_runtime.bundle.gguf_file import GgufFile
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = {
     "onnx": "kvq_runtime.backends.onnx:OnnxBackend",
     "llama.cpp": "kvq_runtime.backends.llama_cpp:LlamaCppBackend",
-    "reference": "kvq_runtime.backends.reference:ReferenceBackend",
-    "float": "kvq_runtime.backends.reference:FloatBackend",
+    "float": "kvq_runtime.backends.float:FloatBackend",
 }
 
-# The one that knows devices beside the processor, and bounds the memory of experts.
+# The one backend that runs on other devices than the processor and limits experts in memory.
 DEVICE_BACKEND = "onnx"
 
 # `auto` takes the first of these that reads the model's files and can run here.
-PREFERENCE = ("onnx", "llama.cpp", "reference", "float")
+PREFERENCE = ("onnx", "llama.cpp", "float")
 
 
 class ModelFiles(Protocol):
-    """What a model is read from: a bundle folder or a GGUF file."""
+    """Declares what a model is read from: a bundle folder or a GGUF file."""
 
     @property
     def path(self) -> Path:
-        """The folder or the file."""
+        """Returns the folder or the file."""
         ...
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """Returns the model's name."""
         ...
 
     @property
     def kv(self) -> KvPlan:
-        """The default plan."""
+        """Returns the default plan of the cache."""
         ...
 
     @property
     def context_length(self) -> int:
-        """Tokens the model was made for."""
+        """Returns the number of tokens that the model was made for."""
         ...
 
     @property
     def has_onnx(self) -> bool:
-        """Whether there is a graph with a bundle's weights."""
+        """Returns whether there is a graph with a bundle's weights."""
         ...
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the weights are those of a checkpoint, as they are."""
+        """Returns whether the weights are those of a checkpoint, as they are."""
         ...
 
     @property
     def has_gguf(self) -> bool:
-        """Whether there is a GGUF file."""
+        """Returns whether there is a GGUF file."""
         ...
 
     @property
     def experts(self) -> ExpertBytes | None:
-        """What experts take of the graph's weights; None for a model without any."""
+        """Returns the bytes of the experts in the graph's weights; None without experts."""
         ...
 
     def read_ahead(self) -> None:
-        """Begins to read what every engine asks for, beside whoever opens the weights."""
+        """Begins to read in the background what every engine needs."""
         ...
 
     def weights_json(self) -> dict[str, Any]:
-        """Bytes and types of the weights, for reports."""
+        """Returns bytes and types of the weights, for reports."""
         ...
 
-    def gguf(self) -> GgufFile:
-        """The GGUF file, checked. Raises `ModelError` for a damaged one."""
+    def gguf(self) -> "GgufFile":
+        """Returns the checked GGUF file. Raises `ModelError` for a damaged one."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What the loop and the apps may know of a model, whatever its files are.
+    """Holds the facts of a model that do not depend on its files.
 
-    `kv` is the default plan, `stop_ids` end a generation, `fingerprint` identifies the weights. A
-    session of more than `short_rope_tokens` uses the second rotary table of a model that has two.
-    `drafts_method` writes several drafts best on this model, where that was measured.
-    `fitted_layers`: the first layers after which the others' keys and values can be predicted by
-    matrices fitted for it, where there are such. `sampling`: how the model asks to be sampled.
-    `state_width`: numbers of a state, of a model that can tell those of its rows; else 0.
+    Attributes:
+        name: Name of the model.
+        context_length: Tokens that it was made for.
+        vocab_size: Number of token ids.
+        num_layers: Number of layers.
+        stop_ids: Tokens that end a generation.
+        fingerprint: Identifies the weights.
+        kv: Default plan of the cache.
+        short_rope_tokens: A session of more tokens uses the second rotary table of a model that has
+            two. None: it has one.
+        fitted_layers: The first layers after which the keys and values of the others can be
+            predicted by fitted matrices. None: there are no such matrices.
+        state_width: Width of a hidden state, of a model that gives those of its rows; else 0.
+        embedding: How it makes vectors of texts. None: it cannot.
+        sampling: How the model asks to be sampled.
     """
 
     name: str
@@ -119,24 +129,28 @@ class ModelFacts:
     fingerprint: str
     kv: KvPlan
     short_rope_tokens: int | None = None
-    drafts_method: str | None = None
     fitted_layers: int | None = None
     state_width: int = 0
+    embedding: TextEmbedding | None = None
     sampling: Sampling = field(default_factory=Sampling)
 
     def checked(self, ids: Iterable[int]) -> list[int]:
-        """Tokens of the model. Raises `UsageError` for one it does not have."""
+        """Returns `ids` as a list. Raises `UsageError` for one that the model does not have."""
         new = list(map(int, ids))
-        wrong = next((token for token in new if not 0 <= token < self.vocab_size), None)
-        if wrong is not None:
+        if new and not 0 <= min(new) <= max(new) < self.vocab_size:
+            wrong = next(token for token in new if not 0 <= token < self.vocab_size)
             raise UsageError(f"token {wrong} is not one of the model's: 0 to {self.vocab_size - 1}")
         return new
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What a session would hold; `bytes_per_token` of a plan is None where it is not possible."""
+    """Holds what a session would hold; `bytes_per_token` returns None for an impossible plan.
 
+    `session` has the budget that was asked for, or the default one, whatever the context needs.
+    """
+
+    session: SessionConfig
     plan: KvPlan
     context_tokens: int
     kv_bytes: int
@@ -144,50 +158,58 @@ class Estimate:
 
 
 class SequenceCache(Protocol):
-    """One sequence's keys and values, and a branch of rows after them that may be forgotten.
+    """Holds one sequence's keys and values, and a branch of rows after them.
 
-    A pass is `begin`, the pass, and `commit` or `rewind`; several passes may add to one branch.
-    `begin(n, parents)` adds n rows: `parents[i]` is the row of the branch that row i follows, -1
-    the last token; None: a chain. More rows than a branch holds are possible for a chain that
-    begins one, a piece of a prompt, and are committed whole. `view` is that of
-    their `Mode`; in the layers of `silent` rows ask nothing and are only stored.
-    `edit(start, stop, count)` removes tokens and moves those behind, so that `count` others can
-    stand there: a gap, which `begin(n, at=start)` and a commit fill; `why_not_edit` says why a
-    cache cannot, `crowded(n)` which tokens to open as gaps where what is gone takes the room of n
-    others. `tokens` counts what is in gaps too. `commit(path)` keeps these rows, each the
-    parent of the next; `rewind(n)` keeps the first n rows as they are, and the branch open.
-    `draft_room` is how many rows a pass may have so that each gets what it would get in a pass of
-    its own, `tree_room` how many of these where they are no chain. `trim` keeps at most the first
-    `tokens` tokens: fewer, where a cache cannot go back
-    exactly; the loop computes what is missing again. `mark` says that somebody will go back to
-    `tokens` tokens: where a cache `keeps_places` it is more likely then that these can be kept.
+    A pass is `begin`, then the forward pass, then `commit` or `rewind`. Several passes may add rows
+    to one branch. Rows of a branch are numbered from 0; what is not committed is forgotten.
     """
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """Returns how many tokens it holds, those in gaps included."""
+        ...
 
     @property
-    def chunk_tokens(self) -> int: ...
+    def chunk_tokens(self) -> int:
+        """Returns how many rows of a prompt one pass may have at most."""
+        ...
 
     @property
-    def budget_bytes(self) -> int: ...
+    def budget_bytes(self) -> int:
+        """Returns how many bytes it may use."""
+        ...
 
     @property
-    def used_bytes(self) -> int: ...
+    def used_bytes(self) -> int:
+        """Returns how many bytes it uses now."""
+        ...
 
     @property
-    def peak_bytes(self) -> int: ...
+    def peak_bytes(self) -> int:
+        """Returns the most bytes it has used; any thread may call it."""
+        ...
 
     @property
-    def bytes_per_token(self) -> float: ...
+    def bytes_per_token(self) -> float:
+        """Returns the bytes of one more token, all layers."""
+        ...
 
     @property
-    def draft_room(self) -> int: ...
+    def draft_room(self) -> int:
+        """Returns how many rows a pass may have so that each gets its exact result.
+
+        That is the result that it would get in a pass of its own.
+        """
+        ...
 
     @property
-    def tree_room(self) -> int: ...
+    def tree_room(self) -> int:
+        """Returns how many of the `draft_room` rows may be a tree instead of a chain."""
+        ...
 
-    def holdings(self) -> Holdings: ...
+    def usage(self) -> CacheUsage:
+        """Returns how much of the text it holds, and at which widths."""
+        ...
 
     def begin(
         self,
@@ -198,30 +220,87 @@ class SequenceCache(Protocol):
         view: str = "full",
         at: int | None = None,
         silent: Sequence[int] = (),
-    ) -> None: ...
+    ) -> None:
+        """Adds rows to the branch, before the pass that fills them.
 
-    def why_not_edit(self) -> str | None: ...
+        A chain that begins a branch may have more rows than a branch holds: a piece of a prompt. It
+        is then committed whole.
 
-    def edit(self, start: int, stop: int, count: int, /) -> None: ...
+        Args:
+            tokens: How many rows are added.
+            parents: For each new row the row of the branch that it follows, -1 for the last cached
+                token. None: each row follows the one before it.
+            view: `full`, or `hi` for the upper nibbles of 8-bit pages, see `Mode`.
+            at: First token of the gap that the rows fill. None: they come after the last token.
+            silent: Layers in which the rows attend to nothing and are only stored.
 
-    def crowded(self, tokens: int, /) -> list[tuple[int, int]]: ...
+        Raises:
+            BudgetError: Where the context has no room for the rows.
+        """
+        ...
 
-    def commit(self, path: Sequence[int], /) -> None: ...
+    def why_not_edit(self) -> str | None:
+        """Returns why it cannot replace tokens in the middle, None if it can."""
+        ...
 
-    def rewind(self, rows: int, /) -> None: ...
+    def edit(self, start: int, stop: int, count: int, /) -> None:
+        """Removes tokens and moves those after them, so that `count` others can stand there.
 
-    def trim(self, tokens: int, /) -> None: ...
+        This leaves a gap, which `begin` with `at=start` and a `commit` fill.
+
+        Args:
+            start: First token that is removed.
+            stop: The token after the last one that is removed.
+            count: How many tokens the gap has.
+
+        Raises:
+            CacheError: Where the cache cannot do it.
+        """
+        ...
+
+    def crowded(self, tokens: int, /) -> list[tuple[int, int]]:
+        """Returns runs of tokens to open as gaps, so that `tokens` more have room.
+
+        There are some where tokens that edits removed still take room. A run is (first token, token
+        after the last).
+        """
+        ...
+
+    def commit(self, path: Sequence[int], /) -> None:
+        """Keeps the rows `path`, each the parent of the next, and forgets the others."""
+        ...
+
+    def rewind(self, rows: int, /) -> None:
+        """Keeps the branch's first `rows` rows as they are; the branch stays open."""
+        ...
+
+    def trim(self, tokens: int, /) -> None:
+        """Keeps at most the first `tokens` tokens.
+
+        It keeps fewer where it cannot go back exactly. The caller computes the rest again.
+        """
+        ...
 
     @property
-    def keeps_places(self) -> bool: ...
+    def keeps_places(self) -> bool:
+        """Returns whether `mark` makes it likelier that `trim` can keep a place."""
+        ...
 
-    def mark(self, tokens: int, /) -> None: ...
+    def mark(self, tokens: int, /) -> None:
+        """Notes that somebody will go back to the first `tokens` tokens."""
+        ...
 
-    def state(self) -> bytes: ...
+    def state(self) -> bytes:
+        """Returns everything held, for `load_state`."""
+        ...
 
-    def load_state(self, state: bytes, /) -> None: ...
+    def load_state(self, state: bytes, /) -> None:
+        """Becomes `state`; raises `SnapshotError` and changes nothing where it refuses."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Frees its memory; it cannot be used afterwards."""
+        ...
 
 
 C = TypeVar("C", bound=SequenceCache)
@@ -229,31 +308,26 @@ C = TypeVar("C", bound=SequenceCache)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mode:
-    """How much of a model a pass reads.
+    """Says how much of a model a pass reads.
 
-    `view` "hi": of 8-bit weights, and of 8-bit pages of the cache, the upper nibbles. A layer of
-    `skipped` leaves what enters it as it is. `head_tokens` n: only the first n tokens of the
-    vocabulary get logits, all others minus infinity; 0: all get theirs. Rows made by less than the
-    whole of every layer are `guesses`: they are rewound and never committed. `silent` are the
-    layers without queries, those of both lists.
+    `view` "hi" reads the upper nibbles of 8-bit weights and of 8-bit pages of the cache. Rows made
+    of these are `guesses`: they are rewound and never committed. With `head_tokens` n only the
+    first n tokens of the vocabulary get logits, all others minus infinity; 0: all get theirs.
 
-    Of a layer of `predicted`, all from some layer on, only keys and values are made, from what
-    enters the first of them (`kvq_runtime.prediction`): by its own matrix or, `fitted`, by the one
-    that the bundle has for that. Such rows may be committed, and have no
-    logits worth asking for.
+    For the layers `predicted`, all from some layer on, only keys and values are made, from what
+    enters the first of them (`kvq_runtime.sequence.prediction`). This uses each layer's own matrix
+    or, if `fitted`, the one that the bundle has for it. Such rows may be committed. Their logits
+    are meaningless.
     """
 
     view: str = "full"
-    skipped: tuple[int, ...] = ()
     head_tokens: int = 0
     predicted: tuple[int, ...] = ()
     fitted: bool = False
     guesses: bool = field(init=False, compare=False)
-    silent: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "guesses", self.view != "full" or bool(self.skipped))
-        object.__setattr__(self, "silent", self.skipped + self.predicted)
+        object.__setattr__(self, "guesses", self.view != "full")
 
 
 WHOLE = Mode()
@@ -261,45 +335,54 @@ WHOLE = Mode()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequencePass(Generic[C]):
-    """What one sequence brings to a pass: T rows begun in its `cache`.
+    """Holds what one sequence brings to a pass: T rows that were begun in its `cache`.
 
-    `ids` int64 [T, K] and `weights` float32 [T, K]: the embedding of row t is
-    sum_k weights[t, k] * E[ids[t, k]]; plain text has K = 1 and weight 1. `positions` int64 [T].
-    `wanted` int64 [R]: the rows whose logits are wanted. `exact_rows` n: of these only the n
-    largest need be exact and in place, others may be about right but not larger; 0: all are.
-    `mode` is the same for all rows of a pass. A draft head also reads `joined` float32 [T, hidden],
-    the state of the token before each row's. `states` float32 [T, hidden], where they are wanted,
-    is filled with those of the rows (`ModelConfig.draft_head`).
+    Attributes:
+        cache: The sequence's cache.
+        ids: Int64 [T, K]. The embedding of row t is the sum over k of weights[t, k] * E[ids[t, k]].
+            Plain text has K = 1 and weight 1.
+        weights: Float32 [T, K].
+        positions: Int64 [T], the position of each row.
+        logit_rows: Int64 [R], the rows whose logits are asked for.
+        exact_rows: Only so many of the largest logits of a row need be exact and in place. Others
+            may be inexact but not larger. 0: all are exact.
+        mode: How much of the model is read; the same for all rows of a pass.
+        joined: Float32 [T, hidden], which only a draft head reads: the hidden state of the token
+            before each row's.
+        hidden_states: Float32 [T, hidden], filled with the rows' hidden states
+            (`ModelConfig.draft_head`). None: they are not asked for.
     """
 
     cache: C
     ids: NDArray[np.int64]
     weights: NDArray[np.float32]
     positions: NDArray[np.int64]
-    wanted: NDArray[np.int64]
+    logit_rows: NDArray[np.int64]
     exact_rows: int = 0
     mode: Mode = WHOLE
     joined: NDArray[np.float32] | None = None
-    states: NDArray[np.float32] | None = None
+    hidden_states: NDArray[np.float32] | None = None
 
 
-def sequence_pass(cache: C, ids: NDArray[np.int64], wanted: NDArray[np.int64]) -> SequencePass[C]:
-    """Tokens `ids` [T] right after those in the cache."""
+def sequence_pass(
+    cache: C, ids: NDArray[np.int64], logit_rows: NDArray[np.int64]
+) -> SequencePass[C]:
+    """Makes a pass of tokens `ids` [T] right after those in the cache."""
     return SequencePass(
         cache=cache,
         ids=ids[:, None],
         weights=np.ones((len(ids), 1), np.float32),
         positions=cache.tokens + np.arange(len(ids), dtype=np.int64),
-        wanted=wanted,
+        logit_rows=logit_rows,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass(Generic[C]):
-    """One forward pass: the rows of S sequences, each over a cache of its own.
+    """Holds one forward pass: the rows of S sequences, each over a cache of its own.
 
-    `rope_long`: use the long-context rotary frequencies of a model that has two sets; the same
-    for every pass of a session.
+    `rope_long`: use the long-context rotary frequencies of a model that has two sets. It is the
+    same for every pass of a session.
     """
 
     rows: tuple[SequencePass[C], ...]
@@ -307,24 +390,27 @@ class Pass(Generic[C]):
 
     @property
     def exact_rows(self) -> int:
-        """What serves every sequence of the pass; see `SequencePass`."""
-        counts = [own.exact_rows for own in self.rows if len(own.wanted)]
+        """Returns the number that serves every sequence of the pass, see `SequencePass`."""
+        counts = [sequence.exact_rows for sequence in self.rows if len(sequence.logit_rows)]
         return max(counts) if counts and min(counts) else 0
 
     @property
     def mode(self) -> Mode:
-        """That of all its rows."""
-        (mode,) = {own.mode for own in self.rows}
-        return mode
+        """Returns the mode of all its rows."""
+        return self.rows[0].mode
 
 
 class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
-    `cache_kind` names the form of a saved cache: only a cache of the same kind can load it.
-    `takes_trees`: rows of a branch may follow any earlier row, not only the newest. `takes_drafts`:
-    some rows of a branch may be kept and the others forgotten. `rows_agree`: a
-    row's logits are the same, bit for bit, however many rows its pass has.
+    Attributes:
+        name: Name in `BACKENDS`.
+        cache_kind: Form of a saved cache. Only a cache of the same kind can load it.
+        model: Facts of the model.
+        weight_bytes_per_step: Bytes of weights that one decode step reads.
+        takes_trees: True: a row of a branch may follow any earlier row, not only the newest.
+        takes_drafts: True: some rows of a branch may be kept and the others forgotten.
+        rows_agree: True: a row's logits are the same, bit for bit, however many rows its pass has.
     """
 
     name: str
@@ -337,43 +423,71 @@ class Backend(Protocol[C]):
 
     @property
     def paged(self) -> "PagedBackend | None":
-        """Itself, where its sessions live in the paged cache over a bundle's graph."""
+        """Returns itself if its sessions live in the paged cache over a graph, else None."""
         ...
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, or None for a model that takes ids only."""
+        """Returns the model's tokenizer, None for a model that takes ids only."""
         ...
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
-        """What a session gets for what was asked.
+        """Decides what a session gets.
 
-        Raises `UsageError`, `BudgetError` naming the smallest budget that works, and
-        `BackendError` for what this backend cannot do.
+        Args:
+            request: What was asked for.
+
+        Returns:
+            What the session holds, with its bytes.
+
+        Raises:
+            UsageError: For a value that is not possible.
+            BudgetError: For a budget that is too small. The message names the smallest one that
+                works.
+            BackendError: For what this backend cannot do.
         """
         ...
 
     def open_cache(self, config: SessionConfig) -> C:
-        """An empty cache as `config` says."""
+        """Opens an empty cache.
+
+        Args:
+            config: What it holds, from `session_config`.
+
+        Returns:
+            The cache, whose memory is allocated.
+
+        Raises:
+            BackendError: Where it cannot be opened.
+        """
         ...
 
     def check_mode(self, mode: Mode) -> None:
-        """Raises `BackendError` for a mode that passes of this backend cannot have."""
+        """Raises `BackendError` for a mode that this backend's passes cannot have."""
         ...
 
     def forward(self, one_pass: Pass[C]) -> list[NDArray[np.float32]]:
-        """Of each sequence the logits float32 [R, V] of its wanted rows.
+        """Computes one pass and writes the rows' keys and values into their caches.
 
-        Writes the rows' K and V into the caches, which this backend opened and in which they are
-        begun. A sequence's result does not depend on the others of the pass.
+        A sequence's result does not depend on the others of the pass.
+
+        Args:
+            one_pass: The rows of all sequences. They were begun in caches that this backend opened.
+
+        Returns:
+            For each sequence float32 [R, V], the logits of its `logit_rows`.
+
+        Raises:
+            CacheError: Where the model could not be computed.
+            BackendError: For rows that this backend cannot compute, or after `close`.
         """
         ...
 
     def resident(self) -> Resident | None:
-        """What of its experts is in memory; None where nothing bounds that."""
+        """Returns what of its experts is in memory; None where nothing limits that."""
         ...
 
     def close(self) -> None:
-        """Gives the weights' memory back; the backend cannot be used afterwards."""
+        """Frees the weights' memory; the backend cannot be used afterwards."""
         ...
 
 
@@ -381,16 +495,17 @@ def forward_chain(
     backend: Backend[C],
     cache: C,
     ids: NDArray[np.int64],
-    wanted: NDArray[np.int64],
+    logit_rows: NDArray[np.int64],
     *,
     rope_long: bool = False,
 ) -> NDArray[np.float32]:
-    """Logits float32 [R, V] of `wanted` among the tokens `ids` [T], which `cache` then holds too.
+    """Returns the logits float32 [R, V] of `logit_rows` among the tokens `ids` [T].
 
-    For measuring and calibrating; what generates text has a `Sequence`.
+    `cache` holds the tokens afterwards. This is for measuring and calibrating; what generates text
+    has a `TokenSequence`.
     """
     cache.begin(len(ids))
-    rows = sequence_pass(cache, ids, wanted)
+    rows = sequence_pass(cache, ids, logit_rows)
     logits = backend.forward(Pass(rows=(rows,), rope_long=rope_long))[0]
     cache.commit(range(len(ids)))
     return logits
@@ -404,15 +519,24 @@ def open_backend(
     device: str = gpu.PROCESSOR,
     weights_budget: int | None = None,
 ) -> Backend[Any]:
-    """The backend called `name` (or the best one for `auto`) with the weights of `files` loaded.
+    """Opens the backend called `name` with the weights of `files` loaded.
 
-    `device` as in `gpu.chosen`; `weights_budget`: bytes of experts that may be in memory, None:
-    as the system likes. Raises `UsageError` for an unknown name and `BackendError` for one
-    that cannot run here or does not read these files.
+    Args:
+        name: A row of `BACKENDS`, or `auto` for the best one.
+        files: The bundle or GGUF file.
+        threads: Threads of the processor.
+        device: As in `gpu.usable_device`.
+        weights_budget: Bytes of experts that may be in memory. None: no limit.
+
+    Raises:
+        UsageError: For an unknown name.
+        BackendError: For a backend that cannot run here or does not read these files.
     """
-    bound: dict[str, Any] = {} if weights_budget is None else {"weights_budget": weights_budget}
-    if (found := gpu.chosen(device)) != gpu.PROCESSOR:
-        return _open_on(found, name, files, threads=threads, asked=device, bound=bound)
+    options: dict[str, Any] = {} if weights_budget is None else {"weights_budget": weights_budget}
+    if (chosen_device := gpu.usable_device(device)) != gpu.PROCESSOR:
+        return _open_on(
+            chosen_device, name, files, threads=threads, requested_device=device, options=options
+        )
     if name == "auto":
         name, reason = choose(files)
         if reason is not None:
@@ -424,52 +548,55 @@ def open_backend(
     elif not _load(name).reads(files):
         possible = ", ".join(other for other in PREFERENCE if _load(other).reads(files))
         raise BackendError(f"the {name} backend does not read {files.path}; {possible} can")
-    if bound and name != DEVICE_BACKEND:
+    if options and name != DEVICE_BACKEND:
         raise BackendError(
             f"{argument('weights_budget')} is for bundles on the {DEVICE_BACKEND} backend, whose "
             f"weights are mapped; {files.path} runs on {name} here, so leave it out"
         )
-    return _load(name)(files, threads=threads, **bound)
+    return _load(name)(files, threads=threads, **options)
 
 
 def _open_on(
-    found: str,
+    device: str,
     name: str,
     files: ModelFiles,
     *,
     threads: int,
-    asked: str,
-    bound: Mapping[str, Any],
+    requested_device: str,
+    options: Mapping[str, Any],
 ) -> Backend[Any]:
-    """The one backend that runs on a device; on the processor where nobody insists on another."""
+    """Opens the backend that runs on `device`.
+
+    Where `auto` was asked for and this fails, it opens one on the processor instead.
+    """
     try:
         if name not in ("auto", DEVICE_BACKEND) or not _load(DEVICE_BACKEND).reads(files):
             raise BackendError(
-                f"{files.path} runs on {found} by the {DEVICE_BACKEND} backend alone, which reads "
+                f"{files.path} runs on {device} by the {DEVICE_BACKEND} backend alone, which reads "
                 f"bundles; {argument('device', 'cpu')} runs it on the processor"
             )
-        return _load(DEVICE_BACKEND)(files, threads=threads, device=found, **bound)
+        return _load(DEVICE_BACKEND)(files, threads=threads, device=device, **options)
     except BackendError as error:
-        if asked != "auto":
+        if requested_device != "auto":
             raise
         logger.warning("running on the processor: %s", error)
-    return open_backend(name, files, threads=threads, **bound)
+    return open_backend(name, files, threads=threads, **options)
 
 
 def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
-    """What a session on the best backend that reads `files` would hold, told from them alone.
+    """Returns what a session on the best backend for `files` would hold, without loading weights.
 
-    Without a budget it gives up none of its tokens, by default the model's context. Loads no
-    weights, and asks not whether the backend can run here. Raises what `session_config` would.
+    Without a budget it gives up none of its tokens, by default the model's context. Whether the
+    backend can run here is not checked. Raises what `session_config` would.
     """
     name = next(name for name in PREFERENCE if _load(name).reads(files))
     return _load(name).estimate(files, request, threads=threads)
 
 
 def bounded_experts(files: ModelFiles, budget_bytes: int) -> ExpertBytes:
-    """The experts of `files`, of which so many bytes may be in memory.
+    """Returns the experts of `files`, of which `budget_bytes` may be in memory.
 
-    Raises `BackendError` where that bounds nothing, and where it cannot hold one of them.
+    Raises `BackendError` where there are none, and where the budget cannot hold one of them.
     """
     experts = files.experts
     if experts is None:
@@ -487,21 +614,23 @@ def bounded_experts(files: ModelFiles, budget_bytes: int) -> ExpertBytes:
 
 
 def missing(name: str) -> str | None:
-    """Why backend `name` cannot run here, or None when it can."""
+    """Returns why backend `name` cannot run here, None if it can."""
     return _load(name).missing()
 
 
 def choose(files: ModelFiles) -> tuple[str, str | None]:
-    """The backend `auto` takes for these files, and why it is not the fastest, or None if it is.
+    """Returns the backend that `auto` takes for these files, and why it is not the fastest.
 
-    Raises `BackendError` when none can run here.
+    The reason is None if it is the fastest. Raises `BackendError` when none can run here.
     """
-    readers = [name for name in PREFERENCE if _load(name).reads(files)]
-    name = next((name for name in readers if missing(name) is None), None)
-    reason = missing(readers[0])
-    if name is None:
-        raise BackendError(f"{files.path} cannot run here: {reason}")
-    return name, reason
+    first_reason: str | None = None
+    for name in PREFERENCE:
+        if _load(name).reads(files):
+            reason = missing(name)
+            first_reason = first_reason or reason
+            if reason is None:
+                return name, first_reason
+    raise BackendError(f"{files.path} cannot run here: {first_reason}")
 
 
 def _load(name: str) -> Any:

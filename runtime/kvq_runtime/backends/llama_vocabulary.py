@@ -1,7 +1,7 @@
 """A GGUF file's own vocabulary, as llama.cpp cuts texts with it, and its control tokens.
 
-Knows no session. What is special is what the file says (types control and unknown) and what is
-written like a control token, as for a tokenizer.json.
+A token is special if the file says so (types control and unknown) or if it is written like a
+control token, as for a tokenizer.json.
 """
 
 import ctypes
@@ -16,21 +16,19 @@ from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.slices import encoded_up_to
 from kvq_models.tokenizer import Tokenizer, looks_like_control
 from kvq_runtime.backends.llama_library import LlamaModel
-from kvq_runtime.gguf_file import GgufFile
+from kvq_runtime.bundle.gguf_file import GgufFile
 
 _KEYS = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _NO_VOCABULARY = 0
 _PIECE_BYTES = 64
-# llama.cpp cuts a text into words by `std::regex`, which recurses for every character of a word: 30
-# thousand of them overflow a stack of 8 MiB and end the program.
+# llama.cpp cuts a text into words by `std::regex`, which recurses for every character of a word. A
+# word of 30,000 characters overflows a stack of 8 MiB and ends the program.
 _LONG_RUN = re.compile(r"\S{4096}|\s{4096}")
-# An answer of this many tokens means that they cannot be counted.
-_OVERFLOW = -(1 << 31)
 
 
 def tokenizer_of(model: LlamaModel, file: GgufFile) -> Tokenizer | None:
-    """The tokenizer of a file, or None for a file without a vocabulary."""
+    """Returns the tokenizer of a file, None for a file without a vocabulary."""
     functions = model.library.functions
     if functions.llama_vocab_type(model.vocabulary) == _NO_VOCABULARY:
         return None
@@ -39,7 +37,7 @@ def tokenizer_of(model: LlamaModel, file: GgufFile) -> Tokenizer | None:
 
 
 class LlamaVocabulary:
-    """`kvq_models.tokenizer.Vocabulary` over llama.cpp."""
+    """Implements `kvq_models.tokenizer.TokenizerVocabulary` over llama.cpp."""
 
     def __init__(self, model: LlamaModel, file: GgufFile) -> None:
         self._model = model
@@ -56,7 +54,7 @@ class LlamaVocabulary:
         self.strips_space = marks_words and bool(adds_space)
 
     def encode(self, text: str, *, special: bool, most: int | None = None) -> list[int]:
-        """See `Vocabulary.encode`; llama.cpp lets other threads run."""
+        """Implements `Vocabulary.encode`; llama.cpp lets other threads run."""
         return encoded_up_to(most, text, lambda part: self._encode(part, special=special))
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
@@ -67,21 +65,19 @@ class LlamaVocabulary:
         ]
 
     def encode_bytes(self, text: bytes, *, special: bool) -> list[int]:
-        """Ids of any bytes; what is not UTF-8 is cut as llama.cpp sees fit."""
-        room = len(text) + 2
-        while True:
-            tokens = (ctypes.c_int32 * room)()
-            count = self._functions.llama_tokenize(
-                self._model.vocabulary, text, len(text), tokens, room, False, special
-            )
-            if count >= 0:
-                return tokens[:count]
-            if count == _OVERFLOW:
-                raise DataError(f"a text of {len(text)} bytes has too many tokens; split it")
-            room = -count
+        """Returns the ids of any bytes; what is not UTF-8 is cut as llama.cpp sees fit."""
+        # Each byte that is no UTF-8 becomes a character of three.
+        room = 3 * len(text) + 2
+        tokens = (ctypes.c_int32 * room)()
+        count = self._functions.llama_tokenize(
+            self._model.vocabulary, text, len(text), tokens, room, False, special
+        )
+        if count < 0:
+            raise DataError(f"a text of {len(text)} bytes has too many tokens; split it")
+        return tokens[:count]
 
     def piece_bytes(self, token: int) -> bytes:
-        """See `Vocabulary.piece_bytes`."""
+        """Implements `Vocabulary.piece_bytes`."""
         if not 0 <= token < self.size:
             return b""
         room = _PIECE_BYTES
@@ -95,24 +91,24 @@ class LlamaVocabulary:
             room = -count
 
     def every_piece(self) -> dict[int, bytes]:
-        """See `Vocabulary.every_piece`."""
+        """Implements `Vocabulary.every_piece`."""
         return {token: self.piece_bytes(token) for token in range(self.size)}
 
     def piece(self, token: int) -> str | None:
-        """See `Vocabulary.piece`."""
+        """Implements `Vocabulary.piece`."""
         return self._pieces[token] if 0 <= token < len(self._pieces) else None
 
     def token_id(self, content: str) -> int | None:
-        """See `Vocabulary.token_id`."""
+        """Implements `Vocabulary.token_id`."""
         return self._ids.get(content)
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        """Content -> id; of equal contents the first."""
+        """Maps contents to ids; of equal contents the first id counts."""
         return {piece: token for token, piece in reversed([*enumerate(self._pieces)])}
 
     def _parts(self, text: str) -> Iterator[str]:
-        """The text, cut within runs too long for llama.cpp's regular expressions."""
+        """Yields the text, cut within runs too long for llama.cpp's regular expressions."""
         start = 0
         for run in _LONG_RUN.finditer(text) if self._splits_words else ():
             yield text[start : run.end()]
@@ -135,10 +131,10 @@ def _control_tokens(
 ) -> ControlTokens:
     functions, handle = model.library.functions, model.vocabulary
 
-    def named(key: str, found: int) -> int | None:
-        """llama.cpp guesses ids the file does not name; a guess may be a word."""
-        given = f"{_KEYS}{key}_token_id" in file.contents.metadata
-        return found if found >= 0 and (given or found in vocabulary.special) else None
+    def named(key: str, token: int) -> int | None:
+        """Returns `token` if the file names it; else it may be a wrong guess of llama.cpp."""
+        is_named = file.contents.metadata.get(f"{_KEYS}{key}_token_id") == token
+        return token if token >= 0 and (is_named or token in vocabulary.special) else None
 
     bos = named("bos", functions.llama_vocab_bos(handle))
     ends = [

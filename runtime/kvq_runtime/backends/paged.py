@@ -1,52 +1,39 @@
-"""What the backends over a bundle's graph share: kvq's own cache, and what a bundle says.
-
-Knows no engine.
-"""
+"""The common part of the backends over a bundle's graph: kvq's own cache, and facts of a bundle."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache
-from kvq.classes import (
-    ClassedArena,
-    ClassedCache,
-    ClassedSpec,
-    first_classes,
-    open_cache,
-    spec_of,
-)
+from kvq.cache import Arena, Cache, CacheSpec
 from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan, PageForm
+from kvq.device_cache import storage_on
 from kvq.errors import BackendError, argument
 from kvq.formats import bytes_per_token
 from kvq.residency import Resident
-from kvq.sizing import Arena, CacheSpec
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime import gpu
 from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles, Pass
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
+from kvq_runtime.machine import gpu
 
 _PLAN = KvPlan()
 
-PagedCache = Cache | ClassedCache
-
 
 class PagedBackend(ABC):
-    """A bundle's graph, whose sessions live in the paged, quantised cache."""
+    """Runs a bundle's graph; its sessions live in the paged, quantised cache."""
 
     name: str
     cache_kind: str
     device = gpu.PROCESSOR
     takes_trees = takes_drafts = True
-    rows_agree = False  # matrix products of a library, which rounds as it likes
+    rows_agree = False  # a library's products round differently
 
     def __init__(self, bundle: Bundle, *, threads: int) -> None:
         self.model = _facts(bundle)
@@ -58,12 +45,12 @@ class PagedBackend(ABC):
 
     @property
     def paged(self) -> "PagedBackend":
-        """See `Backend.paged`."""
+        """Returns itself, see `Backend.paged`."""
         return self
 
     @property
     def draft_head(self) -> "PagedBackend":
-        """The model's draft head, opened once. Raises `BackendError` where there is none."""
+        """Returns the model's draft head, opened once; raises `BackendError` without one."""
         head = self.bundle.draft_head
         if head is None:
             raise BackendError(
@@ -81,45 +68,48 @@ class PagedBackend(ABC):
         return type(self)(head, threads=self.threads)
 
     @abstractmethod
-    def forward(self, one_pass: Pass[PagedCache]) -> list[NDArray[np.float32]]:
-        """See `Backend.forward`."""
+    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+        """Implements `Backend.forward`."""
 
     def resident(self) -> Resident | None:
-        """See `Backend.resident`; only one whose weights are mapped bounds them."""
+        """Returns None; only a backend whose weights are mapped limits experts in memory."""
         return None
 
     def close(self) -> None:
-        """See `Backend.close`; the draft head's too."""
+        """Implements `Backend.close`; the draft head's memory is freed too."""
         if self._draft_head is not None:
             self._draft_head.close()
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
-        """Whether these files hold a graph."""
+        """Returns whether these files hold a graph."""
         return files.has_onnx
 
     def tokenizer(self) -> Tokenizer | None:
-        """See `Backend.tokenizer`."""
+        """Implements `Backend.tokenizer`."""
         return self.bundle.tokenizer()
 
     @staticmethod
     def estimate(files: Bundle, request: SessionRequest, *, threads: int) -> Estimate:
-        """See `backends.estimate`."""
+        """Implements `backends.estimate`."""
         classes = files.config.cache_classes
-        held = _config(
+        config = _config(
             files, request.whole(files.config.context_length), threads, on_processor=True
         )
         return Estimate(
-            plan=held.plan,
-            context_tokens=held.context_tokens,
-            kv_bytes=held.budget_bytes,
-            bytes_per_token=lambda plan: sum(bytes_per_token(one.shape, plan) for one in classes),
+            session=_config(files, request, threads, on_processor=True),
+            plan=config.plan,
+            context_tokens=config.context_tokens,
+            kv_bytes=config.budget_bytes,
+            bytes_per_token=lambda plan: sum(
+                bytes_per_token(group.shape, plan) for group in classes
+            ),
         )
 
     def check_mode(self, mode: Mode) -> None:
-        """See `Backend.check_mode`."""
+        """Implements `Backend.check_mode`."""
         layers = self.bundle.config.num_layers
-        wrong = next((layer for layer in mode.silent if not 0 <= layer < layers), None)
+        wrong = next((layer for layer in mode.predicted if not 0 <= layer < layers), None)
         if wrong is not None:
             raise BackendError(f"layer {wrong} is none of the model's: 0 to {layers - 1}")
         if mode.fitted and mode.predicted[:1] != (self.model.fitted_layers,):
@@ -127,11 +117,10 @@ class PagedBackend(ABC):
                 f"{self.bundle.path} has no matrices that predict from layer {mode.predicted[:1]}; "
                 f"export it again with {argument('predict')}"
             )
-        if mode.silent and not self.bundle.config.uniform:
+        if mode.predicted and not self.bundle.config.uniform:
             raise BackendError(
-                f"layers of a {self.bundle.config.model_type} model cannot be left out of a pass: "
-                "others read what they pass on, or what they remember; draft by other means, and "
-                f"leave {argument('predict')} out"
+                f"layers of a {self.bundle.config.model_type} model cannot be predicted: others "
+                f"read what they pass on, or what they remember; leave {argument('predict')} out"
             )
         if not 0 <= mode.head_tokens <= self.model.vocab_size:
             raise BackendError(
@@ -140,27 +129,27 @@ class PagedBackend(ABC):
             )
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
-        """See `Backend.session_config`."""
+        """Implements `Backend.session_config`."""
         if request.draft_head:
-            _ = self.draft_head  # refused before any memory is taken
+            _ = self.draft_head  # raises before any memory is taken
         return _config(
             self.bundle, request, self.threads, on_processor=self.device == gpu.PROCESSOR
         )
 
-    def open_cache(self, config: SessionConfig) -> PagedCache:
-        """See `Backend.open_cache`."""
+    def open_cache(self, config: SessionConfig) -> Cache:
+        """Implements `Backend.open_cache`."""
         assert config.arena is not None
         return self.cache_in(config.arena)
 
-    def cache_in(self, arena: Arena | ClassedArena) -> PagedCache:
-        """An empty cache of this model in `arena`."""
+    def cache_in(self, arena: Arena) -> Cache:
+        """Returns an empty cache of this model in `arena`."""
         classes = self.bundle.config.cache_classes
-        return open_cache(
+        return Cache(
             arena,
-            weight_norms=[partial(self.bundle.weight_norms, one.layers) for one in classes],
+            weight_norms=[partial(self.bundle.weight_norms, group.layers) for group in classes],
             retrieval=self.bundle.retrieval,
             feedback=self.bundle.key_feedback,
-            engine=self.cache_kind if self.device == gpu.PROCESSOR else self.device,
+            storage=storage_on(self.device),
         )
 
 
@@ -168,13 +157,14 @@ def _config(
     bundle: Bundle, request: SessionRequest, threads: int, *, on_processor: bool
 ) -> SessionConfig:
     model, manifest = bundle.config, bundle.manifest
-    given = request.context_tokens
+    context_tokens = request.context_tokens
     classes = class_fields(model, bundle.forms)
     drafting = model.drafting if request.draft_head else None
-    spec = spec_of(
-        classes + ([] if drafting is None else class_fields(drafting)),
+    spec = CacheSpec.of(
+        *classes,
+        *([] if drafting is None else class_fields(drafting)),
         plan=request.plan(manifest.kv),
-        context_tokens=model.context_length if given is None else given,
+        context_tokens=model.context_length if context_tokens is None else context_tokens,
         budget=request.kv_budget,
         chunk_tokens=request.chunk_tokens,
         draft_tokens=request.draft_tokens,
@@ -185,19 +175,18 @@ def _config(
         offload_bytes=request.offload_bytes,
         offload_file=on_processor,
     )
-    arena = _widest(spec.shortened() if given is None else spec, request).resolved()
-    whole = _held(arena, spec, request.seed)
+    arena = _widest(spec.shortened() if context_tokens is None else spec, request).resolved()
+    whole = _session_config(arena, spec, request.seed)
     if drafting is None:
         return whole
-    assert isinstance(arena, ClassedArena)
-    own, last = first_classes(arena, len(classes)), arena.parts[-1]
-    return replace(_held(own, spec, request.seed), draft_head=_held(last, spec, request.seed))
+    return replace(
+        _session_config(arena.first(len(classes)), spec, request.seed),
+        draft_head=_session_config(arena.last(), spec, request.seed),
+    )
 
 
-def _held(
-    arena: Arena | ClassedArena, spec: CacheSpec | ClassedSpec, seed: int | None
-) -> SessionConfig:
-    """What a sequence in this arena holds."""
+def _session_config(arena: Arena, spec: CacheSpec, seed: int | None) -> SessionConfig:
+    """Returns what a sequence in this arena holds."""
     return SessionConfig(
         plan=arena.plan,
         context_tokens=arena.context_tokens,
@@ -213,20 +202,28 @@ def _held(
 
 
 def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[dict[str, Any]]:
-    """What of a `CacheSpec` is each class's own; `forms` are of all streams, or none."""
-    found: list[dict[str, Any]] = [
-        {"shape": one.shape, "windows": one.windows, "readers": one.readers, "forms": tuple(own)}
-        for one, own in zip(config.cache_classes, config.by_class(forms), strict=True)
+    """Returns the fields of `ClassSpec` that differ between classes of layers.
+
+    `forms` are those of all KV heads, or empty.
+    """
+    fields: list[dict[str, Any]] = [
+        {
+            "shape": group.shape,
+            "windows": group.windows,
+            "readers": group.readers,
+            "forms": tuple(class_forms),
+        }
+        for group, class_forms in zip(config.cache_classes, config.by_class(forms), strict=True)
     ]
-    found[0] |= {"conv": config.conv_shape, "delta": config.delta_shape}
-    return found
+    fields[0] |= {"conv": config.conv_shape, "delta": config.delta_shape}
+    return fields
 
 
-def _widest(spec: CacheSpec | ClassedSpec, request: SessionRequest) -> CacheSpec | ClassedSpec:
-    """The spec at 8:8 where its bytes cannot hold the context and nobody chose widths.
+def _widest(spec: CacheSpec, request: SessionRequest) -> CacheSpec:
+    """Returns the spec at 8:8 where its bytes cannot hold the context and nobody chose widths.
 
-    The default policy then takes bits where they cost least, and of two real models kept more so
-    than from pages that enter at 4:4. A budget in tokens is one at the plan's widths.
+    The default policy then takes bits where they cost least, which keeps more quality than pages
+    that enter at 4:4. A budget in tokens counts at the plan's widths.
     """
     widths, usual = (spec.plan.k_bits, spec.plan.v_bits), (_PLAN.k_bits, _PLAN.v_bits)
     chosen = (request.k_bits, request.v_bits) != (None, None) or widths != usual
@@ -251,21 +248,12 @@ def _facts(bundle: Bundle) -> ModelFacts:
         short_rope_tokens=_short_rope_tokens(config),
         fitted_layers=bundle.fitted_layers,
         state_width=config.hidden_size if config.has_states else 0,
-        drafts_method=_drafts_method(manifest.quality or {}),
+        embedding=manifest.embedding,
         sampling=Sampling(**manifest.sampling),
     )
 
 
-def _drafts_method(quality: Mapping[str, Any]) -> str | None:
-    """What the export's report recommends."""
-    found: object = quality.get("drafts")
-    if not isinstance(found, Mapping):
-        return None
-    method: object = cast(Mapping[str, object], found).get("method")
-    return method if isinstance(method, str) else None
-
-
 def _short_rope_tokens(config: ModelConfig) -> int | None:
-    """The longest context of the first rotary table, if the model has a second one."""
+    """Returns the longest context of the first rotary table, if the model has a second one."""
     limits = [rope.original_context for rope in config.ropes if rope.long_inv_freq is not None]
     return min((limit for limit in limits if limit is not None), default=None)

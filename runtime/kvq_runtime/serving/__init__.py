@@ -1,5 +1,5 @@
-"""Many sequences over one model: slots, prefix reuse, saving, scheduling, one pass for all rows.
+"""Many sequences over one model: slots, prefix reuse, saving, scheduling, shared passes.
 
-Whoever has requests (an HTTP server, an editor's language server) hands them to a `SessionPool`
-and reads their outboxes. Knows no protocol and no screen.
+A server, such as one for HTTP or an editor's language server, gives requests to a `SessionPool` and
+reads their outboxes. No protocol is known here.
 """

@@ -1,7 +1,7 @@
 """One request on its way through a pool: its prompts, its choices, its numbers.
 
-`work` is a generator that yields the rows it needs a pass for: between two passes the pool may do
-something else, or never come back.
+`work` is a generator that yields requests for passes. Between two passes the pool may do something
+else, or close it.
 """
 
 from collections.abc import Sequence
@@ -10,34 +10,42 @@ from time import monotonic
 from typing import Any
 
 from kvq.config import DEFAULT_DRAFT_TOKENS
-from kvq_runtime.alternatives import Writer
-from kvq_runtime.answering import Aids
-from kvq_runtime.generation import GenerationOptions, Step
-from kvq_runtime.metrics import NO_ROUNDS, SessionStats
-from kvq_runtime.passes import Call, Work
-from kvq_runtime.serving.outbox import Delta, Failed, Finished, Outbox, Report, TokenLog
+from kvq_runtime.answer.alternatives import Writer
+from kvq_runtime.answer.generation import GenerationOptions, Step
+from kvq_runtime.answer.stop_strings import IndentLimit
+from kvq_runtime.sequence.passes import PassRequest, Work
+from kvq_runtime.serving.outbox import Delta, Failed, Finished, Measured, Outbox, Report, TokenLog
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.slots import Slot
-from kvq_runtime.session import Session
-from kvq_runtime.stop_strings import IndentLimit
+from kvq_runtime.session.answering import AnswerHelpers
+from kvq_runtime.session.metrics import NO_ROUNDS, SessionStats
+from kvq_runtime.session.session import Session
 
-# One token of an answer and a draft behind it: beside a pass's other rows they cost little.
+# Bytes of logits of a prompt's rows that are in memory at once.
+_SCORED_BYTES = 16 << 20
+# One token of an answer and the draft after it cost little beside a pass's other rows.
 BRIEF_ROWS = 1 + DEFAULT_DRAFT_TOKENS
+
+
+def scored_rows(session: Session[Any], chunk_tokens: int) -> int:
+    """Returns how many rows of a prompt are scored in one pass, by the bytes of their logits."""
+    return max(1, min(chunk_tokens, _SCORED_BYTES // (4 * session.vocab_size)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """What every job needs of the model: its ends, and tokens of a prompt per pass."""
+    """Holds what every job needs to know: the model's end tokens, and prompt tokens per pass."""
 
     stop_ids: frozenset[int]
     chunk_tokens: int
 
 
 class Job:
-    """What one client asked for. Made by its handler, worked on by the pool's thread alone.
+    """Does what one client asked for. Its handler makes it; only the pool's thread works on it.
 
-    Setting `cancelled`, from anywhere, ends it before its next pass. `waits` is the pool's own:
-    it has a slot, but what that holds cannot be put aside yet; `call` is what it asks for next.
+    `cancelled`, which any thread may set, ends it before its next pass. `waits` belongs to the
+    pool: the job has a slot, but the slot's text is not saved yet. `pass_request` is what it asks
+    for next.
     """
 
     def __init__(self, request: GenerationRequest, outbox: Outbox) -> None:
@@ -45,7 +53,7 @@ class Job:
         self.outbox = outbox
         self.cancelled = False
         self.waits = False
-        self.call: Call[Any] | None = None
+        self.pass_request: PassRequest[Any] | None = None
         self.progress = (0, sum(map(len, request.prompts)))
         self._arrived = monotonic()
         self._queued_s = 0.0
@@ -62,55 +70,64 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """See `scheduler.PRIORITIES`."""
+        """Returns its rank, see `scheduler.PRIORITIES`."""
         return self.request.rank
 
     @property
     def brief(self) -> bool:
-        """Whether its next rows are few, as those of an answer are and a prompt's are not."""
-        return self.call is not None and len(self.call.rows.ids) <= BRIEF_ROWS
+        """Returns whether its next rows are few, like those of an answer and unlike a prompt's."""
+        return self.pass_request is not None and len(self.pass_request.rows.ids) <= BRIEF_ROWS
 
     @property
     def ready(self) -> bool:
-        """Whether a pass makes sense: it has begun and its reader keeps up, or it is to end."""
+        """Returns whether a pass makes sense.
+
+        It does where the job has begun and its reader keeps up, and where it is to end.
+        """
         return self.cancelled or not (self.waits or self.outbox.full)
 
     def work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
-        """Everything the request asked for, with the drafter and predictor that it asked for."""
-        asked = self.request.draft
-        aids = slot.session.aids(asked() if callable(asked) else None, self.request.predict)
+        """Does everything the request asked for, with the drafter and predictor it asked for."""
+        draft = self.request.draft
+        helpers = slot.session.helpers(draft() if callable(draft) else None, self.request.predict)
         try:
-            yield from self._work(slot, decoding, aids)
+            yield from self._work(slot, decoding, helpers)
         finally:
-            if callable(asked):
-                aids.drafting.close()
+            if callable(draft):
+                helpers.drafting.close()
 
-    def _work(self, slot: Slot, decoding: Decoding, aids: Aids[Any]) -> Work[Any, None]:
+    def _work(self, slot: Slot, decoding: Decoding, helpers: AnswerHelpers[Any]) -> Work[Any, None]:
         request, session = self.request, slot.session
         self._session = session
         self._edits_before = session.sequence.encoding.edited_tokens
         self._rounds_before = session.rounds
         self._queued_s = monotonic() - self._arrived
         index = 0
+        if request.pooled or request.compared:
+            yield from self._measure_prompts(slot, decoding.chunk_tokens, helpers)
+            return
         for ids, begin_with in request.read:
-            yield from self._read(slot, ids, decoding.chunk_tokens, aids)
+            if request.scored:
+                yield from self._score(slot, ids, index, decoding.chunk_tokens)
+            else:
+                yield from self._read(slot, ids, decoding.chunk_tokens, helpers)
             if request.max_tokens == 0:
                 self._finish(index, "length")
                 index += 1
                 continue
             if request.writer is not None:
-                yield from self._written(session, index, begin_with, request.writer)
+                yield from self._write_alternatives(session, index, begin_with, request.writer)
                 index += request.choices
                 continue
             if session.branches_fit(request.choices, request.max_tokens, begin_with):
-                yield from self._side_by_side(session, index, begin_with, decoding)
+                yield from self._write_side_by_side(session, index, begin_with, decoding)
                 index += request.choices
                 continue
             for choice in range(request.choices):
                 session.rollback(len(session.tokens) - len(ids))
                 session.reseed(request.seed + choice)
                 options = request.options(begin_with, choice)
-                yield from self._answer(session, index, options, decoding, aids)
+                yield from self._answer(session, index, options, decoding, helpers)
                 index += 1
 
     def fail(self, error: Exception) -> None:
@@ -118,7 +135,7 @@ class Job:
         self.outbox.put(Failed(error=error))
 
     def report(self, stats: SessionStats | None = None) -> Report:
-        """The numbers so far; `stats` are the session's, if somebody has just counted them."""
+        """Returns the numbers so far; `stats` are the session's, if they were just counted."""
         session = self._session
         if stats is None:
             stats = SessionStats() if session is None else session.stats()
@@ -139,29 +156,74 @@ class Job:
         )
 
     def _read(
-        self, slot: Slot, ids: Sequence[int], chunk_tokens: int, aids: Aids[Any]
+        self, slot: Slot, ids: Sequence[int], chunk_tokens: int, helpers: AnswerHelpers[Any]
     ) -> Work[Any, None]:
         """Brings the session to `ids`, a chunk at a time."""
-        cached = slot.align(ids, reuse=self.request.reuse, edits=self.request.edits, aids=aids)
+        cached = slot.align(
+            ids, reuse=self.request.reuse, edits=self.request.edits, helpers=helpers
+        )
         self._cached += cached
-        left = len(slot.session.sequence.ready())
-        self.progress = (self.progress[0] + len(ids) - left, self.progress[1])
-        while left:
-            self._prompt_s += yield from slot.session.reading(chunk_tokens, aids)
-            done, left = left, len(slot.session.sequence.due())
-            self._encoded += done - left
-            self.progress = (self.progress[0] + done - left, self.progress[1])
+        remaining = len(slot.session.sequence.ready())
+        self.progress = (self.progress[0] + len(ids) - remaining, self.progress[1])
+        while remaining:
+            self._prompt_s += yield from slot.session.reading(chunk_tokens, helpers)
+            done, remaining = remaining, len(slot.session.sequence.due())
+            self._encoded += done - remaining
+            self.progress = (self.progress[0] + done - remaining, self.progress[1])
 
-    def _side_by_side(
+    def _score(
+        self, slot: Slot, ids: Sequence[int], index: int, chunk_tokens: int
+    ) -> Work[Any, None]:
+        """Reads `ids` anew and sends the log-probability of each token after those before it."""
+        session, top = slot.session, self.request.top_logprobs
+        slot.align(ids, reuse=False)
+        logs, num_scored = (TokenLog(token=ids[0], logprob=None),), 1
+        self._send_scores(index, logs)
+        while session.sequence.due():
+            result = yield from session.scoring(scored_rows(session, chunk_tokens))
+            self._prompt_s += result.seconds
+            self._encoded += len(result.logits)
+            self.progress = (self.progress[0] + len(result.logits), self.progress[1])
+            # No token follows the last row.
+            rows = zip(ids[num_scored:], result.logits, strict=False)
+            logs = tuple(TokenLog.scored(logits, token, top) for token, logits in rows)
+            num_scored += len(logs)
+            self._send_scores(index, logs)
+
+    def _measure_prompts(
+        self, slot: Slot, chunk_tokens: int, helpers: AnswerHelpers[Any]
+    ) -> Work[Any, None]:
+        """Reads each prompt and sends its numbers: pooled states, or logits that are compared."""
+        request, session = self.request, slot.session
+        for index, ids in enumerate(request.prompts):
+            if request.pooled:
+                slot.align(ids, reuse=False)
+                values, seconds = yield from session.pooling(chunk_tokens)
+                self._prompt_s += seconds
+                self._encoded += len(ids)
+                self.progress = (self.progress[0] + len(ids), self.progress[1])
+            else:
+                yield from self._read(slot, ids, chunk_tokens, helpers)
+                logits = session.sequence.encoding.logits
+                assert logits is not None
+                values = logits[list(request.compared)]
+            self.outbox.put(Measured(index=index, values=values))
+
+    def _send_scores(self, index: int, logs: tuple[TokenLog, ...]) -> None:
+        """Sends the scores of a piece of the prompt to each of its choices, from `index` on."""
+        for choice in range(index, index + self.request.choices_of_prompt):
+            self.outbox.put(Delta(index=choice, text="", logs=logs))
+
+    def _write_side_by_side(
         self, session: Session[Any], index: int, begin_with: bytes, decoding: Decoding
     ) -> Work[Any, None]:
-        """All choices of a prompt, a token of each in every pass; see `branch_answers`."""
+        """Writes all choices of a prompt, a token of each in every pass; see `branch_answers`."""
         request, started = self.request, monotonic()
         options = request.options(begin_with)
         seeds = [request.seed + i for i in range(request.choices)]
         with session.branch_answers(seeds, options, distinct=request.distinct) as branched:
             indents = [IndentLimit(request.indent) for _ in range(request.choices)]
-            while branched.going:
+            while branched.running:
                 steps, seconds = yield from branched.stepping()
                 self._measure(seconds, len(steps), 0)
                 for choice, step in steps:
@@ -169,27 +231,31 @@ class Job:
                     if self._write(*args) is not None:
                         branched.leave(choice)
 
-    def _written(
+    def _write_alternatives(
         self, session: Session[Any], index: int, begin_with: bytes, writer: Writer
     ) -> Work[Any, None]:
-        """The choices of a prompt as `writer` writes them, those that it does not empty."""
+        """Lets `writer` write the choices of a prompt; there may be fewer than asked for."""
         request, started = self.request, monotonic()
-        found = yield from session.drafting(
+        alternatives = yield from session.drafting(
             request.choices,
             request.options(begin_with),
             writer,
             lambda: self.cancelled,
             exact=False,
         )
-        self._measure(monotonic() - started, sum(len(one.ids) for one in found), 0)
+        self._measure(
+            monotonic() - started, sum(len(alternative.ids) for alternative in alternatives), 0
+        )
         stats = session.stats()
-        for choice, one in enumerate(found, index):
-            self._new += len(one.ids)
-            each = zip(one.ids, one.logprobs, strict=True) if request.logprobs else ()
+        for choice, alternative in enumerate(alternatives, index):
+            self._new += len(alternative.ids)
+            each = (
+                zip(alternative.ids, alternative.logprobs, strict=True) if request.logprobs else ()
+            )
             logs = tuple(TokenLog(token=token, logprob=logprob) for token, logprob in each)
-            self.outbox.put(Delta(index=choice, text=one.text, logs=logs))
-            self._finish(choice, one.finish_reason, stats=stats)
-        for choice in range(index + len(found), index + request.choices):
+            self.outbox.put(Delta(index=choice, text=alternative.text, logs=logs))
+            self._finish(choice, alternative.finish_reason, stats=stats)
+        for choice in range(index + len(alternatives), index + request.choices):
             self._finish(choice, "stop", stats=stats)
 
     def _answer(
@@ -198,39 +264,39 @@ class Job:
         index: int,
         options: GenerationOptions,
         decoding: Decoding,
-        aids: Aids[Any],
+        helpers: AnswerHelpers[Any],
     ) -> Work[Any, None]:
-        """One choice, token by token."""
+        """Writes one choice, token by token."""
         generation = session.begin(options)
-        started, held = monotonic(), len(session.tokens)
+        started, tokens_before = monotonic(), len(session.tokens)
         indent = IndentLimit(self.request.indent)
         reason = None
         while reason is None:
-            steps, seconds = yield from session.stepping(generation, aids=aids)
+            steps, seconds = yield from session.stepping(generation, helpers=helpers)
             if not generation.begun:
                 self._prompt_s += seconds
                 continue
-            self._measure(seconds, len(steps), len(session.tokens) - held - len(steps))
+            self._measure(seconds, len(steps), len(session.tokens) - tokens_before - len(steps))
             for step in steps:
                 reason = self._write(index, step, indent, started, decoding.stop_ids)
                 if reason is not None:
                     break
 
     def _measure(self, seconds: float, written: int, healed: int) -> None:
-        """A round that wrote so many tokens took this long; the first answers the prompt."""
+        """Counts a round that wrote `written` tokens; the first one answers the prompt."""
         if self._new:
             self._decoded += written
             self._decode_s += seconds
         else:
             self._ttft_s = monotonic() - self._arrived
             self._prompt_s += seconds
-            # Tokens that only spell the prompt's end went through the model as well.
+            # Tokens that only spell the prompt's end went through the model, too.
             self._encoded += healed
 
     def _write(
         self, index: int, step: Step, indent: IndentLimit, started: float, ends: frozenset[int]
     ) -> str | None:
-        """Sends a step's text; why the choice ended, or None."""
+        """Sends a step's text; returns why the choice ended, or None."""
         self._new += 1
         reason = step.finish_reason
         text = indent.feed(step.text)
@@ -239,7 +305,9 @@ class Job:
         elif reason is None and self._out_of_time(started, text):
             reason = "length"
         text += indent.flush() if reason is not None else ""
-        hidden = step.logprob is None or (step.token in ends and step.finish_reason == "stop")
+        ended = step.token in ends and step.finish_reason == "stop"
+        # A reader of scores expects a row for every token.
+        hidden = step.logprob is None or (ended and not self.request.scored)
         logs = () if hidden else (TokenLog.of(step),)
         if text or logs:
             self.outbox.put(Delta(index=index, text=text, logs=logs))
@@ -248,7 +316,7 @@ class Job:
         return reason
 
     def _out_of_time(self, started: float, text: str) -> bool:
-        """Whether the time for an answer is over and a line has just ended."""
+        """Decides whether the time for an answer is over and a line has just ended."""
         limit_ms = self.request.time_limit_ms
         return limit_ms > 0 and "\n" in text and (monotonic() - started) * 1e3 > limit_ms
 

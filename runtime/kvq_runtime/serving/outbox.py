@@ -1,7 +1,7 @@
-"""What the engine says about one request, on its way to one reader.
+"""The events of one request, on their way to one reader.
 
-The engine's thread puts, the reader takes. Text that a slow reader has not taken yet is merged,
-and a full outbox says so: then its request is not stepped, and nobody else is disturbed.
+The engine's thread puts events in and the reader takes them out. Text that waits for a slow reader
+is merged. A full outbox stops the steps of its own request and of no other.
 """
 
 from collections import deque
@@ -10,36 +10,50 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import monotonic
 
-from kvq_runtime.generation import Step
-from kvq_runtime.metrics import NO_ROUNDS, Rounds, SessionStats
+import numpy as np
+from numpy.typing import NDArray
 
-# Merging stops here, so that one event stays a bounded piece of work.
+from kvq_runtime.answer.generation import Step
+from kvq_runtime.answer.sampling import likeliest, log_probability
+from kvq_runtime.session.metrics import NO_ROUNDS, Rounds, SessionStats
+
+# Merging stops at this size, so that one event stays a bounded piece of work.
 _EVENT_BYTES = 16 << 10
 _LOG_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLog:
-    """One token, its natural log-probability, and the likeliest `top` (token, log-probability)."""
+    """Holds one token, its natural log-probability, and the likeliest `top` tokens with theirs.
+
+    `logprob` is None for a text's first token, which follows nothing.
+    """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
 
     @classmethod
+    def scored(cls, logits: NDArray[np.float32], token: int, top: int) -> "TokenLog":
+        """Makes the log of a prompt's `token`, which came after these logits."""
+        logprob = log_probability(logits, token)
+        return cls(token=token, logprob=logprob, top=likeliest(logits, top))
+
+    @classmethod
     def of(cls, step: Step) -> "TokenLog":
-        """That of a step whose log-probability was asked for."""
+        """Makes the log of a step whose log-probability was asked for."""
         assert step.logprob is not None
         return cls(token=step.token, logprob=step.logprob, top=step.top)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a request cost so far. Milliseconds; rates in tokens per second, 0 when unmeasured.
+    """Holds what a request cost so far, in milliseconds and tokens.
 
-    `ttft_ms` is from the request's arrival to its first token, waiting included; `prompt_ms` and
-    `decode_ms` are the engine's own time; `rounds` are the request's, `stats` its session's, which
-    holds `context_tokens`. `edited_tokens` are new ones in the middle of a text that was kept.
+    Rates are in tokens per second, 0 when unmeasured. `ttft_ms` is from the request's arrival to
+    its first token, waiting included. `prompt_ms` and `decode_ms` are the engine's own time.
+    `rounds` are the request's. `stats` are its session's, which holds `context_tokens`.
+    `edited_tokens` are new ones in the middle of a text that was kept.
     """
 
     prompt_tokens: int = 0
@@ -59,7 +73,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """Text that choice `index` gained, and the tokens it came from where these were asked for."""
+    """Holds text that choice `index` gained, and its tokens where these were asked for."""
 
     index: int
     text: str
@@ -67,13 +81,21 @@ class Delta:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it keeps in memory, about."""
-        return 4 * len(self.text) + sum(_LOG_BYTES * (1 + len(log.top)) for log in self.logs)
+        """Returns the bytes it takes in memory, about."""
+        return 4 * len(self.text) + sum([_LOG_BYTES * (1 + len(log.top)) for log in self.logs])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Holds the numbers that prompt `index` gave in place of a text."""
+
+    index: int
+    values: NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """Choice `index` ended: stop, perhaps at `stop_string`, or length."""
+    """Says that choice `index` ended: `stop`, perhaps at `stop_string`, or `length`."""
 
     index: int
     reason: str
@@ -83,23 +105,26 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """The whole request ended well."""
+    """Says that the whole request ended well."""
 
     report: Report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """The request ended with `error`, before or after some text."""
+    """Says that the request ended with `error`, before or after some text."""
 
     error: Exception
 
 
-Event = Delta | Finished | Done | Failed
+Event = Delta | Measured | Finished | Done | Failed
 
 
 class Outbox:
-    """A bounded queue of events. `notify` is called after every put, from the engine's thread."""
+    """Queues events up to a limit of bytes; calls `notify` after every put.
+
+    The engine's thread calls `notify`.
+    """
 
     def __init__(self, limit_bytes: int, notify: Callable[[], None]) -> None:
         self._limit_bytes = limit_bytes
@@ -111,21 +136,21 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether the engine should wait for the reader."""
+        """Returns whether the engine should wait for the reader."""
         return self._full_since is not None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that wait for the reader."""
+        """Returns the bytes that wait for the reader."""
         return self._num_bytes
 
     def stalled_s(self) -> float:
-        """Seconds it has been full without being read."""
+        """Returns for how many seconds it has been full without being read."""
         since = self._full_since
         return 0.0 if since is None else monotonic() - since
 
     def put(self, event: Event) -> None:
-        """Adds an event; text joins the last one's when that still waits."""
+        """Adds an event; text joins the last event's text if that still waits."""
         with self._lock:
             last = self._events[-1] if self._events else None
             if (
@@ -146,7 +171,7 @@ class Outbox:
         self._notify()
 
     def take(self) -> Event | None:
-        """The oldest event, or None when there is none."""
+        """Returns the oldest event, or None when there is none."""
         with self._lock:
             if not self._events:
                 return None

@@ -1,8 +1,8 @@
 """The one thread that touches the model: it loads it, then serves all running jobs pass by pass.
 
-Everything else (sockets, JSON, tokenizing) happens in other threads, which talk to this one
-through `submit`, `cancel` and each job's outbox. A pass holds the rows of many jobs: of everyone
-who writes, and of one who reads a prompt, since the weights are read once for all of them.
+Everything else (sockets, JSON, tokenizing) happens in other threads. They talk to this one through
+`submit`, `cancel` and each job's outbox. A pass holds the rows of many jobs, since the weights are
+read once for all of them: the rows of every job that writes, and of one that reads a prompt.
 """
 
 import logging
@@ -14,14 +14,14 @@ from typing import Any, Generic, TypeVar
 
 from kvq.errors import KvqError, argument
 from kvq_runtime.backends import Backend
-from kvq_runtime.metrics import NO_ROUNDS, Rounds
-from kvq_runtime.passes import Passed, SharedPassError, Work, forward_all
+from kvq_runtime.sequence.passes import PassResult, SharedPassError, Work, forward_all
 from kvq_runtime.serving.job import Decoding, Job
 from kvq_runtime.serving.outbox import Done, Failed, Report
-from kvq_runtime.serving.request import PoolError, leaving
+from kvq_runtime.serving.request import PoolError, shutdown_error
 from kvq_runtime.serving.scheduler import Scheduler
 from kvq_runtime.serving.slots import Slot, Slots
-from kvq_runtime.session import Session
+from kvq_runtime.session.metrics import NO_ROUNDS, Rounds
+from kvq_runtime.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +30,26 @@ LARGEST_CHUNK_TOKENS = 256
 # A pass should not take longer than this while others wait.
 PASS_TARGET_S = 0.05
 _PROBE_TOKENS = 64
-# An edited text is encoded again, a piece at a time, when nobody has asked for so long.
+# An edited text is encoded again, a piece at a time, after so many idle seconds.
 IDLE_REFRESH_S = 0.3
-# A job that waits for its reader is looked at again this often.
+# A job that waits for its reader is checked this often.
 _STALL_CHECK_S = 0.5
-# Requests this far back tell how long one takes.
+# Weight of the newest request in the mean time of one.
 _RECENT = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolConfig:
-    """How much a pool holds and how long it waits.
+    """Says how much a pool holds and how long it waits.
 
-    `sessions` slots are opened at the start and no more later; `queue` requests may wait for
-    one. `chunk_tokens` of a prompt go through the model at once, None: as many as take about
-    50 ms, measured at the start. A session idle for `idle_save_s` is saved; what is written ahead
-    of a reader may wait for `stall_s`.
+    Attributes:
+        sessions: Slots, which are all opened at the start.
+        queue: Requests that may wait for a slot.
+        chunk_tokens: Tokens of a prompt in one pass. None: as many as take about 50 ms, measured at
+            the start.
+        idle_save_s: A session that is idle for so many seconds is saved.
+        stall_s: Seconds that text may wait for its reader.
+        contended_stall_s: The same while other requests wait for a slot.
     """
 
     sessions: int = 4
@@ -53,11 +57,12 @@ class PoolConfig:
     chunk_tokens: int | None = None
     idle_save_s: float = 2.0
     stall_s: float = 120.0
+    contended_stall_s: float = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """A loaded model and its slots; `close` frees the weights."""
+    """Holds a loaded model and its slots; `close` frees the weights."""
 
     backend: Backend[Any]
     stop_ids: frozenset[int]
@@ -66,18 +71,18 @@ class Served:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens a session holds at most."""
+        """Returns how many tokens a session holds at most."""
         return self.slots.all[0].session.config.context_tokens
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot's KV cache."""
+        """Returns the bytes of one slot's KV cache."""
         return self.slots.all[0].session.config.budget_bytes
 
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """Totals since the start, changed by the pool's thread; `steps` counts passes."""
+    """Counts totals since the start; only the pool's thread changes them. `steps` are passes."""
 
     refused: int = 0
     cancelled: int = 0
@@ -93,7 +98,7 @@ class Counts:
     _recent_s: float = 1.0
 
     def add(self, report: Report, *, failed: bool) -> None:
-        """A job ended."""
+        """Adds a job that ended."""
         self.finished += 1
         self.failed += failed
         self.prompt_tokens += report.prompt_tokens
@@ -105,13 +110,13 @@ class Counts:
         self._recent_s += _RECENT * (seconds - self._recent_s)
 
     def mean_s(self) -> float:
-        """Engine seconds of a recent request, about."""
+        """Returns the engine's seconds for a recent request, about."""
         return self._recent_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Run:
-    """A job with its slot and the work it has left."""
+class _RunningJob:
+    """Holds a job with its slot and the work that is left."""
 
     job: Job
     slot: Slot
@@ -122,7 +127,7 @@ S = TypeVar("S", bound=Served)
 
 
 class SessionPool(Generic[S]):
-    """Runs `load` once and then every submitted job, until `stop`."""
+    """Calls `load` once and then runs every submitted job, until `stop`."""
 
     def __init__(
         self, load: Callable[[], S], config: PoolConfig, on_change: Callable[[], None]
@@ -138,58 +143,58 @@ class SessionPool(Generic[S]):
         self._stopping = False
         self._ended = False
         self._scheduler: Scheduler[Job] = Scheduler(slots=config.sessions, queue=config.queue)
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, _RunningJob] = {}
         self._arriving: list[Job] = []
         self._decoding: Decoding | None = None
         self._thread = Thread(target=self._main, name="kvq-pool", daemon=True)
 
     def start(self) -> None:
-        """Begins to load."""
+        """Begins to load the model."""
         self._thread.start()
 
     @property
     def ready(self) -> bool:
-        """Whether the model is loaded."""
+        """Returns whether the model is loaded."""
         return self._decoding is not None
 
     @property
     def ended(self) -> bool:
-        """Whether the thread has nothing more to do, perhaps because of `error`."""
+        """Returns whether the thread has nothing more to do, perhaps because of `error`."""
         return self._ended
 
     @property
     def busy(self) -> bool:
-        """Whether a job has a slot, begun or not."""
+        """Returns whether a job has a slot, begun or not."""
         return bool(self.running)
 
     @property
     def queue(self) -> tuple[int, int]:
-        """How many jobs wait and how many run."""
+        """Returns how many jobs wait and how many run."""
         with self._wake:
             return len(self._scheduler.waiting), len(self._scheduler.running)
 
     @property
     def waiting(self) -> tuple[Job, ...]:
-        """Jobs that have not begun."""
+        """Returns the jobs that have not begun."""
         with self._wake:
             return self._scheduler.waiting
 
     @property
     def running(self) -> tuple[Job, ...]:
-        """Jobs that have begun, or begin once the disk has what their slot held."""
+        """Returns the jobs that have begun, or begin once their slot's old text is on disk."""
         with self._wake:
             return self._scheduler.running
 
     @property
     def stopping(self) -> bool:
-        """Whether no further pass is made."""
+        """Returns whether no further pass is made."""
         return self._stopping
 
     def submit(self, job: Job) -> None:
-        """Queues `job`. Raises `PoolError` when the queue is full or the pool is leaving."""
+        """Queues `job`. Raises `PoolError` when the queue is full or the pool shuts down."""
         with self._wake:
             if self.draining or self._stopping:
-                raise leaving()
+                raise shutdown_error()
             if not self._scheduler.submit(job):
                 self.counts.refused += 1
                 raise PoolError(
@@ -207,7 +212,7 @@ class SessionPool(Generic[S]):
             self._wake.notify()
 
     def poke(self) -> None:
-        """Says that a reader took something, or that a session is on disk."""
+        """Wakes the pool: a reader took something, or a session is on disk."""
         with self._wake:
             self._wake.notify()
 
@@ -216,11 +221,11 @@ class SessionPool(Generic[S]):
         with self._wake:
             self.draining = True
             for job in self._scheduler.drop(lambda _: True):
-                job.fail(leaving())
+                job.fail(shutdown_error())
             self._wake.notify()
 
     def stop(self) -> None:
-        """Ends every job with an error, saves the sessions, frees the model; returns after it.
+        """Ends every job with an error, saves the sessions and frees the model, then returns.
 
         A model that is still being loaded is left to the end of the process.
         """
@@ -241,7 +246,7 @@ class SessionPool(Generic[S]):
         self._on_change()
 
     def _serve(self) -> None:
-        """Loads the model and takes turns until told to stop."""
+        """Loads the model and takes turns until `stop`."""
         self.served = self._load()
         self.served.slots.saved.writer.on_room = self.poke
         session = self.served.slots.all[0].session
@@ -255,13 +260,17 @@ class SessionPool(Generic[S]):
             pass
 
     def _turn(self, served: Served) -> bool:
-        """Begins the jobs that got a slot, else one pass of those that can go on, else a rest."""
+        """Begins the jobs that got a slot, else makes one pass, else rests.
+
+        Returns False at the end.
+        """
         with self._wake:
             if self._stopping:
                 return False
             for job in self._scheduler.drop(lambda job: job.cancelled):
                 self._cancelled(job)
             admitted = list(iter(self._scheduler.admit, None))
+            num_waiting = len(self._scheduler.waiting)
             if self._arriving and served.slots.saved.writer.has_room:
                 admitted, self._arriving = [*self._arriving, *admitted], []
             jobs = [] if admitted else self._scheduler.next()
@@ -269,14 +278,14 @@ class SessionPool(Generic[S]):
                 self._rest(served)
         for newcomer in admitted:
             self._begin(newcomer, served)
-        going_on = [run for job in jobs if (run := self._going_on(job, served)) is not None]
-        if going_on:
-            self._pass(going_on, served)
+        runs = [run for job in jobs if (run := self._continuing_run(job, served)) is not None]
+        if runs:
+            self._pass(runs, served)
         elif not self._runs and not self._arriving:
             assert self._decoding is not None
             if not served.slots.refresh_idle(IDLE_REFRESH_S, self._decoding.chunk_tokens):
                 served.slots.save_idle(self._config.idle_save_s)
-        self._end_stalled(served)
+        self._end_stalled(served, num_waiting)
         return True
 
     def _rest(self, served: Served) -> None:
@@ -312,12 +321,12 @@ class SessionPool(Generic[S]):
         if slot is None:
             self._arriving.append(job)
             return
-        run = _Run(job=job, slot=slot, work=job.work(slot, self._decoding))
+        run = _RunningJob(job=job, slot=slot, work=job.work(slot, self._decoding))
         self._runs[id(job)] = run
         self._resume(run, served, None)
 
-    def _going_on(self, job: Job, served: Served) -> _Run | None:
-        """The run of `job`, unless its client has left: then it ends."""
+    def _continuing_run(self, job: Job, served: Served) -> _RunningJob | None:
+        """Returns the run of `job`, or ends it if its client has left."""
         if job.waits:
             assert job.cancelled
             self._arriving.remove(job)
@@ -332,12 +341,14 @@ class SessionPool(Generic[S]):
         self._end(run, served)
         return None
 
-    def _pass(self, runs: list[_Run], served: Served) -> None:
-        """One pass for the rows of `runs`; one that fails is made again for each of them alone."""
+    def _pass(self, runs: list[_RunningJob], served: Served) -> None:
+        """Makes one pass for the rows of `runs`; if it fails, each of them gets a pass alone."""
         started = perf_counter()
-        answers: list[Passed] | list[Exception]
+        answers: list[PassResult] | list[Exception]
         try:
-            answers = forward_all([run.job.call for run in runs if run.job.call is not None])
+            answers = forward_all(
+                [run.job.pass_request for run in runs if run.job.pass_request is not None]
+            )
         except Exception as error:  # noqa: BLE001  given to the work that asked for the pass
             answers = [error if len(runs) == 1 else SharedPassError()] * len(runs)
         for run, answer in zip(runs, answers, strict=True):
@@ -347,13 +358,15 @@ class SessionPool(Generic[S]):
         self.counts.steps += 1
         self.counts.busy_s += perf_counter() - started
 
-    def _resume(self, run: _Run, served: Served, answer: Passed | Exception | None) -> None:
+    def _resume(
+        self, run: _RunningJob, served: Served, answer: PassResult | Exception | None
+    ) -> None:
         """Works on a job with the answer to its rows, up to its next pass or its end."""
         try:
             if isinstance(answer, Exception):
-                run.job.call = run.work.throw(answer)
+                run.job.pass_request = run.work.throw(answer)
             else:
-                run.job.call = next(run.work) if answer is None else run.work.send(answer)
+                run.job.pass_request = next(run.work) if answer is None else run.work.send(answer)
         except StopIteration:
             self._end(run, served, done=True)
         except Exception as error:  # noqa: BLE001  one request's fault must not end the pool
@@ -361,8 +374,10 @@ class SessionPool(Generic[S]):
             self._end(run, served, failed=True)
             run.job.fail(error)
 
-    def _end(self, run: _Run, served: Served, *, done: bool = False, failed: bool = False) -> None:
-        """Counts `run` before its client hears that it is `done`, and frees its slot."""
+    def _end(
+        self, run: _RunningJob, served: Served, *, done: bool = False, failed: bool = False
+    ) -> None:
+        """Counts `run` before its client learns that it is `done`, and frees its slot."""
         del self._runs[id(run.job)]
         report = run.job.report()
         self.counts.add(report, failed=failed)
@@ -385,34 +400,41 @@ class SessionPool(Generic[S]):
         self.counts.cancelled += 1
         logger.info("a client left: its request ended after %d tokens", job.report().new_tokens)
 
-    def _end_stalled(self, served: Served) -> None:
-        for run in list(self._runs.values()):
-            if run.job.outbox.stalled_s() > self._config.stall_s:
+    def _end_stalled(self, served: Served, num_waiting: int) -> None:
+        """Ends the jobs whose readers have not read for too long; their slots keep the text.
+
+        For each job that waits for a slot one ends after a shorter time, the longest stalled first.
+        """
+        runs = sorted(self._runs.values(), key=lambda run: -run.job.outbox.stalled_s())
+        for place, run in enumerate(runs):
+            contended = place < num_waiting
+            patience_s = self._config.contended_stall_s if contended else self._config.stall_s
+            if run.job.outbox.stalled_s() > min(patience_s, self._config.stall_s):
                 run.work.close()
                 self._cancelled(run.job)
                 self._end(run, served)
-                run.job.fail(PoolError("the answer was not read for too long", code="not_read"))
+                run.job.fail(_unread_error(contended=contended))
 
     def _log_fault(self, error: Exception) -> None:
-        """A user's mistake is their answer alone; what may be ours is also in the log."""
+        """Logs an error that may be a fault of kvq; a user's mistake is only answered."""
         if not isinstance(error, KvqError):
             logger.error("a request failed", exc_info=error)
         else:
             logger.info("a request was refused: %s", type(error).__name__)
 
     def _retry_s(self) -> int:
-        """Seconds after which a place in the queue is likely free."""
+        """Returns the seconds after which a place in the queue is likely free."""
         waiting = len(self._scheduler.waiting)
         return max(1, min(60, round(waiting * self.counts.mean_s())))
 
     def _close(self) -> None:
-        """Ends what runs, keeps what was read, frees the model."""
+        """Ends what runs, saves what was read, frees the model."""
         with self._wake:
             self._stopping = True
             jobs = (*self._scheduler.running, *self._scheduler.drop(lambda _: True))
-        # All are told before anything that can fail.
+        # All clients are told before anything that can fail.
         for job in jobs:
-            job.outbox.put(Failed(error=leaving()))
+            job.outbox.put(Failed(error=shutdown_error()))
         for job in jobs:
             run = self._runs.pop(id(job), None)
             if run is not None:
@@ -425,8 +447,18 @@ class SessionPool(Generic[S]):
             self.served.close()
 
 
+def _unread_error(*, contended: bool) -> PoolError:
+    """Returns the error for a reader that did not read."""
+    reason = "others were waiting and the answer was not read for some seconds"
+    return PoolError(
+        f"{reason if contended else 'the answer was not read for too long'}; ask again, and read "
+        "the stream as it comes: what was computed is kept",
+        code="not_read",
+    )
+
+
 def measured_chunk(session: Session[Any]) -> int:
-    """Tokens of a prompt that one pass may take here, a power of two, by trying it out."""
+    """Measures how many prompt tokens one pass may take here, a power of two."""
     probe = max(1, min(_PROBE_TOKENS, session.config.context_tokens // 2))
     seconds = 0.0
     for _ in range(2):  # the first pass also brings the weights into memory

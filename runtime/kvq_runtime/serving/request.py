@@ -1,18 +1,18 @@
-"""What a pool is asked for, and why it may refuse. Knows no protocol."""
+"""What a pool is asked for, and why it may refuse."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvq.errors import KvqError
-from kvq_runtime.alternatives import Writer
+from kvq_runtime.answer.alternatives import Writer
+from kvq_runtime.answer.constraint import Grammar
+from kvq_runtime.answer.drafter import Drafter
+from kvq_runtime.answer.generation import GenerationOptions
 from kvq_runtime.config import Sampling
-from kvq_runtime.constraint import Grammar
-from kvq_runtime.drafter import Drafter
-from kvq_runtime.generation import GenerationOptions
 
 
 class PoolError(KvqError):
-    """A pool does not take, or does not finish, a request; `retry_s` later it may.
+    """Says that a pool does not take, or does not finish, a request; `retry_s` later it may.
 
     `code` is queue_full, shutting_down or not_read.
     """
@@ -23,8 +23,8 @@ class PoolError(KvqError):
         self.retry_s = retry_s
 
 
-def leaving() -> PoolError:
-    """What a request is answered with while the pool shuts down."""
+def shutdown_error() -> PoolError:
+    """Returns the error for a request while the pool shuts down."""
     return PoolError(
         "the server is shutting down; ask again when it is back", code="shutting_down", retry_s=5
     )
@@ -32,22 +32,41 @@ def leaving() -> PoolError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """`choices` continuations of each of `prompts` (token ids).
+    """Asks for `choices` continuations of each of `prompts`.
 
-    `max_tokens` None: until the context is full; 0: only read the prompt. `stop_ids` None: the
-    model's own. `indent`: end before a line with fewer leading spaces; `time_limit_ms`: end at
-    the first line break after this long. `top_logprobs` alternatives come with every token.
-    `rank` is a value of `scheduler.PRIORITIES`. `reuse`: begin from what another request of this
-    beginning left. `transient`: an editor's request, whose session is not worth keeping on disk.
-    `healed`: of each prompt the ids to read and the bytes that its answers begin with, as
-    `healing.heal` has them; none: the prompts as they are. `owner`: whose sessions may be found
-    again, empty where everyone's may. For `grammar` and `shown` see `GenerationOptions`. `draft`:
-    whether the session's drafter is asked, or what makes another for this request. `edits`: what
-    follows a change of an earlier prompt is kept as it was computed (PIE), not only what stands
-    before. `predict`: what of the prompt is predicted, as `Engine.session` takes it; None: as the
-    server does. `distinct`: the choices of a prompt begin with different tokens, see
-    `Session.branch_answers`. `writer`: who writes the choices of a prompt side by side instead,
-    each known when all are; there may be fewer of them.
+    Attributes:
+        prompts: Token ids of each prompt.
+        sampling: How tokens are chosen.
+        seed: Seed of the first choice; each later one has the next number.
+        rank: A value of `scheduler.PRIORITIES`.
+        choices: Continuations of each prompt.
+        max_tokens: New tokens at most. None: until the context is full. 0: the prompt is only read.
+        stop: Texts that end an answer.
+        stop_ids: Tokens that end an answer. None: the model's own.
+        logprobs: Every token comes with its log-probability.
+        top_logprobs: Every token comes with so many likeliest ones.
+        reuse: The request may begin from what another request of the same beginning left.
+        indent: The answer ends before a line with fewer leading spaces. 0: off.
+        time_limit_ms: The answer ends at the first line break after this long. 0: off.
+        truncated: The prompt was cut to fit.
+        reconciled: What of a conversation was changed for the chat template.
+        transient: An editor's request, whose session is not worth saving on disk.
+        healed: For each prompt the ids to read and the bytes that its answers begin with, see
+            `heal`. Empty: the prompts as they are.
+        owner: Whose sessions may be found again. Empty: everyone's.
+        grammar: See `GenerationOptions`.
+        shown: See `GenerationOptions`.
+        draft: Whether the session's drafter is asked, or a function that makes another one for this
+            request.
+        edits: What follows a change of an earlier prompt is kept as it was computed (PIE), not only
+            what stands before it.
+        predict: What of the prompt is predicted, as in `Engine.session`. None: as the server does.
+        distinct: The choices of a prompt begin with different tokens, see `Session.branch_answers`.
+        writer: Writes the choices of a prompt side by side. All are known at once, and there may be
+            fewer.
+        scored: The prompt's own tokens come with log-probabilities. It is read anew for them.
+        pooled: Each prompt gives its pooled hidden states, and no text. It is read anew for them.
+        compared: Each prompt gives the logits of these tokens after it, and no text.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -64,6 +83,7 @@ class GenerationRequest:
     indent: int = 0
     time_limit_ms: int = 0
     truncated: bool = False
+    reconciled: tuple[str, ...] = ()
     transient: bool = False
     healed: tuple[tuple[tuple[int, ...], bytes], ...] = ()
     owner: str = ""
@@ -74,19 +94,27 @@ class GenerationRequest:
     predict: str | None = None
     distinct: bool = False
     writer: Writer | None = None
+    scored: bool = False
+    pooled: bool = False
+    compared: tuple[int, ...] = ()
 
     @property
     def read(self) -> tuple[tuple[tuple[int, ...], bytes], ...]:
-        """Of each prompt the ids to read, and the bytes that its answers begin with."""
+        """Returns for each prompt the ids to read, and the bytes that its answers begin with."""
         return self.healed or tuple((ids, b"") for ids in self.prompts)
 
     @property
     def num_answers(self) -> int:
-        """Choices of all prompts together; one each for a prompt that is only read."""
-        return len(self.prompts) * (1 if self.max_tokens == 0 else self.choices)
+        """Returns the choices of all prompts together; one for a prompt that is only read."""
+        return len(self.prompts) * self.choices_of_prompt
+
+    @property
+    def choices_of_prompt(self) -> int:
+        """Returns the choices of each prompt; one for a prompt that is only read."""
+        return 1 if self.max_tokens == 0 else self.choices
 
     def options(self, begin_with: bytes, choice: int = 0) -> GenerationOptions:
-        """What is asked of one choice."""
+        """Returns the options of one choice."""
         return GenerationOptions(
             max_tokens=self.max_tokens,
             sampling=self.sampling,

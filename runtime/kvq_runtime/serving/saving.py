@@ -1,11 +1,12 @@
-"""Sessions kept on disk: found by the tokens they begin with, bounded in bytes, never trusted.
+"""Sessions on disk: found by the tokens they begin with, limited in bytes, never trusted.
 
-A saved session is `NAME.kvq` (the runtime's snapshot, which checks every byte) beside `NAME.ids`
-(its tokens as int64, and -n after them where only the first n - 1 were computed and others
-predicted: only a hint where to look). Files of one model and KV setting share a folder, and so may
-servers: what one has written the others find. A session is copied by the thread that saves it and
-written by another; until it is on disk the copy stands in for the file. Whatever the disk does, the
-worst is a prompt read again.
+A saved session is two files: `NAME.kvq`, the runtime's snapshot, which checks every byte, and
+`NAME.ids`, its tokens as int64. If only the first n - 1 tokens were computed and others predicted,
+-n follows them; this is only a hint where to look. Files of one model and KV setting share a
+folder, and several servers may share it: each finds what the others wrote. Other users may write
+there, too. What is no regular file of this user, or larger than it can be, is never read. The
+thread that saves a session copies it, and another one writes the copy; until it is on disk the copy
+stands in for the file. Whatever the disk does, the worst case is that a prompt is read again.
 """
 
 import contextlib
@@ -23,12 +24,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import KvqError
-from kvq.files import replace_file
-from kvq_runtime.hunks import common_prefix
-from kvq_runtime.serving.writer import Parcel, Writer
-from kvq_runtime.session import Session
-from kvq_runtime.staleness import Staleness
+from kvq.errors import DataError, KvqError
+from kvq.files import is_private, read_regular, replace_file
+from kvq_runtime.sequence.hunks import common_prefix
+from kvq_runtime.sequence.staleness import Staleness
+from kvq_runtime.serving.writer import Parcel, SnapshotWriter
+from kvq_runtime.session import snapshot
+from kvq_runtime.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +38,19 @@ Ids = NDArray[np.int64]
 
 # Between an owner and the rest of a file's name.
 _OWNED = "-"
-# A file still being written is younger than this.
+# A file that is still being written is younger than this.
 _STALE_S = 3600
+_ID_BYTES = 8
+# No model has a longer context.
+_MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedSession:
-    """One session on disk and the tokens it is believed to hold, all or the first computed."""
+    """Describes one session on disk: its tokens, and how many first ones were computed.
+
+    `computed` None: all were. The tokens are only believed until the session is loaded.
+    """
 
     path: Path
     tokens: Ids
@@ -50,24 +58,30 @@ class SavedSession:
 
     @property
     def owner(self) -> str:
-        """Who may find it (see `owners`): the beginning of its file's name."""
+        """Returns who may find it (see `owners`): the beginning of its file's name."""
         return self.path.name.rpartition(_OWNED)[0]
 
 
 class SavedSessions:
-    """The saved sessions of one model and KV setting below `root`; `limit_bytes` bounds all.
+    """Finds, saves and loads the sessions of one model and KV setting below `root`.
 
-    `save` and `load` are the engine's; the writing thread adds what is known when a file is there.
+    `limit_bytes` limits all of them, of any model. None has more than `context_tokens`. The
+    engine's thread calls `save` and `load`; the writing thread notes when a file is there.
     """
 
-    def __init__(self, root: Path, key: str, limit_bytes: int) -> None:
+    def __init__(
+        self, root: Path, key: str, limit_bytes: int, context_tokens: int = _MOST_TOKENS
+    ) -> None:
         self._root = root
         self._folder = root / hashlib.sha256(key.encode()).hexdigest()[:16]
         self._limit_bytes = limit_bytes
+        self._context_tokens = context_tokens
         self._lock = Lock()
         self._rows: list[SavedSession] = []
+        # Names in the folder that cannot be used; each is logged once.
+        self._unusable: set[str] = set()
         self._seen_ns = 0
-        self.writer = Writer(self._write)
+        self.writer = SnapshotWriter(self._write)
         self.saved = 0
         self.restored = 0
         self.failures = 0
@@ -81,9 +95,9 @@ class SavedSessions:
     def best(
         self, ids: Ids, owner: str = "", *, exact: bool = True
     ) -> tuple[SavedSession | None, int]:
-        """The session of `owner` that shares the longest beginning with `ids`, and its length.
+        """Returns the session of `owner` with the longest beginning of `ids`, and its length.
 
-        `exact`: a beginning of which nothing was predicted.
+        `exact`: only computed tokens count, no predicted ones.
         """
         best, length = None, 0
         self._look()
@@ -100,9 +114,9 @@ class SavedSessions:
     ) -> SavedSession:
         """Copies `session` to be written, over `replaces` if that is an earlier state of the text.
 
-        The writer must have room. The row returned is found by `best` from now on; when writing
-        it fails, that is logged and counted, and what was there before is found again. One that
-        is larger than all that may be kept is not written.
+        The writer must have room. `best` finds the returned row from now on. When writing it fails,
+        this is logged and counted, and what was there before is found again. A session that is
+        larger than the limit is not written.
         """
         computed = session.sequence.encoding.staleness.computed
         path = self._path_for(tokens, replaces, owner)
@@ -121,29 +135,34 @@ class SavedSessions:
                 self._take_back(row, before)
 
         try:
-            taken = session.capture()
+            copy = session.capture()
         except (KvqError, MemoryError) as error:
             self._count_failure()
-            said = str(error) or "there is no memory for a copy"
-            logger.warning("a session was not saved and will be computed again: %s", said)
+            reason = str(error) or "there is no memory for a copy"
+            logger.warning("a session was not saved and will be computed again: %s", reason)
             return row
         self._replace(row)
-        self.writer.put(Parcel(path=row.path, taken=taken, done=done))
+        self.writer.put(Parcel(path=row.path, snapshot=copy, done=done))
         return row
 
     def fits(self, session: Session[Any]) -> bool:
-        """Whether `session` is small enough to be kept."""
+        """Decides whether `session` is small enough to be saved."""
         return len(session.tokens) * session.stats().bytes_per_token <= self._limit_bytes
 
     def load(self, session: Session[Any], row: SavedSession) -> bool:
-        """Makes `session` the saved one; False, and the file gone, when it cannot be used."""
+        """Makes `session` the saved one.
+
+        Returns False, and removes the file, where it cannot be used.
+        """
         try:
-            taken = self.writer.held(row.path)
-            session.load(row.path) if taken is None else session.restore(taken)
+            copy = self.writer.unwritten(row.path) or snapshot.examine(
+                row.path, most_bytes=self._limit_bytes, private=True
+            )
+            session.restore(copy)
         except Exception as error:  # noqa: BLE001  whatever a file holds, the request goes on
             self._count_failure()
-            said = error if isinstance(error, KvqError) else type(error).__name__
-            logger.warning("a saved session cannot be used, its text is read again: %s", said)
+            reason = error if isinstance(error, KvqError) else type(error).__name__
+            logger.warning("a saved session cannot be used, its text is read again: %s", reason)
             self._forget(row.path)
             return False
         self.restored += 1
@@ -152,29 +171,39 @@ class SavedSessions:
         return True
 
     def _look(self) -> None:
-        """Finds what has come into the folder, also by other processes, since the last look."""
+        """Finds what has come into the folder since the last look, also from other processes."""
         with contextlib.suppress(OSError):
             changed_ns = self._folder.stat().st_mtime_ns
             if not self._limit_bytes or changed_ns == self._seen_ns:
                 return
             self._seen_ns = changed_ns
             with self._lock:
-                known = {row.path.stem for row in self._rows}
+                known = {row.path.stem for row in self._rows} | self._unusable
             new = (path for path in _files(self._folder, "*.ids") if path.stem not in known)
-            found = [row for row in map(_row, new) if row is not None]
+            rows = [row for row in map(self._row, new) if row is not None]
             with self._lock:
                 known = {row.path for row in self._rows}
-                self._rows += [row for row in found if row.path not in known]
+                self._rows += [row for row in rows if row.path not in known]
+
+    def _row(self, path: Path) -> SavedSession | None:
+        """Returns the session whose tokens `path` holds, None when its files do not look right."""
+        most_bytes = _ID_BYTES * (self._context_tokens + 1)
+        try:
+            return _read_row(path, most_bytes)
+        except (OSError, DataError) as error:
+            self._unusable.add(path.stem)
+            logger.warning("a saved session is ignored: %s", error)
+            return None
 
     def _count_failure(self) -> None:
         with self._lock:
             self.failures += 1
 
     def _write(self, parcel: Parcel) -> None:
-        """Both files of a session, on the writing thread."""
+        """Writes both files of a session, on the writing thread."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        parcel.taken.write(parcel.path)
-        state = parcel.taken.state
+        parcel.snapshot.write(parcel.path)
+        state = parcel.snapshot.state
         computed = Staleness(state.ages).computed
         marks = [] if computed is None else [-1 - computed]
         ids = np.append(state.tokens, marks).astype("<i8").tobytes()
@@ -186,7 +215,7 @@ class SavedSessions:
             self._rows = [other for other in self._rows if other.path != row.path] + [row]
 
     def _take_back(self, row: SavedSession, before: SavedSession | None) -> None:
-        """`row` was not written: whole files of an earlier state are still there, or none."""
+        """Removes `row`, which was not written, and brings back an earlier state of it."""
         with self._lock:
             if row not in self._rows:
                 return  # a later state is on its way to the same place
@@ -212,8 +241,9 @@ class SavedSessions:
         sizes: list[tuple[float, int, Path]] = []
         for path in _files(self._root, "*/*.kvq"):
             with contextlib.suppress(OSError):
-                status = path.stat()
-                sizes.append((status.st_mtime, status.st_size, path))
+                status = path.lstat()
+                if is_private(status) and not path.parent.is_symlink():
+                    sizes.append((status.st_mtime, status.st_size, path))
         total = sum(size for _, size, _ in sizes)
         for _, size, path in sorted(sizes):
             if total <= self._limit_bytes:
@@ -224,28 +254,29 @@ class SavedSessions:
 
 
 def as_ids(tokens: Sequence[int]) -> Ids:
-    """Tokens as int64 [n]."""
+    """Returns tokens as int64 [n]."""
     return np.array(tokens, np.int64)
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """What can be seen of it: none where the disk or the system refuses."""
+    """Returns the files that can be seen; none where the disk or the system refuses."""
     with contextlib.suppress(OSError):
         return sorted(folder.glob(pattern))
     return []
 
 
-def _row(path: Path) -> SavedSession | None:
-    """The session whose tokens `path` holds, or None when its files do not look right."""
+def _read_row(path: Path, most_bytes: int) -> SavedSession | None:
+    """Reads the session whose tokens `path` holds; removes the files of half a session.
+
+    Returns None for these. Raises `OSError` and `DataError` for files that kvq has not written.
+    """
+    content = read_regular(path, most_bytes, through_links=False, private=True)
     session = path.with_suffix(".kvq")
-    try:
-        content = path.read_bytes()
-        complete = session.is_file() and len(content) % 8 == 0
-    except OSError:
-        return None
-    if not complete:
+    if not os.path.lexists(session) or len(content) % _ID_BYTES:
         _unlink(session)
         return None
+    if not is_private(session.lstat()):
+        raise DataError(f"{session} is no regular file of this user")
     tokens, computed = np.frombuffer(content, "<i8").astype(np.int64), None
     if len(tokens) and tokens[-1] < 0:
         tokens, computed = tokens[:-1], -1 - int(tokens[-1])
@@ -259,7 +290,7 @@ def _unlink(path: Path) -> None:
 
 
 def _unlink_stale(path: Path) -> None:
-    """Removes what a process that was killed had begun to write."""
+    """Removes what a killed process had begun to write."""
     with contextlib.suppress(OSError):
-        if path.stat().st_mtime < time.time() - _STALE_S:
+        if path.lstat().st_mtime < time.time() - _STALE_S:
             path.unlink()

@@ -1,8 +1,8 @@
-"""Who runs next. Knows ranks, order and counts; no thread, no clock, no model.
+"""Decides which job runs next, by ranks, order and counts.
 
-Waiting jobs are admitted to slots by rank, first come first served inside one; running jobs take
-turns by rank, round and round inside one, so that a long prompt never blocks a short request.
-What is passed over too often rises a rank, so that nothing starves.
+Waiting jobs get slots by rank, and first come first served inside a rank. Running jobs take turns
+by rank, and round-robin inside a rank, so that a long prompt never blocks a short request. A job
+that is passed over too often rises a rank, so that no job starves.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,27 +12,27 @@ from typing import Generic, Protocol, TypeVar
 # Ranks by name: a smaller one goes first.
 PRIORITIES = {"completion": 0, "chat": 1, "batch": 2}
 
-# A waiting job rises a rank after being overtaken this often, a running one after as many steps.
+# A waiting job rises a rank after so many overtakes, a running one after so many steps.
 OVERTAKES_PER_RANK = 8
 STEPS_PER_RANK = 16
 
 
 class Rankable(Protocol):
-    """What the scheduler needs to know about a job."""
+    """Declares what the scheduler needs to know about a job."""
 
     @property
     def rank(self) -> int:
-        """A value of PRIORITIES."""
+        """Returns a value of `PRIORITIES`."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether it can be worked on now."""
+        """Returns whether it can be worked on now."""
         ...
 
     @property
     def brief(self) -> bool:
-        """Whether its next rows are few, as those of an answer are and a prompt's are not."""
+        """Returns whether its next rows are few, like those of an answer and unlike a prompt's."""
         ...
 
 
@@ -43,17 +43,17 @@ J = TypeVar("J", bound=Rankable)
 class _Entry(Generic[J]):
     job: J
     order: int
-    passed: int = 0
+    skips: int = 0
 
     def rank(self, patience: int) -> int:
-        return max(0, self.job.rank - self.passed // patience)
+        return max(0, self.job.rank - self.skips // patience)
 
 
 class Scheduler(Generic[J]):
-    """Up to `queue` jobs waiting for `slots` slots.
+    """Holds up to `queue` jobs that wait for `slots` slots.
 
-    Long work leaves room for better ranks while there are slots enough: of 4 slots, 3 are taken
-    by chats and batch work at most, 2 of these by batch work.
+    Long work leaves room for better ranks while there are slots enough: of 4 slots chats and batch
+    work take 3 at most, and batch work 2 of these.
     """
 
     def __init__(self, *, slots: int, queue: int) -> None:
@@ -65,16 +65,16 @@ class Scheduler(Generic[J]):
 
     @property
     def waiting(self) -> tuple[J, ...]:
-        """Jobs that have no slot yet, in order of arrival."""
+        """Returns the jobs that have no slot yet, in order of arrival."""
         return tuple(entry.job for entry in self._waiting)
 
     @property
     def running(self) -> tuple[J, ...]:
-        """Jobs that hold a slot."""
+        """Returns the jobs that have a slot."""
         return tuple(entry.job for entry in self._running)
 
     def submit(self, job: J) -> bool:
-        """Lets `job` wait, unless the queue is full."""
+        """Lets `job` wait; returns False if the queue is full."""
         if len(self._waiting) >= self._queue:
             return False
         self._count += 1
@@ -82,22 +82,22 @@ class Scheduler(Generic[J]):
         return True
 
     def admit(self) -> J | None:
-        """The next job that may have a slot; it holds one until `finish`."""
+        """Returns the next job that may have a slot; it keeps the slot until `finish`."""
         waiting = [entry for entry in self._waiting if self._has_room(entry.job.rank)]
         if not waiting:
             return None
         best = min(waiting, key=lambda entry: (entry.rank(OVERTAKES_PER_RANK), entry.order))
         self._waiting.remove(best)
         for entry in self._waiting:
-            entry.passed += entry.order < best.order
-        best.passed = 0
+            entry.skips += entry.order < best.order
+        best.skips = 0
         self._count += 1
         best.order = self._count
         self._running.append(best)
         return best.job
 
     def _has_room(self, rank: int) -> bool:
-        """Whether jobs of every rank from 0 to `rank`, or worse, leave a slot for this one."""
+        """Decides whether jobs of every rank up to `rank`, or worse, leave a slot for this one."""
         ranks = [entry.job.rank for entry in self._running]
         return all(
             sum(other >= least for other in ranks) < max(1, self._slots - least)
@@ -105,30 +105,30 @@ class Scheduler(Generic[J]):
         )
 
     def next(self) -> list[J]:
-        """The running jobs of the next pass, its leader first; none when none can be worked on.
+        """Returns the running jobs of the next pass, its leader first; none when none is ready.
 
-        The leader is the best rank's, of several the one that has waited for longest. Jobs that
-        are `brief` join every pass: their few rows cost the others next to nothing.
+        The leader has the best rank; of several, it is the one that has waited longest. Jobs that
+        are `brief` join every pass, as their few rows cost the others next to nothing.
         """
         ready = [entry for entry in self._running if entry.job.ready]
         if not ready:
             return []
         best = min(ready, key=lambda entry: (entry.rank(STEPS_PER_RANK), entry.order))
         for entry in ready:
-            entry.passed += entry.job.rank > best.job.rank
+            entry.skips += entry.job.rank > best.job.rank
         served = [best, *(entry for entry in ready if entry is not best and entry.job.brief)]
         for entry in served:
-            entry.passed = 0
+            entry.skips = 0
             self._count += 1
             entry.order = self._count
         return [entry.job for entry in served]
 
     def finish(self, job: J) -> None:
-        """Gives back the slot of `job`."""
+        """Frees the slot of `job`."""
         self._running = [entry for entry in self._running if entry.job is not job]
 
-    def drop(self, unwanted: Callable[[J], bool]) -> Iterator[J]:
-        """Takes every unwanted job out of the queue and yields it."""
-        dropped = [entry.job for entry in self._waiting if unwanted(entry.job)]
+    def drop(self, matches: Callable[[J], bool]) -> Iterator[J]:
+        """Takes every waiting job that `matches` out of the queue and yields it."""
+        dropped = [entry.job for entry in self._waiting if matches(entry.job)]
         self._waiting = [entry for entry in self._waiting if entry.job not in dropped]
         yield from dropped

@@ -1,7 +1,4 @@
-"""A pool's slots: which request gets which, what it finds there, what goes to disk.
-
-Owns prefix reuse and the choice of who gives way. Knows sessions and tokens, no request.
-"""
+"""A pool's slots: which request gets which, what it finds there, and what goes to disk."""
 
 import contextlib
 import logging
@@ -10,20 +7,20 @@ from time import monotonic
 from typing import Any
 
 from kvq.errors import KvqError
-from kvq_runtime.answering import Aids
-from kvq_runtime.hunks import Hunk, common_prefix, hunks
-from kvq_runtime.prediction import OFF
+from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks
+from kvq_runtime.sequence.prediction import OFF
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
-from kvq_runtime.session import Session
+from kvq_runtime.session.answering import AnswerHelpers
+from kvq_runtime.session.session import Session
 
 logger = logging.getLogger(__name__)
 
-# Fewer tokens than this are read again sooner than they are saved or looked for on disk.
+# Reading fewer tokens than this again is faster than saving or loading them.
 WORTH_SAVING_TOKENS = 32
 
 
 class Slot:
-    """One session whose bytes are taken once; its content changes hands."""
+    """Holds one session, whose bytes are taken once; its content changes."""
 
     def __init__(self, session: Session[Any]) -> None:
         self.session = session
@@ -34,7 +31,7 @@ class Slot:
         self.busy = False
         self.dirty = False
         self.transient = False
-        # Those that make of its text the one it is leased for, where that was asked for.
+        # Edits that turn its text into the one it is leased for, where these were computed.
         self.changes: list[Hunk] | None = None
         self.released_at = 0.0
         self._squeezed = False
@@ -45,57 +42,56 @@ class Slot:
         *,
         reuse: bool = True,
         edits: bool = False,
-        aids: Aids[Any] | None = None,
+        helpers: AnswerHelpers[Any] | None = None,
     ) -> int:
-        """Makes `ids` the session's prompt; how many of them need not be computed.
+        """Makes `ids` the session's prompt; returns how many of them need not be computed.
 
-        `edits`: what follows a change in the middle is kept; see `Sequence.align`.
-
-        A session that had to give up precision or tokens for a longer text is not reused for a
-        text that fits: a fresh one is better.
+        `edits`: what follows a change in the middle is kept, see `TokenSequence.align`. A session
+        that gave up precision or tokens for a longer text is not reused for a text that fits, as a
+        fresh one is better.
         """
         if not reuse or (self._squeezed and not self._overflows(len(ids))):
             self.session.rollback(len(self.session.tokens))
             self.changes = None
         changes, self.changes = self.changes, None
-        cached = self.session.align(ids, edits=edits, changes=changes, aids=aids)
+        cached = self.session.align(ids, edits=edits, changes=changes, helpers=helpers)
         if cached == 0:
             self._squeezed = False
         return cached
 
     @property
     def stale(self) -> bool:
-        """Whether nobody uses it and some of its text is not exact; see `Staleness`."""
+        """Returns whether it is idle and some of its text is not exact, see `Staleness`."""
         return not self.busy and self.session.sequence.encoding.staleness.stale > 0
 
     def shared(self, ids: Ids, owner: str, *, exact: bool) -> int:
-        """Tokens it shares with a text of `owner`; what others gave it is not told by its speed.
+        """Returns how many tokens it shares with a text of `owner`.
 
-        `exact`: of those only what was computed.
+        A text of another owner shares none, so that its speed tells nothing about others' texts.
+        `exact`: only computed tokens count.
         """
         computed = self.session.sequence.encoding.staleness.computed if exact else None
         return common_prefix(self.tokens[:computed], ids) if self.owner == owner else 0
 
-    def changed(self, ids: Ids, owner: str) -> list[Hunk]:
-        """The edits that make a text of `owner` of this one; of another owner's all is new.
+    def edits_to(self, ids: Ids, owner: str) -> list[Hunk]:
+        """Returns the edits that turn this text into `ids`; for another owner all is new.
 
-        They are found by comparing tokens, although an editor tells ranges of characters. Such a
-        range is of a document since its last change. A prompt is cut from what stands before the
-        cursor and behind it, which moves with every key, as far as there is room; the tokens at a
-        range's ends depend on what stands there; and what a slot holds may be an older prompt. What
-        is found here goes on to the cache with `align`, which does not look again.
+        They are found by comparing tokens, although an editor reports ranges of characters. Such a
+        range belongs to a document, but a prompt is a part of it around the cursor, which moves
+        with every key; the tokens at the ends of a range depend on what stands there; and a slot
+        may hold an older prompt. `align` passes the edits on and does not search again.
         """
         same = self.owner == owner
         return hunks(self.tokens, ids) if same else [Hunk(0, len(self.tokens), list(ids))]
 
     def give_to(self, owner: str) -> None:
-        """Belongs to `owner` from now on; what it holds of another's text is forgotten."""
+        """Gives the slot to `owner`, and forgets a text that belongs to another one."""
         if self.owner != owner:
             self.session.rollback(len(self.session.tokens))
             self.owner, self.changes = owner, None
 
     def settle(self) -> None:
-        """Notes what the session holds after a request; what that left unread is forgotten."""
+        """Notes what the session holds after a request, and forgets what was not read."""
         sequence = self.session.sequence
         unread = sequence.pending_tokens - sequence.encoding.staleness.missing
         self.session.rollback(unread if unread > 1 else 0)
@@ -104,8 +100,8 @@ class Slot:
         self.dirty = True
         self.released_at = monotonic()
 
-    def replaced(self, saved: SavedSession | None, owner: str) -> None:
-        """Notes that the content is now that of `saved`, which is `owner`'s, or none."""
+    def mark_loaded(self, saved: SavedSession | None, owner: str) -> None:
+        """Notes that the content is now that of `saved`, which belongs to `owner`, or none."""
         self.owner = owner
         self.tokens = as_ids(self.session.tokens)
         self._squeezed = self._overflows(len(self.tokens))
@@ -117,7 +113,7 @@ class Slot:
 
 
 class Slots:
-    """All slots of a pool, and the sessions that had to leave them."""
+    """Holds all slots of a pool, and the sessions that had to leave them."""
 
     def __init__(self, open_session: Callable[[], Session[Any]], count: int, saved: SavedSessions):
         self._open_session = open_session
@@ -133,24 +129,25 @@ class Slots:
         transient: bool = False,
         predict: str | None = None,
     ) -> Slot | None:
-        """A free slot for a text of `owner`, the one that shares most with it; there must be one.
+        """Returns a free slot for a text of `owner`, the one that shares most with it.
 
-        A slot that would lose more than it shares is left alone when another is free, and what
-        a slot holds is copied, to be saved, before something else takes its place; None while
-        that has to wait for earlier copies to reach the disk. A `transient` text, as an editor
-        sends one with every key, is never saved, and takes the place of one that it is an edit of,
-        or else of any other where no slot is empty. What was predicted is only shared with a text
-        that would be predicted as well; `predict` as in a request.
+        There must be a free slot. A slot that would lose more than it shares is left alone when
+        another one is free. What a slot holds is copied, to be saved, before something else takes
+        its place; None while that has to wait for earlier copies to reach the disk.
+
+        A `transient` text, which an editor sends with every key, is never saved. It takes the place
+        of a text that it is an edit of, else an empty slot, else any other. Predicted tokens are
+        shared only with a text that would be predicted too; `predict` is as in a request.
         """
-        wanted = as_ids(ids)
+        prompt = as_ids(ids)
         exact = not self.all[0].session.predicts if predict is None else predict == OFF
         free = [slot for slot in self.all if not slot.busy]
         for slot in free:
             slot.changes = None
-        slot = _for_an_editor(free, wanted, owner) if transient else None
-        slot = slot or _closest(free, wanted, owner, exact=exact)
+        slot = _editor_slot(free, prompt, owner) if transient else None
+        slot = slot or _closest_slot(free, prompt, owner, exact=exact)
         if not (transient and slot.transient):
-            slot = self._for_keeps(slot, free, wanted, owner, reuse=reuse, exact=exact)
+            slot = self._kept_slot(slot, free, prompt, owner, reuse=reuse, exact=exact)
         if slot is None:
             return None
         slot.give_to(owner)
@@ -158,24 +155,24 @@ class Slots:
         slot.busy = True
         return slot
 
-    def _for_keeps(
+    def _kept_slot(
         self,
         closest: Slot,
         free: Sequence[Slot],
-        wanted: Ids,
+        prompt: Ids,
         owner: str,
         *,
         reuse: bool,
         exact: bool,
     ) -> Slot | None:
-        """A slot for `wanted` that costs no other text more than it must; None: not yet."""
-        shared = closest.shared(wanted, owner, exact=exact) if reuse else 0
-        row, on_disk = self.saved.best(wanted, owner, exact=exact) if reuse else (None, 0)
+        """Returns a slot for `prompt` that costs no other text more than it must; None: not yet."""
+        shared = closest.shared(prompt, owner, exact=exact) if reuse else 0
+        row, on_disk = self.saved.best(prompt, owner, exact=exact) if reuse else (None, 0)
         if row is not None and on_disk >= shared + WORTH_SAVING_TOKENS:
             slot = self._make_free(free)
             if slot is not None:
                 slot.give_to(owner)
-                slot.replaced(row if self.saved.load(slot.session, row) else None, owner)
+                slot.mark_loaded(row if self.saved.load(slot.session, row) else None, owner)
             return slot
         loses_more = len(closest.tokens) - shared > max(WORTH_SAVING_TOKENS, shared)
         return self._make_free(free) if loses_more and not closest.transient else closest
@@ -189,7 +186,7 @@ class Slots:
         slot.busy = False
 
     def save_idle(self, idle_s: float) -> bool:
-        """Saves one session that has been idle for so long; False when there is none."""
+        """Saves one session that has been idle for so long; returns False when there is none."""
         before = monotonic() - idle_s
         for slot in self.all:
             if not slot.busy and slot.dirty and slot.released_at <= before:
@@ -200,14 +197,14 @@ class Slots:
         return False
 
     def next_save_s(self, idle_s: float) -> float | None:
-        """Seconds until `save_idle` will find something, or None: nothing, or no room yet."""
+        """Returns the seconds until `save_idle` finds something; None: nothing, or no room yet."""
         dirty = [slot.released_at for slot in self.all if not slot.busy and slot.dirty]
         if not dirty or not self.saved.writer.has_room:
             return None
         return max(0.0, min(dirty) + idle_s - monotonic())
 
     def next_refresh_s(self, idle_s: float) -> float | None:
-        """Seconds until `refresh_idle` will find something, or None: nothing."""
+        """Returns the seconds until `refresh_idle` finds something; None: nothing."""
         stale = [slot.released_at for slot in self.all if slot.stale]
         return max(0.0, min(stale) + idle_s - monotonic()) if stale else None
 
@@ -232,12 +229,14 @@ class Slots:
         self.saved.writer.close()
 
     def close(self) -> None:
-        """Frees every slot."""
         for slot in self.all:
             slot.session.close()
 
     def _make_free(self, free: Sequence[Slot]) -> Slot | None:
-        """The free slot unused for longest, its content copied to be saved; None: not yet."""
+        """Returns the free slot unused for longest, its content copied to be saved, or None.
+
+        None: earlier copies have to be written first.
+        """
         oldest = min(
             free, key=lambda slot: (len(slot.tokens) > 0, not slot.transient, slot.released_at)
         )
@@ -257,7 +256,7 @@ class Slots:
         slot.dirty = False
 
     def _empty(self, slot: Slot) -> None:
-        """Forgets everything; a session that cannot even do that is replaced."""
+        """Forgets everything; replaces a session that cannot even do that."""
         try:
             slot.session.rollback(len(slot.session.tokens))
         except KvqError:
@@ -267,19 +266,19 @@ class Slots:
         slot.saved = None
 
 
-def _for_an_editor(free: Sequence[Slot], wanted: Ids, owner: str) -> Slot | None:
-    """The slot of a text that `wanted` is an edit of, else an empty one, else another editor's."""
-    spent = [slot for slot in free if slot.transient]
-    found = [slot.changed(wanted, owner) for slot in spent]
-    costs = [sum(len(hunk.new_ids) for hunk in changes) for changes in found]
-    if costs and min(costs) <= len(wanted) // 2:
+def _editor_slot(free: Sequence[Slot], prompt: Ids, owner: str) -> Slot | None:
+    """Returns the slot of a text that `prompt` is an edit of, else an empty or an editor's one."""
+    transient = [slot for slot in free if slot.transient]
+    edits = [slot.edits_to(prompt, owner) for slot in transient]
+    costs = [sum(len(hunk.new_ids) for hunk in changes) for changes in edits]
+    if costs and min(costs) <= len(prompt) // 2:
         best = costs.index(min(costs))
-        spent[best].changes = found[best]
-        return spent[best]
+        transient[best].changes = edits[best]
+        return transient[best]
     empty = [slot for slot in free if not len(slot.tokens)]
-    return min(empty or spent, key=lambda slot: slot.released_at, default=None)
+    return min(empty or transient, key=lambda slot: slot.released_at, default=None)
 
 
-def _closest(slots: Sequence[Slot], wanted: Ids, owner: str, *, exact: bool) -> Slot:
-    """The slot whose text begins most like `wanted`; of several, the one unused for longest."""
-    return max(slots, key=lambda one: (one.shared(wanted, owner, exact=exact), -one.released_at))
+def _closest_slot(slots: Sequence[Slot], prompt: Ids, owner: str, *, exact: bool) -> Slot:
+    """Returns the slot whose text shares the longest beginning; of several the longest unused."""
+    return max(slots, key=lambda slot: (slot.shared(prompt, owner, exact=exact), -slot.released_at))

@@ -1,7 +1,7 @@
-"""A thread that writes sessions to disk while the engine goes on. Knows no arena and no request.
+"""A thread that writes sessions to disk while the engine goes on.
 
-What it was given is in memory until it is on disk: a session being written and `MOST_WAITING`
-more, no others. Whatever is still unwritten when it closes is written before it ends.
+A session stays in memory until it is on disk: the one that is being written and `MOST_WAITING`
+more, no others. Whatever is unwritten when the writer closes is written before it ends.
 """
 
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Condition, Thread
 
 from kvq.errors import KvqError
-from kvq_runtime.snapshot import Snapshot
+from kvq_runtime.session.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -20,22 +20,22 @@ MOST_WAITING = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
-    """A session for `path`; `done(error)` is called on the writing thread, None after success."""
+    """Holds a session for `path`. The writing thread calls `done(error)`, None after success."""
 
     path: Path
-    taken: Snapshot
+    snapshot: Snapshot
     done: Callable[[Exception | None], None]
 
 
-class Writer:
+class SnapshotWriter:
     """Writes parcels in the order they came; `write` puts one on disk.
 
-    `on_room`, called from the writing thread, says that another may be put.
+    The writing thread calls `on_room` when another parcel may be put.
     """
 
     def __init__(self, write: Callable[[Parcel], None]) -> None:
         self._write = write
-        self.on_room: Callable[[], None] = _nobody
+        self.on_room: Callable[[], None] = _do_nothing
         self._changed = Condition()
         self._waiting: dict[Path, Parcel] = {}
         self._current: Parcel | None = None
@@ -44,7 +44,7 @@ class Writer:
 
     @property
     def has_room(self) -> bool:
-        """Whether `put` takes a parcel now."""
+        """Returns whether `put` takes a parcel now."""
         return len(self._waiting) < MOST_WAITING
 
     def put(self, parcel: Parcel) -> None:
@@ -57,13 +57,13 @@ class Writer:
                 self._thread.start()
             self._changed.notify_all()
 
-    def held(self, path: Path) -> Snapshot | None:
-        """What will be at `path`, while it is not on disk yet."""
+    def unwritten(self, path: Path) -> Snapshot | None:
+        """Returns what will be at `path`, while it is not on disk yet."""
         with self._changed:
             if path in self._waiting:
-                return self._waiting[path].taken
+                return self._waiting[path].snapshot
             if self._current is not None and self._current.path == path:
-                return self._current.taken
+                return self._current.snapshot
             return None
 
     def wait(self) -> None:
@@ -100,7 +100,7 @@ class Writer:
         try:
             self._write(parcel)
         except (OSError, KvqError) as error:
-            # A full disk fails every time: the first failure is news, the next ones are not.
+            # A full disk fails every time, so only the first failure is a warning.
             level = logging.DEBUG if self._failing else logging.WARNING
             logger.log(level, "a session was not saved and will be computed again: %s", error)
             self._failing = True
@@ -113,5 +113,5 @@ class Writer:
             parcel.done(None)
 
 
-def _nobody() -> None:
-    """Nobody waits for room."""
+def _do_nothing() -> None:
+    """Ignores that there is room."""

@@ -13,11 +13,11 @@ from kvq.errors import BackendError
 from kvq_apps.bench.engines import check_peers
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions, WeightFormat
-from kvq_export.random_bundle import random_bundle
+from kvq_export.write.random_bundle import random_bundle
 from kvq_models.registry import family_for
-from kvq_runtime.bundle import Bundle
-from kvq_runtime.gguf_file import GgufFile
-from kvq_runtime.manifest import GGUF_FILE
+from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.gguf_file import GgufFile
+from kvq_runtime.bundle.manifest import GGUF_FILE
 from tiny_shape import COMMON
 
 # A step takes 2 ms, an eighth more for each of its repetitions, and a prompt 1 ms a token.
@@ -47,13 +47,13 @@ Make = Callable[..., str]
 @pytest.fixture
 def program(tmp_path: Path) -> Make:
     def make(**values: Any) -> str:
-        found = {
+        defaults = {
             "python": sys.executable, "depth": "--n-depth", "behind": "-gp ", "help_status": 0,
             "fails": False, "log": str(tmp_path / "asked"), "answer": ANSWER, "name": "llama-bench",
         } | values  # fmt: skip
-        path = tmp_path / "a folder" / found.pop("name")
+        path = tmp_path / "a folder" / defaults.pop("name")
         path.parent.mkdir(exist_ok=True)
-        path.write_text(PROGRAM.format(**found))
+        path.write_text(PROGRAM.format(**defaults))
         path.chmod(0o755)
         return f"llama-bench='{path}'"
 
@@ -72,11 +72,11 @@ def measured(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -
     """What `kvq bench --json` says; of a failure the message."""
     base = ["--threads", "2", "--context", "20", "--repeat", "2", "--prefill", "16", "--json"]
     assert main(["bench", *words, *base]) == status
-    told = capsys.readouterr()
-    return told.err if status else json.loads(told.out)
+    captured = capsys.readouterr()
+    return captured.err if status else json.loads(captured.out)
 
 
-def asked(tmp_path: Path) -> list[dict[str, str]]:
+def command_lines(tmp_path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
 
 
@@ -95,7 +95,7 @@ def test_what_the_program_says_is_the_time(
         assert row["weight_bytes_read"] > 0
     # Two KV heads of 64 in two layers, K and V.
     assert [row["kv_bytes"] for row in peers] == [20 * 2 * 2 * n for n in (256, 136, 72)]
-    runs = asked(tmp_path)
+    runs = command_lines(tmp_path)
     steps = [run for run in runs if run["-n"] != "0"]
     assert len(steps) == 2 * 3
     for run in runs:
@@ -118,7 +118,7 @@ def test_a_fork_that_knows_no_depth_generates_behind_a_prompt(
     assert (row["kv"], row["decode_ms"]) == ("q8_KV", pytest.approx(2.25))
     assert row["ttft_ms"] is row["prefill_tok_s"] is None
     assert row["prefill_skipped"] == "this llama-bench knows no --n-depth"
-    for run in asked(tmp_path):
+    for run in command_lines(tmp_path):
         assert (run["-gp"], run["-p"], run["-n"]) == ("20,8", "0", "0")
         assert (run["-rtr"], run["-ctk"]) == ("1", "q8_KV")
         assert not {"-ctv", "-d"} & set(run)
@@ -127,10 +127,10 @@ def test_a_fork_that_knows_no_depth_generates_behind_a_prompt(
 def test_two_programs_are_told_apart_by_their_paths(
     bundle: Bundle, program: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, other = program(), program(name="fork")
-    data = measured(capsys, str(bundle.path), "--peer", f"{one} -ctk f16,{other} -ctk f16")
+    first, second = program(), program(name="fork")
+    data = measured(capsys, str(bundle.path), "--peer", f"{first} -ctk f16,{second} -ctk f16")
     engines = [row["engine"] for row in data["rows"]]
-    assert engines == ["kvq", f"{one} -ctk f16", f"{other} -ctk f16"]
+    assert engines == ["kvq", f"{first} -ctk f16", f"{second} -ctk f16"]
 
 
 def test_a_file_that_is_given_is_what_the_program_runs(
@@ -142,7 +142,7 @@ def test_a_file_that_is_given_is_what_the_program_runs(
     source = tiny.make_checkpoint("llama", tmp_path / "source")
     file = export(source, "q8_0").path / GGUF_FILE
     measured(capsys, str(file), "--peer", program())
-    assert {run["-m"] for run in asked(tmp_path)} == {str(file)}
+    assert {run["-m"] for run in command_lines(tmp_path)} == {str(file)}
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_what_it_does_not_say_is_told(
     values: dict[str, Any],
     message: str,
 ) -> None:
-    told = measured(capsys, str(bundle.path), "--peer", program(**values), status=2)
-    assert message in told
+    message_text = measured(capsys, str(bundle.path), "--peer", program(**values), status=2)
+    assert message in message_text
 
 
 def test_what_is_no_such_program_is_refused(program: Make) -> None:

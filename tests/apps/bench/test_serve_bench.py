@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from kvq.errors import UsageError
-from kvq_apps.bench import chats, serving
+from kvq_apps.bench import chats
+from kvq_apps.bench import serve_bench as serving
 from kvq_apps.bench.chats import ChatsJob
-from kvq_apps.bench.serving import BOTH, CHAT, COMPLETIONS, ServeJob, p95
+from kvq_apps.bench.serve_bench import BOTH, CHAT, COMPLETIONS, ServeJob, p95
 from kvq_apps.cli import main
 from kvq_runtime.backends import Pass
 from kvq_runtime.backends.onnx import OnnxBackend
@@ -24,17 +25,17 @@ def bundle(shelf: Shelf) -> str:
 def test_every_phase_is_measured(
     bundle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[int] = []
-    complete = serving.Asker.complete
+    counts: list[int] = []
+    complete = serving.LoadClient.complete
 
     def counted(*arguments: object) -> list[float]:
-        taken = complete(*arguments)  # type: ignore[arg-type]
-        asked.append(len(taken))
-        return taken
+        seconds = complete(*arguments)  # type: ignore[arg-type]
+        counts.append(len(seconds))
+        return seconds
 
-    monkeypatch.setattr(serving.Asker, "complete", counted)
+    monkeypatch.setattr(serving.LoadClient, "complete", counted)
     quick = {"every_s": 0.025, "chat_s": 0.25, "completion_tokens": 3}
-    monkeypatch.setattr(serving, "ServeJob", lambda **given: ServeJob(**{**given, **quick}))
+    monkeypatch.setattr(serving, "ServeJob", lambda **options: ServeJob(**{**options, **quick}))
     words = ["--suite", "serve", "--context", "20", "--repeat", "2", "--threads", "1", "--json"]
     assert main(["bench", bundle, "--kv", "4:2", *words]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -43,7 +44,7 @@ def test_every_phase_is_measured(
     assert data.keys() >= {"machine", "chat_tokens", "kv_budget", "every_s"}
     rows = {row["load"]: row for row in data["rows"]}
     # warming up, then each phase twice
-    _, alone, beside, alone_too, beside_too = asked
+    _, alone, beside, alone_too, beside_too = counts
     assert rows[COMPLETIONS]["completions"] == alone + alone_too == 20
     assert rows[BOTH]["completions"] == beside + beside_too >= 2
     assert rows[CHAT]["completions"] == 0
@@ -76,7 +77,7 @@ def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_the_suite_cannot_do_is_refused(
     bundle: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", bundle, "--suite", "serve", "--peer", "onnxruntime"]) == 2
+    assert main(["bench", bundle, "--suite", "serve", "--peer", "transformers"]) == 2
     assert "--suite serve knows no --peer" in capsys.readouterr().err
     # refused in the server's own thread
     assert main(["bench", bundle, "--suite", "serve", "--kv-budget", "1KiB"]) == 2
@@ -115,7 +116,7 @@ def test_chats_at_once_write_what_is_counted(
         {"chats": 4, "tok_s": 256.0, "ratio": 4.0},
     ]
     # Prompts are read before the clock starts; then a pass holds a row of each chat that writes.
-    assert {rows for one in passes for rows in one} == {1}
+    assert {rows for round_rows in passes for rows in round_rows} == {1}
     assert sum(map(len, passes)) == 3 * (1 + 4) * 64
     assert 3 * 56 <= passes.count([1] * 4) <= 3 * 64
 
@@ -136,8 +137,8 @@ def test_chats_that_cannot_be_measured_are_refused(capsys: pytest.CaptureFixture
     assert "add --chats 1,4" in capsys.readouterr().err
     assert main([*words, "--chats", "0"]) == 2
     assert "--chats 0 is not possible: give 1 to 64" in capsys.readouterr().err
-    assert main([*words, "--chats", "1", "--linear", "ort"]) == 2
-    assert "knows no --linear" in capsys.readouterr().err
+    assert main([*words, "--chats", "1", "--kv-read", "25%"]) == 2
+    assert "knows no --kv-read" in capsys.readouterr().err
     with pytest.raises(UsageError, match="--context 64 is not possible: give 65"):
         ChatsJob(chats=(1,), context=64)
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from kvq_apps.bench import shapes
+from kvq_apps.bench import model_shapes as shapes
 from kvq_models.registry import family_for
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvq import native
+from kvq import native_library
 from kvq.errors import DataError
 from kvq_apps.bench import tune
 from kvq_apps.cli import main
-from kvq_runtime import tuning
-from kvq_runtime.device import physical_cores
-from kvq_runtime.tuning import Tuning, built_in
+from kvq_runtime.machine import tuning
+from kvq_runtime.machine.device import physical_cores
+from kvq_runtime.machine.tuning import Tuning, built_in
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="no native library")
+pytestmark = pytest.mark.skipif(not native_library.available(), reason="no native library")
 
 
 def test_as_many_threads_as_pay_and_no_more() -> None:
@@ -39,18 +39,20 @@ def test_all_small_numbers_of_threads_are_tried_and_those_that_matter() -> None:
 def test_only_what_wins_by_more_than_chance_is_kept(
     gain: float, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seconds(_: object, asked: Tuning, threads: int) -> float:
-        return 1.0 / gain if (asked.past_caches, asked.ahead_bytes) == (False, 4096) else 1.0
+    def seconds(_: object, candidate: Tuning) -> float:
+        return (
+            1.0 / gain if (candidate.second_level, candidate.ahead_bytes) == (False, 4096) else 1.0
+        )
 
     monkeypatch.setattr(tune, "BUFFER_BYTES", 1)
     monkeypatch.setattr(tune.Weights, "step_seconds", seconds)
     monkeypatch.setattr(tune.Weights, "prompt_seconds", seconds)
     try:
-        found = Tuning(**tune.tune(lambda _: None)["tuning"])
+        chosen = Tuning(**tune.tune(lambda _: None)["tuning"])
     finally:
         tuning.apply()
-    fetching = {"past_caches": False, "ahead_bytes": 4096} if kept else {}
-    assert found == replace(built_in(), threads=1, **fetching)
+    fetching = {"second_level": False, "ahead_bytes": 4096} if kept else {}
+    assert chosen == replace(built_in(), threads=1, **fetching)
 
 
 def test_the_command_keeps_what_it_found(
@@ -60,14 +62,14 @@ def test_the_command_keeps_what_it_found(
     monkeypatch.setattr(tune, "Weights", lambda: Small(1 << 20))
     try:
         assert main(["bench", "--tune", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert Tuning(**found["tuning"]) == tuning.kept()
-        assert len(found["fetching"]) == 1 + 2 * len(tune.AHEAD_BYTES)
-        assert all(one["step_s"] > 0 for one in found["fetching"] + found["threads"])
+        report = json.loads(capsys.readouterr().out)
+        assert Tuning(**report["tuning"]) == tuning.load_tuning()
+        assert len(report["fetching"]) == 1 + 2 * len(tune.AHEAD_BYTES)
+        assert all(row["step_s"] > 0 for row in report["fetching"] + report["threads"])
         assert main(["doctor", "--json"]) == 0
-        shown = json.loads(capsys.readouterr().out)["tuning"]
-        assert shown["measured"]
-        assert shown["remove"] == str(tuning.tuning_path())
+        stored = json.loads(capsys.readouterr().out)["tuning"]
+        assert stored["measured"]
+        assert stored["remove"] == str(tuning.tuning_path())
         tuning.tuning_path().write_text("{")
         assert main(["doctor", "--json"]) == 0
         assert "remove it" in json.loads(capsys.readouterr().out)["tuning"]["reason"]
@@ -79,11 +81,12 @@ def test_the_command_keeps_what_it_found(
 def test_auto_threads_are_measured_once(
     bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def seconds(_: object, asked: Tuning, threads: int) -> float:
-        asked_for.append(threads)
-        return 1.0 / threads
+    def seconds(_: object, candidate: Tuning) -> float:
+        assert candidate.threads is not None
+        tried.append(candidate.threads)
+        return 1.0 / candidate.threads
 
-    asked_for = list[int]()
+    tried = list[int]()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tune, "BUFFER_BYTES", 1)
     monkeypatch.setattr(tune.Weights, "step_seconds", seconds)
@@ -93,15 +96,17 @@ def test_auto_threads_are_measured_once(
     for times in (1, 2):
         monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO()))
         assert main([*words, "--threads", "auto"]) == 0
-        told = capsys.readouterr()
-        assert json.loads(told.out)["threads"] == most
-        assert ("measuring" in told.err) == (times == 1)
-    assert set(asked_for) == set(tune.thread_counts(physical_cores(), most))
-    assert tuning.kept() == replace(built_in(), threads=most)
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["threads"] == most
+        assert ("measuring" in captured.err) == (times == 1)
+    assert set(tried) == set(tune.thread_counts(physical_cores(), most))
+    assert tuning.load_tuning() == replace(built_in(), threads=most)
     # What was measured besides stays; a number is never measured.
-    tuning.keep(replace(built_in(), past_caches=True, ahead_bytes=4096))
+    tuning.save_tuning(replace(built_in(), second_level=True, ahead_bytes=4096))
     assert tune.threads_that_pay(lambda _: None) == most
-    assert tuning.kept() == replace(built_in(), past_caches=True, ahead_bytes=4096, threads=most)
+    assert tuning.load_tuning() == replace(
+        built_in(), second_level=True, ahead_bytes=4096, threads=most
+    )
 
 
 def test_auto_threads_where_nothing_can_be_kept(
@@ -111,7 +116,7 @@ def test_auto_threads_where_nothing_can_be_kept(
         raise DataError("the disk is full")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tune, "keep", full)
+    monkeypatch.setattr(tune, "save_tuning", full)
     monkeypatch.setattr(tune, "Weights", lambda: Small(1 << 20))
     notes = list[str]()
     try:

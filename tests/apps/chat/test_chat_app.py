@@ -1,4 +1,4 @@
-"""The app by its keys: sending, queueing, cancelling, failing, commands, writing, leaving."""
+"""The app by its keys: sending, queueing, cancelling, failing, commands, writing, app_module."""
 
 import os
 import re
@@ -14,25 +14,31 @@ from textual.pilot import Pilot
 
 from chat_pilot import (
     LONG_S,
-    asked,
     gated,
     help_of_app,
     meter,
     run,
     saved,
     say,
+    send,
+    sent_messages,
     shown,
     telling,
     until,
 )
 from environment import ROOTS
-from kvq_apps.chat import app as app_module
-from kvq_apps.chat import engine_link, leaving
-from kvq_apps.chat.app import ChatApp
-from kvq_apps.chat.client import EngineLostError
+from fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat import chat_app as app_module
+from kvq_apps.chat import threads
+from kvq_apps.chat.chat_app import ChatApp
+from kvq_apps.chat.client import EngineLostError, Facts
 from kvq_apps.chat.commands import COMMANDS, parse_command
-from kvq_apps.chat.settings import ChatSettings
-from kvq_lab.fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat.screens import QuestionScreen
+from kvq_apps.names import pulling
+from kvq_apps.names.model_names import NotPulledError
+from kvq_apps.names.pull_request import PullRequest
+from kvq_apps.terminal.output import Reporter
+from kvq_models.catalogue import CatalogueSource
 
 # Starting, queueing
 
@@ -41,7 +47,7 @@ def test_neither_torch_nor_onnxruntime_is_imported_before_the_first_frame() -> N
     program = """
 import asyncio, sys
 from kvq_apps import cli
-from kvq_apps.chat import app as module
+from kvq_apps.chat import chat_app as module
 seen = []
 async def headless(self):
     async with self.run_test():
@@ -66,15 +72,13 @@ def test_messages_typed_while_the_model_loads_are_queued_and_sent_in_order() -> 
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         for text in ("one", "two", "three"):
-            app.prompt.fill(text)
-            await pilot.press("enter")
+            await send(app, pilot, text)
         await until(pilot, lambda: app.controller.queue == ["one", "two", "three"])
         assert "queued: three" in str(app.query_one("#queue").render())
         # Up in the empty prompt takes the last one back; emptied it is gone.
         await pilot.press("up")
         assert app.prompt.text == "three"
-        app.prompt.fill("two and a half")
-        await pilot.press("enter")
+        await send(app, pilot, "two and a half")
         gate.set()
         await until(pilot, lambda: app.controller.idle)
         users = [m.text for m in app.controller.conversation.messages if m.role == "user"]
@@ -96,15 +100,45 @@ def test_a_model_that_cannot_be_loaded_leaves_the_app_usable() -> None:
         assert "/model NAME tries another" in shown(app)
         assert "there is no model here" in shown(app)
         app.controller.client_for = client_for
-        app.prompt.fill("hello")
-        await pilot.press("enter")
-        app.prompt.fill("/model better")
-        await pilot.press("enter")
+        await send(app, pilot, "hello")
+        await send(app, pilot, "/model better")
         await until(pilot, lambda: app.controller.idle)
         assert made == ["better"]
         assert "You asked: hello" in shown(app)
 
     run(script, FakeClient(FakeOptions(broken=True)), ready=False)
+
+
+@pytest.mark.parametrize("answer", ["enter", "escape"])
+def test_a_model_that_is_not_here_is_pulled_if_the_user_agrees(
+    answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled: list[str] = []
+    missing = PullRequest(
+        name="better", sources=(CatalogueSource(kind="hub", place="a/better"),), license="MIT"
+    )
+
+    class Missing(FakeClient):
+        def open(self) -> Facts:
+            if missing.name not in pulled:
+                raise NotPulledError(missing)
+            return super().open()
+
+    def pull(request: PullRequest, _: Reporter) -> None:
+        pulled.append(request.name)
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        app.controller.client_for = lambda _: Missing()
+        await send(app, pilot, "/model better")
+        await until(pilot, lambda: isinstance(app.screen, QuestionScreen))
+        await pilot.press(answer)
+        await until(pilot, lambda: app.controller.idle)
+        assert pulled == (["better"] if answer == "enter" else [])
+        assert ("fake answers from now on" in shown(app)) == (answer == "enter")
+        assert "ready" in meter(app)
+
+    monkeypatch.setattr(pulling, "pull", pull)
+    run(script)
 
 
 # Cancelling, failing
@@ -114,8 +148,7 @@ def test_cancel_in_decode_keeps_the_partial_text(tmp_path: Path) -> None:
     client, gate = gated("some words", " never seen")
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: "some words" in shown(app))
         await pilot.press("escape")
         gate.set()
@@ -125,7 +158,7 @@ def test_cancel_in_decode_keeps_the_partial_text(tmp_path: Path) -> None:
         await say(app, pilot, "go on")
 
     run(script, client, folder=tmp_path)
-    assert asked(client)[:2] == [("user", "go"), ("assistant", "some words")]
+    assert sent_messages(client)[:2] == [("user", "go"), ("assistant", "some words")]
     messages = saved(tmp_path)
     assert [(m.text, m.state) for m in messages][:2] == [("go", "done"), ("some words", "stopped")]
 
@@ -134,8 +167,7 @@ def test_cancel_in_prefill_stops_within_a_chunk() -> None:
     client = FakeClient(FakeOptions(prefill_ms=300))
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("word " * 3000)
-        await pilot.press("enter")
+        await send(app, pilot, "word " * 3000)
         await until(pilot, lambda: "/3002" in app.controller.engine.activity)
         await pilot.press("ctrl+c")
         await until(pilot, lambda: app.controller.idle)
@@ -148,8 +180,7 @@ def test_cancel_in_prefill_stops_within_a_chunk() -> None:
 
 def test_a_silent_engine_ticks_and_can_be_stopped() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: app.controller.engine.stream is not None)
         assert app.controller.engine.stream is not None
         app.controller.engine.stream.started_s -= 6000
@@ -207,17 +238,15 @@ def lost_client(times: int) -> tuple[FakeClient, list[int]]:
 
 
 def test_a_lost_engine_is_looked_for_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "RETRY_S", (0.01, 0.02))
+    monkeypatch.setattr(threads, "RETRY_S", (0.01, 0.02))
     client, openings = lost_client(5)
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: app.controller.engine.activity == "engine lost, retrying")
         assert "engine lost, retrying" in meter(app)
         # What is typed meanwhile waits for the engine instead of failing.
-        app.prompt.fill("and then?")
-        await pilot.press("enter")
+        await send(app, pilot, "and then?")
         await until(pilot, lambda: app.controller.idle)
         assert openings == [7]
         assert shown(app).count("engine lost, retrying") == 1
@@ -231,12 +260,11 @@ def test_a_lost_engine_is_looked_for_until_it_is_back(monkeypatch: pytest.Monkey
 def test_looking_for_a_lost_engine_can_be_stopped_and_other_jobs_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_link, "RETRY_S", (0.01, 60.0))
+    monkeypatch.setattr(threads, "RETRY_S", (0.01, 60.0))
     client, openings = lost_client(1000)
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: openings == [2])
         await pilot.press("ctrl+n")
         await until(pilot, lambda: not app.controller.conversation.messages)
@@ -250,7 +278,7 @@ def test_looking_for_a_lost_engine_can_be_stopped_and_other_jobs_go_first(
 
 
 def test_an_engine_that_starts_later_than_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "RETRY_S", (0.01,))
+    monkeypatch.setattr(threads, "RETRY_S", (0.01,))
     client = FakeClient()
     opened, openings = client.open, [0]
 
@@ -294,7 +322,7 @@ def test_kv_is_changed_live() -> None:
         await say(app, pilot, "one")
         await say(app, pilot, "/kv 8:4 32MiB")
         assert "/32.0 MiB K8V4" in meter(app)
-        assert "encoded again" in shown(app)
+        assert "read again" in shown(app)
         await say(app, pilot, "/kv 1MiB")
         assert "2 MiB can" in shown(app)
         await say(app, pilot, "/kv 3:2")
@@ -338,7 +366,7 @@ def test_commands_are_never_sent_to_the_model(tmp_path: Path) -> None:
         await say(app, pilot, "//slash")
         assert client.turns[0].sampling.temperature == 0.25
         assert (client.turns[0].seed, client.turns[0].max_tokens) == (7, 5)
-        assert asked(client) == [("system", "Be brief."), ("user", "/slash")]
+        assert sent_messages(client) == [("system", "Be brief."), ("user", "/slash")]
         await say(app, pilot, "/show")
         assert "temp 0.25" in shown(app)
         await say(app, pilot, f"/export {tmp_path / 'chat.md'}")
@@ -351,10 +379,9 @@ def test_commands_are_never_sent_to_the_model(tmp_path: Path) -> None:
     run(script, client)
 
 
-def test_every_command_has_an_action_and_a_line_of_help() -> None:
-    app = ChatApp(FakeClient(), ChatSettings())
-    assert set(app.slash.by_name) == {command.name for command in COMMANDS}
-    assert parse_command("/bye") == ("quit", "")
+def test_every_command_has_a_line_of_help() -> None:
+    command, argument = parse_command("/bye")
+    assert (command.name, argument) == ("quit", "")
     text = help_of_app()
     assert all(f"/{command.name}" in text for command in COMMANDS)
 
@@ -368,7 +395,7 @@ def test_a_large_paste_arrives_exactly() -> None:
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         app.prompt.post_message(Paste(text.replace("\n", "\r\n")))
-        await until(pilot, lambda: app.prompt.written == text)
+        await until(pilot, lambda: app.prompt.full_text == text)
         await pilot.press("enter")
         await until(pilot, lambda: app.controller.idle and client.turns)
         app.prompt.post_message(Paste(text[:30]))
@@ -378,7 +405,7 @@ def test_a_large_paste_arrives_exactly() -> None:
         assert not any("\x1b" in line for line in drawn)
 
     run(script, client)
-    assert asked(client) == [("user", text)]
+    assert sent_messages(client) == [("user", text)]
 
 
 def test_any_unicode_is_taken() -> None:
@@ -487,8 +514,7 @@ def test_leaving_while_streaming_keeps_what_came(tmp_path: Path) -> None:
     client, gate = gated("first part", " second")
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: "first part" in shown(app))
         await pilot.press("ctrl+q")
         gate.set()
@@ -504,12 +530,11 @@ def test_leaving_while_streaming_keeps_what_came(tmp_path: Path) -> None:
 def test_an_engine_that_hangs_does_not_keep_the_app(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving, "LEAVE_WITHIN_S", 0.3)
+    monkeypatch.setattr(app_module, "LEAVE_WITHIN_S", 0.3)
     client, gate = gated("first part", " second")
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: "first part" in shown(app))
         await pilot.press("ctrl+q")
         await until(pilot, lambda: app._exit)

@@ -8,14 +8,13 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from chat_pilot import asked, on_screen, run, saved, say, shown, telling, until
-from kvq_apps.chat.app import ChatApp
+from chat_pilot import on_screen, run, saved, say, send, sent_messages, shown, telling, until
+from fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat.chat_app import ChatApp
 from kvq_apps.chat.client import Turn
-from kvq_apps.chat.drafts import DraftsScreen
-from kvq_apps.chat.fitting import WAYS
 from kvq_apps.chat.history import History
-from kvq_apps.chat.screens import Question
-from kvq_lab.fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat.replies import REMEDIES
+from kvq_apps.chat.screens import DraftsScreen, QuestionScreen
 
 # Branches
 
@@ -39,11 +38,11 @@ def test_an_edited_message_branches_and_both_branches_can_be_seen(tmp_path: Path
         note = f"encoded {stats.encoded_tokens} of {stats.prompt_tokens} tokens again"
         assert note in shown(app)
         assert 0 < stats.encoded_tokens < stats.prompt_tokens
-        (edited,) = [one.edited for one in client.turns if one.edited]
+        (edited,) = [turn.edited for turn in client.turns if turn.edited]
         assert [row.text for row in edited] == before[:3]
-        left = client.stale
+        stale = client.stale
         await say(app, pilot, "/exact")
-        assert f"{left} tokens were encoded again" in shown(app)
+        assert f"{stale} tokens were encoded again" in shown(app)
         await say(app, pilot, "/exact")
         assert "all of it is exact already" in shown(app)
         await pilot.press("alt+p")
@@ -140,11 +139,11 @@ def test_drafts_are_written_side_by_side_and_one_is_kept(tmp_path: Path) -> None
     client = telling("alpha", "beta", "gamma", "delta")
     run(script, client, folder=tmp_path, size=(120, 24))
     # The drafts were asked for without the reply that stood there.
-    assert asked(client, 1) == [("user", "go")]
+    assert sent_messages(client, 1) == [("user", "go")]
     history = History(tmp_path / "chats.sqlite3")
     (chat,) = history.chats()
-    found = history.beside(chat.id, history.branch(chat.id)[1].id)
-    assert [(m.text, m.state) for m in found] == [
+    siblings = history.sibling_messages(chat.id, history.branch(chat.id)[1].id)
+    assert [(m.text, m.state) for m in siblings] == [
         ("alpha", "done"), ("beta", "done"), ("gamma", "done")
     ]  # fmt: skip
     history.close()
@@ -155,13 +154,11 @@ def test_a_choice_stops_what_is_still_written_and_a_narrow_screen_shows_one() ->
         yield from repeat("word ")
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: "word" in shown(app))
         await pilot.press("escape")
         await until(pilot, lambda: app.controller.idle)
-        app.prompt.fill("/drafts 3")
-        await pilot.press("enter")
+        await send(app, pilot, "/drafts 3")
         await until(pilot, lambda: isinstance(app.screen, DraftsScreen) and drafts_of(app)[2])
         screen = app.screen
         assert isinstance(screen, DraftsScreen)
@@ -186,14 +183,13 @@ def test_a_nearly_full_context_warns_and_a_full_one_asks() -> None:
         for number in range(3):
             await say(app, pilot, f"question {number}")
         assert "% full: /new begins a new chat" in shown(app)
-        app.prompt.fill("word " * 30)
-        await pilot.press("enter")
-        await until(pilot, lambda: isinstance(app.screen, Question))
+        await send(app, pilot, "word " * 30)
+        await until(pilot, lambda: isinstance(app.screen, QuestionScreen))
         assert len(client.turns[-1].messages) == 7
         await pilot.press("enter")
         await until(pilot, lambda: app.controller.idle)
         assert len(client.turns[-1].messages) < 7
-        left_out = app.controller.conversation.left_out
+        left_out = app.controller.conversation.num_left_out
         text = " ".join(shown(app).split())
         assert f"the first {left_out} messages are no longer given to the model" in text
         assert len(client.turns[-1].messages) == 7 - left_out
@@ -217,9 +213,9 @@ def summing_up(*summaries: str, **options: Any) -> FakeClient:
 
 async def choose(app: ChatApp, pilot: Pilot[Any], way: str) -> None:
     """Answers the question that is asked."""
-    await until(pilot, lambda: isinstance(app.screen, Question))
+    await until(pilot, lambda: isinstance(app.screen, QuestionScreen))
     asked_on = app.screen
-    keys_of = [key for key, _ in WAYS]
+    keys_of = [key for key, _ in REMEDIES]
     await pilot.press(*["down"] * keys_of.index(way), "enter")
     await until(pilot, lambda: app.screen is not asked_on)
 
@@ -230,11 +226,10 @@ def test_the_model_sums_up_what_no_longer_fits(tmp_path: Path) -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         for text in ("foxes", "hens", "ducks"):
             await say(app, pilot, text)
-        app.prompt.fill("geese " * 120)
-        await pilot.press("enter")
+        await send(app, pilot, "geese " * 120)
         await choose(app, pilot, "summarise")
         await until(pilot, lambda: app.controller.idle)
-        asked_for, answered = asked(client, -2), asked(client)
+        asked_for, answered = sent_messages(client, -2), sent_messages(client)
         # The oldest turns as they were, then the request, with an eighth of the context for it.
         assert [text for _, text in asked_for[:-1]] == [
             m.text for m in app.controller.conversation.messages[: len(asked_for) - 1]
@@ -249,13 +244,12 @@ def test_the_model_sums_up_what_no_longer_fits(tmp_path: Path) -> None:
         assert len(app.controller.conversation.messages) == 8
         assert app.controller.conversation.messages[-1].state == "done"
         # A summary that has become old is summed up with what followed it.
-        app.prompt.fill("swans " * 120)
-        await pilot.press("enter")
+        await send(app, pilot, "swans " * 120)
         await choose(app, pilot, "summarise")
         await until(pilot, lambda: app.controller.idle)
-        assert "We-spoke-of-foxes." in asked(client, -2)[0][1]
-        assert "Foxes-and-hens." in asked(client)[0][1]
-        assert "We-spoke" not in asked(client)[0][1]
+        assert "We-spoke-of-foxes." in sent_messages(client, -2)[0][1]
+        assert "Foxes-and-hens." in sent_messages(client)[0][1]
+        assert "We-spoke" not in sent_messages(client)[0][1]
 
     run(script, client, folder=tmp_path)
     assert len(saved(tmp_path)) == 10
@@ -273,15 +267,14 @@ def test_without_a_summary_the_question_comes_back() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         for text in ("foxes", "hens", "ducks"):
             await say(app, pilot, text)
-        app.prompt.fill("geese " * 120)
-        await pilot.press("enter")
+        await send(app, pilot, "geese " * 120)
         await choose(app, pilot, "summarise")
-        await until(pilot, lambda: isinstance(app.screen, Question))
-        assert app.controller.conversation.left_out == 0
+        await until(pilot, lambda: isinstance(app.screen, QuestionScreen))
+        assert app.controller.conversation.num_left_out == 0
         await choose(app, pilot, "keep")
         await until(pilot, lambda: app.controller.idle)
         assert app.controller.conversation.messages[-1].state == "failed"
-        assert app.controller.conversation.left_out == 0
+        assert app.controller.conversation.num_left_out == 0
 
     run(script, client)
 
@@ -294,8 +287,7 @@ def test_what_is_too_long_to_be_summed_up_at_once_is_halved() -> None:
             await say(app, pilot, text)
         # The same chat in a smaller context.
         client.facts = dataclasses.replace(client.facts, context_tokens=200)
-        app.prompt.fill("swans")
-        await pilot.press("enter")
+        await send(app, pilot, "swans")
         await choose(app, pilot, "summarise")
         await until(pilot, lambda: app.controller.idle)
         requests = [
@@ -308,11 +300,11 @@ def test_what_is_too_long_to_be_summed_up_at_once_is_halved() -> None:
     run(script, client)
 
 
-def test_one_message_that_is_too_long_asksnothing() -> None:
+def test_one_message_that_is_too_long_asks_nothing() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "word " * 200)
         assert "this message alone is longer than the context of 60 tokens" in shown(app)
-        assert not isinstance(app.screen, Question)
+        assert not isinstance(app.screen, QuestionScreen)
 
     run(script, FakeClient(FakeOptions(context=60)), size=(120, 24))
 
@@ -323,14 +315,12 @@ def test_a_full_context_can_lead_to_a_new_chat_or_nowhere() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "one")
         first = app.controller.conversation.id
-        app.prompt.fill("word " * 30)
-        await pilot.press("enter")
-        await until(pilot, lambda: isinstance(app.screen, Question))
+        await send(app, pilot, "word " * 30)
+        await until(pilot, lambda: isinstance(app.screen, QuestionScreen))
         await pilot.press("escape")
         await until(pilot, lambda: app.controller.idle)
         assert app.controller.conversation.messages[-1].state == "failed"
-        app.prompt.fill("/retry")
-        await pilot.press("enter")
+        await send(app, pilot, "/retry")
         await choose(app, pilot, "new")
         await until(pilot, lambda: app.controller.idle and app.controller.conversation.id != first)
         assert [m.role for m in app.controller.conversation.messages] == ["user", "assistant"]

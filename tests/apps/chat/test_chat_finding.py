@@ -11,18 +11,18 @@ from textual.events import Paste
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
-from chat_pilot import asked, help_of_app, meter, on_screen, run, say, shown, until
+from chat_pilot import help_of_app, meter, on_screen, run, say, send, sent_messages, shown, until
+from fake_chat import FakeClient, FakeOptions
 from kvq_apps import cli
 from kvq_apps.chat import controller, keys
-from kvq_apps.chat.app import ChatApp
+from kvq_apps.chat.chat_app import ChatApp
+from kvq_apps.chat.chat_settings import REPLY_TOKENS, ChatSettings
 from kvq_apps.chat.commands import COMMANDS
 from kvq_apps.chat.history import History
 from kvq_apps.chat.kv_files import forget_oldest
-from kvq_apps.chat.menu import MenuView
-from kvq_apps.chat.screens import ChatPicker, Entry, Question
-from kvq_apps.chat.settings import REPLY_TOKENS, ChatSettings
+from kvq_apps.chat.prompt import MenuView
+from kvq_apps.chat.screens import ChatPicker, EntryScreen, QuestionScreen
 from kvq_apps.commands import chat as chat_command
-from kvq_lab.fake_chat import FakeClient, FakeOptions
 from kvq_runtime.config import Sampling
 
 # Resuming
@@ -96,8 +96,8 @@ def test_widths_of_the_command_line_hold_and_the_chat_says_so(tmp_path: Path) ->
     async def second(app: ChatApp, pilot: Pilot[Any]) -> None:
         await until(pilot, lambda: app.controller.idle)
         assert kept_in(app) == ("4:2", 64 << 20)
-        said = [message.text for message in app.transcript.messages if not message.id]
-        assert said == [
+        texts = [message.text for message in app.transcript.messages if not message.id]
+        assert texts == [
             "the KV cache is not restored (it was kept at 8:4 in 32.0 MiB, and you asked for 4:2 "
             "in 64.0 MiB): the next reply encodes the chat again"
         ]
@@ -128,22 +128,22 @@ def test_the_kv_is_saved_when_nothing_is_asked_for(
 ) -> None:
     monkeypatch.setattr(controller, "SAVE_AFTER_S", 0.02)
 
-    def kept() -> list[int]:
+    def saved_tokens() -> list[int]:
         return [len(json.loads(path.read_text())["tokens"]) for path in tmp_path.glob("kv/*.kv")]
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "one")
-        await until(pilot, lambda: kept() == [app.controller.engine.stats.context_tokens])
-        before = kept()
+        await until(pilot, lambda: saved_tokens() == [app.controller.engine.stats.context_tokens])
+        before = saved_tokens()
         await say(app, pilot, "two")
-        await until(pilot, lambda: kept() == [app.controller.engine.stats.context_tokens])
-        assert kept() > before
+        await until(pilot, lambda: saved_tokens() == [app.controller.engine.stats.context_tokens])
+        assert saved_tokens() > before
         await until(pilot, lambda: app.controller.idle)
         # Nothing is new, so nothing is written.
         (path,) = (tmp_path / "kv").glob("*.kv")
         path.unlink()
         await pilot.pause(0.1)
-        assert kept() == []
+        assert saved_tokens() == []
 
     run(script, folder=tmp_path)
 
@@ -214,7 +214,7 @@ def test_the_sidebar_lists_finds_and_opens_chats(tmp_path: Path) -> None:
         await until(pilot, lambda: not app.sidebar.display)
         await pilot.resize_terminal(100, 24)
         await until(pilot, lambda: app.sidebar.display)
-        app.sidebar.chats.search()
+        app.sidebar.search()
         await pilot.press(*"foxes")
         await until(pilot, lambda: app.sidebar.query_one(OptionList).option_count == 1)
         await pilot.press("enter")
@@ -244,15 +244,15 @@ def test_chats_are_renamed_and_deleted(tmp_path: Path) -> None:
         await sidebar_titles(app, pilot, "about foxes", "Farm")
         # In the list F2 renames the one marked.
         await pilot.press("down", "down", "f2")
-        await until(pilot, lambda: isinstance(app.screen, Entry))
+        await until(pilot, lambda: isinstance(app.screen, EntryScreen))
         assert app.screen.query_one(Input).value == "Farm"
         await pilot.press("end", "2", "enter")
         await sidebar_titles(app, pilot, "about foxes", "Farm2")
         # Deleting asks first.
         for answer in (["enter"], ["down", "enter"]):
-            await until(pilot, lambda: not isinstance(app.screen, Entry | Question))
+            await until(pilot, lambda: not isinstance(app.screen, EntryScreen | QuestionScreen))
             await pilot.press("delete")
-            await until(pilot, lambda: isinstance(app.screen, Question))
+            await until(pilot, lambda: isinstance(app.screen, QuestionScreen))
             await pilot.press(*answer)
         await sidebar_titles(app, pilot, "about foxes")
         await pilot.press("escape")
@@ -260,7 +260,7 @@ def test_chats_are_renamed_and_deleted(tmp_path: Path) -> None:
         kept = [path.stem for path in (tmp_path / "kv").glob("*.kv")]
         assert kept == [app.controller.conversation.id]
         await say(app, pilot, "/delete")
-        await until(pilot, lambda: isinstance(app.screen, Question))
+        await until(pilot, lambda: isinstance(app.screen, QuestionScreen))
         await pilot.press("down", "enter")
         await sidebar_titles(app, pilot)
         await until(pilot, lambda: app.controller.idle)
@@ -291,7 +291,12 @@ def test_the_first_screen_says_the_model_what_to_try_and_where_help_is() -> None
         await until(pilot, lambda: "ready" in meter(app))
         screen = on_screen(app)
         assert "kvq chat with fake" in screen
-        for words in ("What is a KV cache?", "/drafts 3", "/kv 4:2 2MiB", "F1 shows every key"):
+        for words in (
+            "What is a KV cache?",
+            "/drafts 3",
+            "/system Be brief.",
+            "F1 shows every key",
+        ):
             assert words in screen
         assert meter(app) == "ready  KV 0 bytes/64.0 MiB K4V2  context 0/4096 0%  fake"
         await say(app, pilot, "hi")
@@ -305,7 +310,7 @@ def test_the_first_screen_says_the_model_what_to_try_and_where_help_is() -> None
 
 
 def offered(app: ChatApp) -> list[str]:
-    return [row.name for row in app.prompt.menu.rows(app.prompt.text)]
+    return [row.name for row in app.prompt.offered()[0]]
 
 
 def test_a_slash_lists_the_commands_and_they_are_completed() -> None:
@@ -324,17 +329,14 @@ def test_a_slash_lists_the_commands_and_they_are_completed() -> None:
         await pilot.press("down", "tab")
         assert app.prompt.text == "/set "
         # Enter completes what needs words, and does what needs none.
-        app.prompt.fill("/the")
-        await pilot.press("enter")
+        await send(app, pilot, "/the")
         assert app.prompt.text == "/theme "
-        app.prompt.fill("/sh")
-        await pilot.press("enter")
+        await send(app, pilot, "/sh")
         await until(pilot, lambda: "model fake, context 4096 tokens" in shown(app))
         # By a synonym, too; what is typed whole is taken as it is.
         app.prompt.fill("/by")
         assert offered(app) == ["quit"]
-        app.prompt.fill("/new")
-        await pilot.press("enter")
+        await send(app, pilot, "/new")
         assert app.prompt.text == ""
         # Escape closes the list until the text is another; // begins a message.
         app.prompt.fill("/s")
@@ -370,8 +372,8 @@ def test_a_long_paste_is_one_word_until_it_is_sent() -> None:
         await say(app, pilot, word)
 
     run(script, client)
-    assert asked(client, 0) == [("user", f"see {long}short\none")]
-    assert asked(client)[-1] == ("user", f"[paste 1: 200 lines, {len(long)} characters]")
+    assert sent_messages(client, 0) == [("user", f"see {long}short\none")]
+    assert sent_messages(client)[-1] == ("user", f"[paste 1: 200 lines, {len(long)} characters]")
 
 
 def test_the_focus_is_seen() -> None:
@@ -410,7 +412,7 @@ def test_keys_of_help_palette_and_bindings_come_from_one_table() -> None:
     app = ChatApp(FakeClient(), ChatSettings())
     bound = {binding.id for rows in app._bindings.key_to_bindings.values() for binding in rows}
     for row in keys.KEYS:
-        assert row.says in text
+        assert row.help in text
         assert not row.app or row.name in bound
 
 
@@ -425,8 +427,7 @@ def test_the_users_keys(tmp_path: Path) -> None:
         assert f"{path}:3:thereisnokeyactionnosuch" in text
         assert f"{path}:4:ctrl+risthekeyofresumealready" in text
         assert f"{path}:6:helpneedskeysinquotes" in text
-        app.prompt.fill("one")
-        await pilot.press("enter")
+        await send(app, pilot, "one")
         assert app.prompt.text == "one\n"
         await pilot.press("f2")
         await until(pilot, lambda: app.controller.idle and app.controller.conversation.messages)
@@ -474,7 +475,7 @@ def settings_of(*words: str) -> ChatSettings:
     return chat_command.chat_settings(cli.parse(["chat", *words]))
 
 
-def test_settings_come_from_flag_environment_project_user_in_this_order(
+def test_settings_come_from_flag_environment_user_in_this_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_state: None
 ) -> None:
     user = '[chat]\nsystem = "user"\ntheme = "nord"\nmeter = "short"\n[model]\ntemp = 0.5\n'
@@ -483,18 +484,14 @@ def test_settings_come_from_flag_environment_project_user_in_this_order(
     assert (settings.system, settings.theme, settings.meter) == ("user", "nord", "short")
     assert settings.theme_origin == f"{path}:3"
     assert (settings.sampling.temperature, settings.max_tokens) == (0.5, REPLY_TOKENS)
-    Path(".kvq.toml").write_text('[chat]\nsystem = "project"\nmeter = "loud"\ncolour = "red"\n')
-    *_, untrusted = settings_of().warnings
-    assert "chat.system not used, because a project's file comes from others" in untrusted
-    assert settings_of().system == "user"
-    assert cli.main(["trust"]) == 0
-    settings = settings_of()
     # A bad value and an unknown key change nothing, and say where they stand.
-    assert (settings.system, settings.meter) == ("project", "short")
+    path.write_text('[chat]\nsystem = "user"\nmeter = "loud"\ncolour = "red"\n')
+    settings = settings_of()
+    assert (settings.system, settings.meter) == ("user", "full")
     (bad, unknown) = settings.warnings
-    assert ".kvq.toml:3: " in bad
+    assert bad.startswith(f"{path}:3: ")
     assert "choose full, short, off" in bad
-    assert ".kvq.toml:4: [chat] has no key colour" in unknown
+    assert unknown.startswith(f"{path}:4: [chat] has no key colour")
     monkeypatch.setenv("KVQ_SYSTEM", "environment")
     monkeypatch.setenv("KVQ_THEME", "gruvbox")
     settings = settings_of()
@@ -506,7 +503,7 @@ def test_settings_come_from_flag_environment_project_user_in_this_order(
 
 
 def test_the_users_theme_wins_over_the_one_used_last(tmp_path: Path) -> None:
-    said = "config.toml:3: there is no theme 'nosuch'; Ctrl+P, then Theme, lists them"
+    warning = "config.toml:3: there is no theme 'nosuch'; Ctrl+P, then Theme, lists them"
 
     async def first(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "/theme nord")
@@ -519,7 +516,7 @@ def test_the_users_theme_wins_over_the_one_used_last(tmp_path: Path) -> None:
 
     async def fourth(app: ChatApp, pilot: Pilot[Any]) -> None:
         assert app.theme == "textual-dark"
-        assert said in " ".join(shown(app).split())
+        assert warning in " ".join(shown(app).split())
 
     run(first, folder=tmp_path)
     run(second, folder=tmp_path, theme="gruvbox")

@@ -16,15 +16,15 @@ from environment import ROOTS
 from kvq.errors import DataError
 from kvq_apps.chat import conversation as conversation_module
 from kvq_apps.chat import history as history_module
-from kvq_apps.chat.conversation import Conversation
+from kvq_apps.chat.conversation import ChatConversation
 from kvq_apps.chat.history import MIGRATIONS, History, SnapshotRow
 from kvq_apps.chat.interchange import export_chat, import_chat
 from kvq_apps.chat.messages import Message, ReplyStats
 
 
-def talk(history: History, *texts: str) -> Conversation:
+def talk(history: History, *texts: str) -> ChatConversation:
     """A chat with these messages, the user's and the model's in turn."""
-    conversation = Conversation(lambda write: write(history))
+    conversation = ChatConversation(lambda write: write(history))
     for index, text in enumerate(texts):
         if index % 2:
             conversation.add("assistant", "")
@@ -58,6 +58,10 @@ def test_a_chat_comes_back_as_it_was(path: Path) -> None:
     history.close()
 
 
+def sibling_ids(history: History, chat_id: str, message_id: str) -> list[str]:
+    return [message.id for message in history.sibling_messages(chat_id, message_id)]
+
+
 def test_an_edit_makes_a_sibling_and_old_children_stay(path: Path) -> None:
     history = History(path)
     chat = talk(history, *(f"m{number}" for number in range(10)))
@@ -65,7 +69,7 @@ def test_an_edit_makes_a_sibling_and_old_children_stay(path: Path) -> None:
     edited = chat.add("user", "m2 edited", instead_of=third)
     assert (edited.branch, edited.branches) == (2, 2)
     assert texts_of(history, chat.id) == ["m0", "m1", "m2 edited"]
-    assert history.siblings(chat.id, edited.id) == [third.id, edited.id]
+    assert sibling_ids(history, chat.id, edited.id) == [third.id, edited.id]
     history.choose(chat.id, third.id)
     assert texts_of(history, chat.id) == [f"m{number}" for number in range(10)]
     assert [(m.branch, m.branches) for m in history.branch(chat.id)][1:4] == [
@@ -84,10 +88,10 @@ def test_the_first_message_can_be_edited_too() -> None:
     first = chat.messages[0]
     chat.add("user", "c", instead_of=first)
     assert texts_of(history, chat.id) == ["c"]
-    assert len(history.siblings(chat.id, first.id)) == 2
+    assert len(sibling_ids(history, chat.id, first.id)) == 2
     # Another chat's first messages are nobody's siblings here.
     other = talk(history, "x")
-    assert len(history.siblings(other.id, other.messages[0].id)) == 1
+    assert len(sibling_ids(history, other.id, other.messages[0].id)) == 1
 
 
 def test_search_finds_words_prefixes_and_text_without_spaces() -> None:
@@ -122,11 +126,11 @@ def test_writers_in_two_processes_never_see_a_lock(path: Path) -> None:
         import sys
         from pathlib import Path
         from kvq_apps.chat.history import History
-        from kvq_apps.chat.conversation import Conversation
+        from kvq_apps.chat.conversation import ChatConversation
         from kvq_apps.chat.messages import ReplyStats
         history = History(Path(sys.argv[1]), on_trouble=lambda text: sys.exit(text))
         for number in range(40):
-            chat = Conversation(lambda write: write(history))
+            chat = ChatConversation(lambda write: write(history))
             chat.add("user", f"question {number}")
             chat.add("assistant", "")
             chat.feed("an answer")
@@ -172,7 +176,7 @@ def test_kill_in_the_middle_keeps_the_message_and_the_chunks(path: Path) -> None
         ticks = count()
         conversation.monotonic = lambda: next(ticks) * 0.005
         history = History(Path(sys.argv[1]))
-        chat = conversation.Conversation(lambda write: write(history))
+        chat = conversation.ChatConversation(lambda write: write(history))
         chat.add("user", "question")
         chat.add("assistant", "")
         for number in range(100_000):
@@ -320,7 +324,7 @@ def test_snapshots_and_settings() -> None:
     history = History(None)
     chat = talk(history, "a")
     assert history.snapshot(chat.id) is None
-    row = SnapshotRow(path="/x.kv", model="m", kv_plan="4:2", token_hash="h")
+    row = SnapshotRow(path="/x.kv", model="m", kv_plan="4:2")
     history.remember_snapshot(chat.id, row)
     assert history.snapshot(chat.id) == row
     history.set("theme", "nord")
@@ -395,7 +399,7 @@ def test_the_context_is_what_the_model_is_given() -> None:
     assert [m.text for m in chat.context()] == ["m6"]
 
 
-def leave_out(chat: Conversation, characters: int) -> list[str]:
+def leave_out(chat: ChatConversation, characters: int) -> list[str]:
     """Leaves the oldest turns out that have so many characters; their texts."""
     old = chat.oldest_turns(characters)
     if old:
@@ -414,14 +418,14 @@ def test_as_many_turns_go_as_must_and_the_last_question_stays() -> None:
 
 def test_a_summary_stands_for_what_is_left_out_and_comes_back(path: Path) -> None:
     history = History(path)
-    chat = Conversation(lambda write: write(history), system="Be brief.")
+    chat = ChatConversation(lambda write: write(history), system="Be brief.")
     for role, text in (("user", "one"), ("assistant", "two"), ("user", "three")):
         chat.add(role, text)
     chat.leave_out(chat.oldest_turns(1), "we counted")
-    given = [(m.role, m.text) for m in chat.context()]
-    assert given[0] == ("system", "Be brief.")
-    assert given[1:] == [("user", "(What was said before, summed up: we counted)\n\nthree")]
-    assert chat.left_out == 2
+    context = [(m.role, m.text) for m in chat.context()]
+    assert context[0] == ("system", "Be brief.")
+    assert context[1:] == [("user", "(What was said before, summed up: we counted)\n\nthree")]
+    assert chat.num_left_out == 2
     # The messages themselves are as they were, here and on disk.
     assert [m.text for m in chat.messages] == ["Be brief.", "one", "two", "three"]
     history.close()
@@ -429,13 +433,13 @@ def test_a_summary_stands_for_what_is_left_out_and_comes_back(path: Path) -> Non
     saved = history.saved_chat(chat.id)
     assert saved is not None
     assert [m.text for m in saved.messages] == ["Be brief.", "one", "two", "three"]
-    again = Conversation(lambda write: write(history))
+    again = ChatConversation(lambda write: write(history))
     again.show(saved)
-    assert [(m.role, m.text) for m in again.context()] == given
+    assert [(m.role, m.text) for m in again.context()] == context
     # On a branch without the first message left, nothing is left out.
     again.add("user", "other", instead_of=again.messages[1])
     assert [m.text for m in again.context()] == ["Be brief.", "other"]
-    assert again.left_out == 0
+    assert again.num_left_out == 0
     history.close()
 
 

@@ -5,20 +5,22 @@ import random
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.text import Text
 from textual.strip import Strip
 
 from chat_pilot import PALETTE
-from kvq_apps.chat import document as document_module
-from kvq_apps.chat.blocks import (
+from kvq_apps.chat import streamed_markdown as document_module
+from kvq_apps.chat.markdown import draw, estimate, folded, strip_text
+from kvq_apps.chat.markdown_blocks import (
     BLOCK_CHARACTERS,
     LINE_CHARACTERS,
-    Block,
     BlockScanner,
-    code_fences,
+    MarkdownBlock,
     plain_blocks,
 )
-from kvq_apps.chat.document import Document, Tail
-from kvq_apps.chat.markdown import draw, estimate, strip_text
+from kvq_apps.chat.messages import code_fences
+from kvq_apps.chat.streamed_markdown import StreamedMarkdown
 from kvq_apps.chat.visible import storable, visible
 
 # The same examples every time; a person hunting for faults sets another seed and more of them.
@@ -38,12 +40,12 @@ texts = st.lists(st.sampled_from(LINES) | st.text(max_size=12), max_size=24).fla
 )
 
 
-def blocks_of(text: str) -> list[Block]:
+def blocks_of(text: str) -> list[MarkdownBlock]:
     scanner = BlockScanner()
-    return [*scanner.feed(text), *scanner.finish()]
+    return [*scanner.feed(storable(text)), *scanner.finish()]
 
 
-def strips_of(blocks: list[Block], width: int = 40) -> list[Strip]:
+def strips_of(blocks: list[MarkdownBlock], width: int = 40) -> list[Strip]:
     return [strip for block in blocks for strip in draw(block, width, PALETTE)]
 
 
@@ -56,12 +58,12 @@ def lines_of(text: str, width: int = 40) -> list[str]:
 @given(text=texts, seed=st.integers(0, 2**32), width=st.sampled_from([1, 7, 40, 120]))
 def test_streamed_blocks_are_those_of_the_whole_and_fit(text: str, seed: int, width: int) -> None:
     generator = random.Random(seed)
-    document, streamed, rest = Document(), [], text
+    document, streamed, rest = StreamedMarkdown(), [], storable(text)
     while rest:
         size = generator.choice([1, 1, 2, 5, 30])
         piece, rest = rest[:size], rest[size:]
         streamed += document.feed(piece)
-        document.tail(width, PALETTE, closed=generator.random() < 0.3)
+        document.draw_tail(width, PALETTE, closed=generator.random() < 0.3)
     streamed += document.finish()
     assert streamed == blocks_of(text)
     # A block is drawn from what it says alone, so equal blocks are equal strips.
@@ -82,7 +84,7 @@ def test_streamed_blocks_are_those_of_the_whole_and_fit(text: str, seed: int, wi
 )  # fmt: skip
 def test_blocks_say_what_one_parse_of_the_whole_says(parts: list[str]) -> None:
     text = "\n\n".join(parts)
-    whole = draw(Block(kind="markdown", source=text), 60, PALETTE)
+    whole = draw(MarkdownBlock(kind="markdown", source=text), 60, PALETTE)
     words = " ".join(map(strip_text, whole)).split()
     numbers = {f"{number}." for number in range(10)}
     # Two lists in a row are one list to a whole parse, which renumbers the second.
@@ -93,9 +95,9 @@ def test_blocks_say_what_one_parse_of_the_whole_says(parts: list[str]) -> None:
 
 def test_the_open_end_shows_what_there_is_so_far() -> None:
     for text in ("# Tit", "para\n\n- it", "```python\nx = 1\ny", "| a |\n|---|\n| b"):
-        document = Document()
+        document = StreamedMarkdown()
         strips = strips_of(document.feed(text))
-        strips += document.tail(40, PALETTE, closed=True) or []
+        strips += document.draw_tail(40, PALETTE, closed=True) or []
         assert "".join(map(strip_text, strips)) == "".join(lines_of(text))
 
 
@@ -153,8 +155,9 @@ def test_escape_codes_are_pictures() -> None:
 def test_a_line_of_a_megabyte_is_cut_into_pieces_and_nothing_is_lost() -> None:
     text = "word " * 200_000
     blocks = blocks_of(text)
-    assert max(len(block.source) for block in blocks) <= LINE_CHARACTERS
-    assert "".join(block.source for block in blocks) == text
+    lines = [line for block in blocks for line in block.source.split("\n")]
+    assert max(map(len, lines)) <= LINE_CHARACTERS
+    assert "".join(lines) == text
     assert {block.kind for block in blocks} == {"plain"}
 
 
@@ -169,6 +172,33 @@ def test_wide_characters_are_folded_without_loss() -> None:
     drawn = strips_of(blocks_of(f"```\n{code}\n```"), 11)
     assert "".join(strip.text.strip() for strip in drawn) == code
     assert all(strip.cell_length <= 11 for strip in drawn)
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("result = compute(first_value)", ["result = ", "compute(", "first_value)"]),
+        ("    return something", ["    return ", "something"]),
+        ("abcdefghijklmnopqrstuvwxyz", ["abcdefghijkl", "mnopqrstuvwx", "yz"]),
+        ("x = 1", ["x = 1"]),
+        ("a " * 12, ["a a a a a a ", "a a a a a a "]),
+        ("            deeply", ["            ", "deeply"]),
+        ("", [""]),
+    ],
+)
+def test_code_breaks_between_words(code: str, lines: list[str]) -> None:
+    block = MarkdownBlock(kind="fence", source=code, gap=False)
+    drawn = [strip.text for strip in draw(block, 14, PALETTE)]
+    assert [line[1:].rstrip() for line in drawn] == [line.rstrip() for line in lines]
+
+
+@SETTINGS
+@given(st.text("ab_ .(字\u0301", max_size=80), st.integers(3, 30))
+def test_folded_code_fits_and_keeps_every_character(code: str, width: int) -> None:
+    text = Text(code)
+    parts = folded(text, width)
+    assert "".join(part.plain for part in parts) == code
+    assert all(cell_len(part.plain) <= width for part in parts)
 
 
 def test_list_items_freeze_one_by_one() -> None:
@@ -189,12 +219,12 @@ def test_an_open_fence_draws_only_its_new_lines(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         document_module, "code_line", lambda text, *a: single.append(text) or original(text, *a)
     )
-    tail, lines = Tail(), []
+    tail, lines = StreamedMarkdown(), []
     for number in range(100):
         lines.append(f"x = {number}")
         now[0] += 0.01
-        block = Block(kind="fence", source="\n".join(lines), language="python", gap=False)
-        strips = tail.draw([block], 40, PALETTE)
+        block = MarkdownBlock(kind="fence", source="\n".join(lines), language="python", gap=False)
+        strips = tail.draw_blocks([block], 40, PALETTE)
         assert [strip_text(strip) for strip in strips] == [
             " python",
             *(f" {line}" for line in lines),
@@ -207,12 +237,12 @@ def test_an_open_fence_draws_only_its_new_lines(monkeypatch: pytest.MonkeyPatch)
 def test_the_tail_is_not_drawn_more_often_than_every_66_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [5.0]
     monkeypatch.setattr(document_module, "monotonic", lambda: now[0])
-    document = Document()
+    document = StreamedMarkdown()
     drawn = 0
     for _ in range(1000):
         now[0] += 0.001
         document.feed("w ")
-        drawn += document.tail(40, PALETTE, closed=False) is not None
+        drawn += document.draw_tail(40, PALETTE, closed=False) is not None
     assert 2 <= drawn <= 16
 
 
@@ -227,6 +257,9 @@ def test_code_fences() -> None:
     text = "a\n```python\nx\ny\n```\nb\n```\nz\n```"
     assert code_fences(text) == ["x\ny", "z"]
     assert code_fences("no code") == []
+    assert code_fences("1. so:\n   ~~~sh\n   a\n     b\n\n   ~~~~\n```x```\n````\nopen\n```\n") == [
+        "a\n  b\n", "open\n```"
+    ]  # fmt: skip
 
 
 def test_prose_is_at_most_100_columns_wide_and_code_is_not() -> None:
@@ -236,5 +269,5 @@ def test_prose_is_at_most_100_columns_wide_and_code_is_not() -> None:
     prose = [line for line in lines if "word" in line]
     assert 95 <= max(map(len, prose)) <= 104  # 100 and the mark of a list or a quote
     assert any(code in line for line in lines)
-    plain = draw(Block(kind="plain", source=words), 180, PALETTE)
+    plain = draw(MarkdownBlock(kind="plain", source=words), 180, PALETTE)
     assert {len(strip_text(strip)) <= 100 for strip in plain} == {True}

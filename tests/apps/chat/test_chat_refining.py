@@ -6,12 +6,12 @@ import pytest
 from textual.pilot import Pilot
 
 from chat_pilot import meter, run, say, shown, until
-from kvq import native
-from kvq_apps.chat.app import ChatApp
+from fake_chat import FakeClient, FakeOptions
+from kvq import native_library
+from kvq_apps.chat.chat_app import ChatApp
 from kvq_apps.chat.client import Stream, Turn
 from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
-from kvq_lab.fake_chat import FakeClient, FakeOptions
 from kvq_runtime.config import Sampling
 from shelf import EIGHT, Shelf
 
@@ -50,7 +50,7 @@ def test_a_question_stops_it_and_it_goes_on_afterwards() -> None:
     run(script, client, size=(140, 24))
 
 
-@pytest.mark.skipif(not native.available(), reason=native.why_not())
+@pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 def test_a_local_engine_refines_in_pieces(shelf: Shelf) -> None:
     bundle = str(shelf.bundle(EIGHT, num_hidden_layers=4))
     client = LocalClient(
@@ -69,14 +69,14 @@ def test_a_local_engine_refines_in_pieces(shelf: Shelf) -> None:
     assert stats.predicted_tokens > 50
     stopped = Stream()
     stopped.cancel()
-    left = client.refine(stopped)
-    assert left > stats.predicted_tokens
+    remaining = client.refine(stopped)
+    assert remaining > stats.predicted_tokens
     again = Stream()
     assert client.refine(again) == 0
-    news = again.take()
-    assert news.stats is not None
-    assert (news.stats.predicted_tokens, news.stats.context_tokens) == (
+    update = again.take()
+    assert update.stats is not None
+    assert (update.stats.predicted_tokens, update.stats.context_tokens) == (
         0,
-        left + 5,
+        remaining + 5,
     )  # the last token was pending
     client.close()

@@ -17,12 +17,12 @@ import pytest
 from rich.terminal_theme import SVG_EXPORT_THEME
 from textual.pilot import Pilot
 
-from chat_pilot import run, say, telling, until
-from kvq_apps.chat import app as app_module
+from chat_pilot import run, say, send, telling, until
+from fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat import chat_app as app_module
 from kvq_apps.chat import client as client_module
-from kvq_apps.chat.app import ChatApp
-from kvq_apps.chat.screens import Question
-from kvq_lab.fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat.chat_app import ChatApp
+from kvq_apps.chat.screens import QuestionScreen
 
 FOLDER = Path(__file__).parent / "snapshots"
 ROWS = 18
@@ -50,11 +50,9 @@ async def home(_app: ChatApp, _pilot: Pilot[Any]) -> None:
 
 
 async def streaming(app: ChatApp, pilot: Pilot[Any]) -> None:
-    app.prompt.fill("What is a page?")
-    await pilot.press("enter")
-    await until(pilot, lambda: "and one more line" in "\n".join(app.transcript.lines))
-    app.prompt.fill("typed meanwhile")
-    await pilot.press("enter")
+    await send(app, pilot, "What is a page?")
+    await until(pilot, lambda: "and one more line" in "\n".join(app.transcript.lines_since(0.0)))
+    await send(app, pilot, "typed meanwhile")
     await until(pilot, lambda: app.controller.queue == ["typed meanwhile"])
 
 
@@ -71,9 +69,8 @@ async def error(app: ChatApp, pilot: Pilot[Any]) -> None:
 
 async def full(app: ChatApp, pilot: Pilot[Any]) -> None:
     await say(app, pilot, "one")
-    app.prompt.fill("word " * 40)
-    await pilot.press("enter")
-    await until(pilot, lambda: isinstance(app.screen, Question))
+    await send(app, pilot, "word " * 40)
+    await until(pilot, lambda: isinstance(app.screen, QuestionScreen))
 
 
 def answering() -> FakeClient:

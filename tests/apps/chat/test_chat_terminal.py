@@ -24,7 +24,7 @@ from kvq_apps.chat.history import History
 from shelf import Shelf
 
 LONG_S = 300.0  # only a hang takes so long: what is waited for stays once it is there
-KVQ = (sys.executable, "-m", "kvq_apps.cli", "chat")
+KVQ = (sys.executable, "-m", "fake_chat", "chat")
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ def test_a_message_on_a_pipe_is_answered_without_escapes(home: dict[str, str]) -
     assert listed.count("\n") == 1
     assert "2 messages" in listed
     assert "Größe 👋" in listed
-    found = json.loads(piped("--search", "word5", "--json", home=home).stdout)
-    assert [chat["title"] for chat in found["chats"]] == ["Größe 👋"]
+    listing = json.loads(piped("--search", "word5", "--json", home=home).stdout)
+    assert [chat["title"] for chat in listing["chats"]] == ["Größe 👋"]
     again = piped("-c", "--json", "--engine", "fake:tokens=3", home=home, stdin=b"more")
     answer = json.loads(again.stdout)
     assert (answer["text"], answer["finish_reason"]) == ("You asked: **more**\n\n", "stop")
-    assert answer["chat"] == found["chats"][0]["id"]
+    assert answer["chat"] == listing["chats"][0]["id"]
     exported = Path(home["XDG_DATA_HOME"]) / "chat.jsonl"
     assert piped("--export", str(exported), home=home).returncode == 0
     assert piped("--export", "-", home=home).stdout == exported.read_bytes()
@@ -126,9 +126,9 @@ def test_a_chat_on_a_pipe_goes_on_with_its_model(home: dict[str, str], shelf: Sh
     again = piped("-c", *words, home=elsewhere, stdin=b"and now?")
     assert again.returncode == 0, again.stderr
     assert b"written with" not in again.stderr
-    asked = piped("-c", "-m", other, *words, home=home, stdin=b"and now?")
-    assert b"this chat was written with bundle; bundle goes on with it\n" in asked.stderr
-    assert json.loads(asked.stdout)["model"] == "bundle"
+    reply = piped("-c", "-m", other, *words, home=home, stdin=b"and now?")
+    assert b"this chat was written with bundle; bundle goes on with it\n" in reply.stderr
+    assert json.loads(reply.stdout)["model"] == "bundle"
     assert model() == other
 
 

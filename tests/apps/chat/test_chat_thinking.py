@@ -9,18 +9,17 @@ import pytest
 from textual.pilot import Pilot
 from tokenizers import AddedToken
 
-from chat_pilot import gated, run, saved, say, shown, telling, until
+from chat_pilot import gated, run, saved, say, send, shown, telling, until
 from command_line import kvq
 from environment import environment_in
 from kvq.errors import UsageError
-from kvq_apps.chat.app import ChatApp
-from kvq_apps.chat.client import Stream, Turn
+from kvq_apps.chat.chat_app import ChatApp
+from kvq_apps.chat.chat_settings import ChatSettings
+from kvq_apps.chat.client import ReplyWriter, Stream, Turn
 from kvq_apps.chat.local import LocalClient
-from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.messages import Message, ReplyStats, answer_text, thought_line
 from kvq_apps.chat.plain import answer_once
 from kvq_apps.chat.remote import RemoteClient
-from kvq_apps.chat.settings import ChatSettings
-from kvq_apps.chat.thoughts import Thoughts, said_of, thought_line
 from kvq_export.export import export_model
 from kvq_models.control import ControlTokens
 from kvq_models.thinking import KEPT, ThinkingReader
@@ -83,8 +82,7 @@ def test_a_thought_streams_into_its_line() -> None:
     client, gate = gated(REPLY[:20], REPLY[20:])
 
     async def script(app: ChatApp, pilot: Pilots) -> None:
-        app.prompt.fill("which?")
-        await pilot.press("enter")
+        await send(app, pilot, "which?")
         await until(pilot, lambda: "thinking" in shown(app))
         assert "One" not in shown(app)
         app.transcript.unfold(shown=True)
@@ -104,7 +102,7 @@ def test_a_long_thought_is_drawn_whole_in_parts() -> None:
 
     async def script(app: ChatApp, pilot: Pilots) -> None:
         await say(app, pilot, "which?")
-        assert len(app.transcript.lines) < 8
+        assert len(app.transcript.lines_since(0.0)) < 8
         app.transcript.unfold(shown=True)
         assert shown(app).splitlines()[-601:] == [*lines, "Done."]
         # What grows is drawn again, so its last part is short.
@@ -118,16 +116,16 @@ def test_what_a_thought_took_is_told() -> None:
         "thought for 3.2 s, 120 tokens"
     )
     stream = Stream()
-    thoughts = Thoughts(stream, ThinkingReader(KEPT))
+    thoughts = ReplyWriter(stream, ThinkingReader(KEPT))
     for text in ("<think>", "\n", "a", " b", "\n", "</think>", "\n\n", "c"):
         thoughts.token(text)
     thoughts.end("stop")
     assert stream.take().text == "<think>\na b\n</think>\n\nc"
-    measured = thoughts.measured(ReplyStats(new_tokens=8))
+    measured = thoughts.with_thought(ReplyStats(new_tokens=8))
     assert (measured.new_tokens, measured.thought_tokens) == (8, 5)
     assert measured.thought_ms > 0
-    assert said_of(Message(role="user", text=REPLY)) == REPLY
-    assert said_of(Message(role="assistant", text=REPLY)) == "It is **two**."
+    assert answer_text(Message(role="user", text=REPLY)) == REPLY
+    assert answer_text(Message(role="assistant", text=REPLY)) == "It is **two**."
 
 
 def test_a_pipe_gets_the_answer_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,8 +135,8 @@ def test_a_pipe_gets_the_answer_alone(capsys: pytest.CaptureFixture[str]) -> Non
     answer_once(telling(REPLY), ChatSettings(think="hide"), "which?", as_json=False)
     assert capsys.readouterr() == ("It is **two**.\n", "")
     answer_once(telling(REPLY), ChatSettings(), "which?", as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert (found["thought"], found["text"]) == ("One is odd.\nTwo is not.", "It is **two**.")
+    report = json.loads(capsys.readouterr().out)
+    assert (report["thought"], report["text"]) == ("One is odd.\nTwo is not.", "It is **two**.")
 
 
 def test_think_is_set_in_the_chat() -> None:
@@ -164,9 +162,9 @@ def replied(client: LocalClient, *texts: str, **settings: Any) -> tuple[str, Rep
     rows = [Message(role=roles[index % 2], text=text) for index, text in enumerate(texts)]
     settings = {"sampling": Sampling(temperature=0), "max_tokens": 6} | settings
     client.reply(Turn(messages=rows, **settings), stream)
-    news = stream.take()
-    assert news.stats is not None
-    return news.text, news.stats
+    update = stream.take()
+    assert update.stats is not None
+    return update.text, update.stats
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -174,7 +172,7 @@ def test_a_local_model_thinks_and_goes_on(keeps: bool, shelf: Shelf, tmp_path: P
     template = TEMPLATE.replace("KEEP", str(keeps))
     client = LocalClient(
         bundle_with(template, shelf, tmp_path),
-        engine_options={"threads": 1, "backend": "reference"},
+        engine_options={"threads": 1, "backend": "float"},
         session_options={"k_bits": 16, "v_bits": 16},
     )
     client.open()
@@ -190,8 +188,8 @@ def test_a_local_model_thinks_and_goes_on(keeps: bool, shelf: Shelf, tmp_path: P
     # In the next turn the template decides whether the thought is read again.
     shared = replied(client, "which?", "<think>\nWell.\n</think>\n\nTwo.")[1].prompt_tokens
     _, stats = replied(client, "which?", "<think>\nWell.\n</think>\n\nTwo.", "why?")
-    held = client._opened()[0].tokenizer.decode(client._opened()[1].tokens)
-    assert ("Well.\n</think>\n\nTwo." in held) == keeps
+    text = client._opened()[0].tokenizer.decode(client._opened()[1].tokens)
+    assert ("Well.\n</think>\n\nTwo." in text) == keeps
     assert (stats.cached_tokens >= shared) == keeps
     # Switched off, what comes is said.
     off, stats = replied(client, "which?", think="off")
@@ -203,7 +201,7 @@ def test_a_local_model_thinks_and_goes_on(keeps: bool, shelf: Shelf, tmp_path: P
 def test_a_model_that_cannot_think_is_not_asked_to(shelf: Shelf) -> None:
     client = LocalClient(
         str(shelf.bundle(max_position_embeddings=1024)),
-        engine_options={"threads": 1, "backend": "reference"},
+        engine_options={"threads": 1, "backend": "float"},
         session_options={},
     )
     client.open()
@@ -243,14 +241,14 @@ def test_a_server_tells_thoughts_apart(thinking_server: tuple[str, Tokenizer]) -
     ]  # fmt: skip
     turn = Turn(messages=rows, sampling=Sampling(temperature=0))
     assert client.reply(turn, stream) == "stop"
-    news = stream.take()
-    assert news.text == REPLY
-    assert news.stats is not None
-    assert news.stats.thought_tokens > 4
+    update = stream.take()
+    assert update.text == REPLY
+    assert update.stats is not None
+    assert update.stats.thought_tokens > 4
     # What was thought before goes back apart from what was said.
     sent: list[dict[str, str]] = [{"role": row.role, "content": row.text} for row in rows]
     sent[1] |= {"content": "It is **two**.", "reasoning_content": "One is odd.\nTwo is not."}
-    assert news.stats.prompt_tokens == len(tokenizer.chat(sent))
+    assert update.stats.prompt_tokens == len(tokenizer.chat(sent))
 
 
 @pytest.mark.slow
@@ -258,16 +256,16 @@ def test_run_tells_thoughts_beside_the_answer(shelf: Shelf, tmp_path: Path) -> N
     bundle = bundle_with(TEMPLATE.replace("KEEP", "True"), shelf, tmp_path)
     home = environment_in(tmp_path)
     words = ("run", "-m", bundle, "--temp", "0", "-n", "8", "which?")
-    told = kvq(*words, "--chat", home=home)
-    assert told.returncode == 0
-    assert told.stdout == b"\n"
-    thought = told.stderr.decode().removesuffix("\n\n")
+    finished = kvq(*words, "--chat", home=home)
+    assert finished.returncode == 0
+    assert finished.stdout == b"\n"
+    thought = finished.stderr.decode().removesuffix("\n\n")
     assert thought
     assert kvq(*words, "--chat", "--think", "hide", home=home).stderr == b""
     off = kvq(*words, "--chat", "--think", "off", home=home)
     assert (off.stderr, off.stdout != b"\n") == (b"", True)
-    found = json.loads(kvq(*words, "--chat", "--json", home=home).stdout)
-    assert (found["text"], found["thought"], found["thought_tokens"]) == ("", thought, 8)
+    report = json.loads(kvq(*words, "--chat", "--json", home=home).stdout)
+    assert (report["text"], report["thought"], report["thought_tokens"]) == ("", thought, 8)
     refused = kvq(*words, "--think", "off", home=home)
     assert refused.returncode == 2
     assert b"--chat" in refused.stderr

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from chat_pilot import gated, meter, run, say, shown, telling, until
-from kvq_apps.chat import document as document_module
+from chat_pilot import gated, meter, run, say, send, shown, telling, until
+from fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat import streamed_markdown as document_module
 from kvq_apps.chat import transcript as transcript_module
-from kvq_apps.chat.app import ChatApp
+from kvq_apps.chat.chat_app import ChatApp
 from kvq_apps.chat.client import Facts
 from kvq_apps.chat.markdown import draw
 from kvq_apps.chat.messages import Message, ReplyStats
 from kvq_apps.chat.meter import kv_part, meter_line
-from kvq_lab.fake_chat import FakeClient, FakeOptions
 
 LONG = "\n\n".join(f"paragraph number {number}" for number in range(60))
 
@@ -91,8 +91,7 @@ def test_scrolled_up_the_view_stays_and_end_follows_again() -> None:
     client, gate = gated(LONG, f"\n\n{LONG}\n\nlast")
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: "paragraph number 59" in shown(app))
         await pilot.press("pageup", "pageup")
         await pilot.pause()
@@ -113,8 +112,7 @@ def test_scrolled_up_the_view_stays_and_end_follows_again() -> None:
 
 def test_resizing_while_streaming_keeps_place_and_following() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         for size in ((20, 5), (200, 60), (1, 1), (80, 24)):
             await pilot.resize_terminal(*size)
             await pilot.pause()
@@ -184,8 +182,8 @@ def test_long_streams_draw_each_frozen_block_once(monkeypatch: pytest.MonkeyPatc
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "hi")
-        ours = [source for source in drawn if source.startswith("- item")]
-        assert len(ours) == len(set(ours)) <= 200
+        items = [source for source in drawn if source.startswith("- item")]
+        assert len(items) == len(set(items)) <= 200
         # The open end is a block or two, never the list.
         assert max(len(block.source) for block in tails) < 40
 
@@ -194,14 +192,42 @@ def test_long_streams_draw_each_frozen_block_once(monkeypatch: pytest.MonkeyPatc
 
 def test_notes_wait_for_the_end_of_a_streaming_message() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: "paragraph number 1" in shown(app))
         app.transcript.note("a remark")
         await until(pilot, lambda: app.controller.idle)
         assert shown(app).endswith("paragraph number 59\na remark")
 
     run(script, telling(LONG, tok_ms=1))
+
+
+def test_a_long_message_of_the_users_is_folded_until_a_key_shows_it() -> None:
+    lines = [f"line number {number}" for number in range(200)]
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, "\n".join(lines))
+        folded = shown(app)
+        assert "line number 5\n… 194 more lines; Ctrl+O shows them\n" in folded
+        assert "line number 6" not in folded
+        await pilot.press("ctrl+o")
+        assert "\n".join(lines) in shown(app)
+        assert "more lines" not in shown(app)
+        await pilot.press("ctrl+o")
+        assert shown(app) == folded
+        # What the model is given is the whole text.
+        assert app.controller.conversation.messages[0].text == "\n".join(lines)
+
+    run(script, telling("so long"), size=(80, 24))
+
+
+def test_a_message_of_twenty_lines_is_shown_whole() -> None:
+    text = "\n".join(f"line {number}" for number in range(20))
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await say(app, pilot, text)
+        assert text in shown(app)
+
+    run(script, telling("ok"))
 
 
 def test_every_theme_draws_the_conversation() -> None:

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from chat_pilot import LONG_S, run, saved, say, shown, telling, until
-from kvq_apps.chat import leaving
-from kvq_apps.chat.app import ChatApp
+from chat_pilot import LONG_S, run, saved, say, send, shown, telling, until
+from fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat import chat_app as app_module
+from kvq_apps.chat.chat_app import ChatApp
+from kvq_apps.chat.chat_settings import ChatSettings
 from kvq_apps.chat.client import Facts, Stream, Turn
-from kvq_apps.chat.drafts import DraftsScreen
 from kvq_apps.chat.history import History
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.plain import PlainChat
-from kvq_apps.chat.screens import HelpScreen, Question
-from kvq_apps.chat.settings import ChatSettings
-from kvq_lab.fake_chat import FakeClient, FakeOptions
+from kvq_apps.chat.screens import DraftsScreen, HelpScreen, QuestionScreen
 
 # Another chat's
 
@@ -40,14 +39,14 @@ def test_an_edit_ends_with_its_chat_and_its_message_is_refused_afterwards() -> N
         for job in (
             partial(control.answer_edited, question, "late"),
             partial(control.retry, answer),
-            partial(control.switch_branch, question, 1),
-            partial(control.choose_draft, answer, 1),
+            partial(control.choose_sibling, question, 1),
+            partial(control.choose_sibling, answer, 1),
         ):
             control.do(job)
         control.make_drafts(2)
         await until(pilot, lambda: control.idle)
-        said = [message.text for message in app.transcript.messages]
-        assert said == [
+        texts = [message.text for message in app.transcript.messages]
+        assert texts == [
             "this message is not on the screen any more; Alt+Up selects another"
         ] * 4 + ["there is nothing to answer yet; write a message first"]
         await say(app, pilot, "two")
@@ -151,14 +150,13 @@ def test_a_cache_that_is_not_saved_is_not_called_saved(
 def test_leaving_while_a_change_of_kv_is_stuck_marks_no_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving, "LEAVE_WITHIN_S", 0.1)
+    monkeypatch.setattr(app_module, "LEAVE_WITHIN_S", 0.1)
     client, gate = FakeClient(), Event()
     client.change_kv = lambda *_: gate.wait(LONG_S)  # type: ignore[method-assign, assignment]
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "one")
-        app.prompt.fill("/kv 8:8")
-        await pilot.press("enter")
+        await send(app, pilot, "/kv 8:8")
         await until(pilot, lambda: app.controller.engine.stream is not None)
         await pilot.press("ctrl+q")
         await until(pilot, lambda: app._exit)
@@ -171,8 +169,8 @@ def test_leaving_while_a_change_of_kv_is_stuck_marks_no_message(
 def test_a_signal_ends_a_chat_whose_leaving_is_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leaving, "STOP_WITHIN_S", 0.05)
-    monkeypatch.setattr(leaving.os, "isatty", lambda _: True)
+    monkeypatch.setattr(app_module, "STOP_WITHIN_S", 0.05)
+    monkeypatch.setattr(app_module.os, "isatty", lambda _: True)
     client, gate = FakeClient(), Event()
     client.save = lambda _: gate.wait(LONG_S)  # type: ignore[method-assign, assignment]
 
@@ -189,15 +187,13 @@ def test_a_signal_ends_a_chat_whose_leaving_is_stuck(
 
 
 def test_leaving_takes_every_screen_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaving, "LEAVE_WITHIN_S", 10 * LONG_S)
+    monkeypatch.setattr(app_module, "LEAVE_WITHIN_S", 10 * LONG_S)
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
-        app.prompt.fill("one")
-        await pilot.press("enter")
+        await send(app, pilot, "one")
         await until(pilot, lambda: app.controller.idle and app.controller.conversation.messages)
-        app.prompt.fill("word " * 60)
-        await pilot.press("enter")
-        await until(pilot, lambda: isinstance(app.screen, Question))
+        await send(app, pilot, "word " * 60)
+        await until(pilot, lambda: isinstance(app.screen, QuestionScreen))
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
         await pilot.press("ctrl+q")
@@ -205,6 +201,24 @@ def test_leaving_takes_every_screen_along(monkeypatch: pytest.MonkeyPatch) -> No
         assert app.controller.conversation.messages[-1].state == "failed"
 
     run(script, FakeClient(FakeOptions(context=60)))
+
+
+def test_the_help_turns_pages() -> None:
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        await pilot.press("f1")
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        screen = app.screen
+        assert isinstance(screen, HelpScreen)
+        places = [screen.scroll.scroll_y]
+        for key in ("down", "pagedown", "pageup", "end", "home"):
+            await pilot.press(key)
+            await pilot.wait_for_animation()
+            places.append(screen.scroll.scroll_y)
+        first, line, page, back, end, top = places
+        assert first == top == 0 < line == back == 1 < page <= end == screen.scroll.max_scroll_y
+        assert app.transcript.scroll_y == app.transcript.max_scroll_y
+
+    run(script, size=(80, 24))
 
 
 def test_drafts_are_written_on_below_the_help() -> None:
@@ -218,8 +232,7 @@ def test_drafts_are_written_on_below_the_help() -> None:
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         await say(app, pilot, "go")
         client._script = pieces
-        app.prompt.fill("/drafts 2")
-        await pilot.press("enter")
+        await send(app, pilot, "/drafts 2")
         await until(pilot, lambda: isinstance(app.screen, DraftsScreen))
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
@@ -245,8 +258,7 @@ def test_another_model_is_opened_once_though_the_engine_was_lost() -> None:
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         app.controller.client_for = lambda _: Other()
-        app.prompt.fill("go")
-        await pilot.press("enter")
+        await send(app, pilot, "go")
         await until(pilot, lambda: app.controller.engine.lost)
         await say(app, pilot, "/model other")
         assert len(opened) == 1

@@ -1,4 +1,4 @@
-"""`kvq run --batch` from outside: order, errors as lines, what ended early, flags and lines."""
+"""`kvq batch` from outside: order, errors as lines, what ended early, flags and lines."""
 
 import json
 import signal
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from command_line import Ask, kvq, started
-from kvq_apps.batch import Answers, Prompt
+from kvq_apps.batch import Answers, BatchPrompt
 from kvq_apps.cli import main
 from serving import wait_until
 
@@ -40,7 +40,7 @@ def text(row: dict[str, Any]) -> str:
 
 
 def batch(model: str, file: Path, out: Path, *words: str) -> tuple[str, ...]:
-    return ("run", "-m", model, "--batch", str(file), "--out", str(out), "--temp", "0", *words)
+    return ("batch", model, str(file), "--out", str(out), "--temp", "0", *words)
 
 
 def test_one_line_in_one_line_out_in_order(
@@ -64,20 +64,20 @@ def test_one_line_in_one_line_out_in_order(
         {"text": "neither"},
     )
     assert main(batch(bundle, file, out, "-n", "7", "--json")) == 2
-    told = capsys.readouterr()
-    assert json.loads(told.out) == {"lines": 7, "answered": 7, "failed": 3, "out": str(out)}
-    assert f"3 of 7 lines have an error in {out}" in told.err
-    found = rows(out)
-    assert [row["line"] for row in found] == [1, 2, 4, 5, 6, 7, 8]
-    assert [row["line"] for row in found if "error" in row] == [4, 6, 8]
+    output = capsys.readouterr()
+    assert json.loads(output.out) == {"lines": 7, "answered": 7, "failed": 3, "out": str(out)}
+    assert f"3 of 7 lines have an error in {out}" in output.err
+    answers = rows(out)
+    assert [row["line"] for row in answers] == [1, 2, 4, 5, 6, 7, 8]
+    assert [row["line"] for row in answers if "error" in row] == [4, 6, 8]
     for place, prompt in ((0, "The slow"), (1, "The quick"), (5, "A fox")):
-        assert text(found[place]) == alone[prompt]["text"]
-        assert found[place]["usage"]["completion_tokens"] == alone[prompt]["new_tokens"]
-    assert found[3]["custom_id"] == "chat"
-    assert found[3]["object"] == "chat.completion"
-    assert "not JSON" in found[2]["error"]["message"]
-    assert found[4]["error"]["param"] == "temperature"
-    assert found[6]["error"]["message"] == "the line has no prompt or messages; give one of them"
+        assert text(answers[place]) == alone[prompt]["text"]
+        assert answers[place]["usage"]["completion_tokens"] == alone[prompt]["new_tokens"]
+    assert answers[3]["custom_id"] == "chat"
+    assert answers[3]["object"] == "chat.completion"
+    assert "not JSON" in answers[2]["error"]["message"]
+    assert answers[4]["error"]["param"] == "temperature"
+    assert answers[6]["error"]["message"] == "the line has no prompt or messages; give one of them"
     assert not Path(f"{out}.partial").exists()
 
 
@@ -157,43 +157,43 @@ def test_flags_hold_where_a_line_does_not_say(
     )
     words = batch(bundle, file, out, "-n", "5", "--regex", "[xy]{9}", "--system", "A long word.")
     assert main(words) == 0
-    plain, own, told, streamed = rows(out)
+    plain, limited, counted, streamed = rows(out)
     assert [row["usage"]["completion_tokens"] for row in rows(out)] == [5, 2, 5, 5]
     assert set(text(plain)) <= set("xy")
-    assert set(text(own)) <= set("ab")
+    assert set(text(limited)) <= set("ab")
     assert all(row["object"] == "chat.completion" for row in rows(out))
-    tokens = [row["usage"]["prompt_tokens"] for row in (plain, told, streamed)]
+    tokens = [row["usage"]["prompt_tokens"] for row in (plain, counted, streamed)]
     assert tokens[0] == tokens[2] > tokens[1]
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--batch", "{file}"], "--batch needs --out FILE.jsonl"),
-        (["--batch", "{file}", "--out", "{file}"], "--out is the file of the prompts"),
-        (["--batch", "{file}", "--out", "{file}/no/a"], "there is no folder"),
-        (["--batch", "{file}", "--out", "{file}.out", "one", "two"], "leave out the prompt"),
-        (["--batch", "{file}", "--out", "{file}.out", "--extract"], "leave out --extract"),
-        (["--batch", "{file}.no", "--out", "{file}.out"], "cannot be read: No such file"),
-        (["--batch", "{file}", "--out", "{file}.out"], "has no lines"),
-        (["--out", "a", "Hello"], "--out is for --batch FILE"),
+        (["{file}"], "--out is missing; give the file"),
+        (["{file}", "--out", "{file}"], "--out is the file of the prompts"),
+        (["{file}", "--out", "{file}/no/a"], "there is no folder"),
+        (["nano", "two", "{file}", "--out", "{file}.out"], "give one model and one file"),
+        (["-m", "nano", "default", "{file}", "--out", "{file}.out"], "give one model and one file"),
+        (["{file}", "--out", "{file}.out", "--stream"], "--stream is not known to `kvq batch`"),
+        (["{file}.no", "--out", "{file}.out"], "cannot be read: No such file"),
+        (["{file}", "--out", "{file}.out"], "has no lines"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_a_model_is_loaded(
     words: list[str], says: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text("\n")
-    assert main(["run", *(word.format(file=file) for word in words)]) == 2
+    assert main(["batch", *(word.format(file=file) for word in words)]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_an_answer_is_on_disk_when_it_is_kept(tmp_path: Path) -> None:
-    path, prompts = tmp_path / "out", [Prompt(line=n, text="", digest=f"{n}") for n in (1, 2)]
-    digests = {one.line: one.digest for one in prompts}
+    path, prompts = tmp_path / "out", [BatchPrompt(line=n, text="", digest=f"{n}") for n in (1, 2)]
+    digests = {prompt.line: prompt.digest for prompt in prompts}
     answers = Answers(path, digests)
     answers.add(prompts[1], {"text": "two"})
-    found = Answers(path, digests)
-    assert (2 in found, 1 in found, found.failed) == (True, False, 0)
+    kept = Answers(path, digests)
+    assert (2 in kept, 1 in kept, kept.failed) == (True, False, 0)
     answers.close()
     # What a crash left of a line must not become a part of the next.
     with Path(f"{path}.partial").open("ab") as stream:

@@ -2,11 +2,12 @@
 
 import io
 import json
+import logging
 import re
 import signal
 import subprocess
 import sys
-from argparse import SUPPRESS, Action, Namespace, _SubParsersAction
+from argparse import SUPPRESS, Action, ArgumentError, Namespace
 from math import exp
 from pathlib import Path
 
@@ -14,16 +15,20 @@ import numpy as np
 import pytest
 
 from command_line import RUN_KEYS, Ask, answer, kvq
-from kvq import __version__
+from kvq import __version__, native_library
 from kvq.errors import BackendError, UsageError
-from kvq_apps import flags, layers, options, output
-from kvq_apps.cli import COMMANDS, build_parser, main
+from kvq.settings import environment_name
+from kvq_apps import cli
+from kvq_apps.cli import COMMANDS, _set_up_logging, build_parser, main
 from kvq_apps.commands import run as run_command
-from kvq_apps.owners import filled
+from kvq_apps.settings import flags, options, sources
+from kvq_apps.settings.flag_values import with_component_values
+from kvq_apps.settings.parsers import Parser
+from kvq_apps.terminal import output
 from kvq_export.config import WeightFormat
-from kvq_export.unquantized import Unquantized
+from kvq_export.write.unquantized import Unquantized
 from kvq_runtime.backends import BACKENDS
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 from tiny import transformers_logits
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 12
@@ -71,7 +76,7 @@ def test_a_checkpoint_is_exported_once_and_no_exporter_is_loaded_again(
     assert "exporting" in first.stderr
     assert int(first.stderr.split()[-1]) > 10
     assert second.stderr == "0\n"
-    assert all(json.loads(one.stdout).keys() >= RUN_KEYS for one in (first, second))
+    assert all(json.loads(process.stdout).keys() >= RUN_KEYS for process in (first, second))
 
 
 def test_version(home: dict[str, str]) -> None:
@@ -81,44 +86,55 @@ def test_version(home: dict[str, str]) -> None:
 
 
 def test_without_a_word_it_shows_its_help(home: dict[str, str]) -> None:
-    bare, asked = kvq(home=home), kvq("--help", home=home)
-    assert (bare.returncode, bare.stdout) == (0, asked.stdout)
+    bare, help_flag = kvq(home=home), kvq("--help", home=home)
+    assert (bare.returncode, bare.stdout) == (0, help_flag.stdout)
     assert b"export" in bare.stdout
 
 
 def test_flags_have_the_names_that_other_programs_gave_them(bundle: str, ask: Ask) -> None:
-    found = ask("run", "-m", bundle, "--temperature", "0", "--max-tokens", "3", "The", "quick")
-    assert found["new_tokens"] == 3
-    assert found["text"] == ask("run", "-m", bundle, "--temp", "0", "-n", "3", "The quick")["text"]
+    report = ask("run", "-m", bundle, "--temperature", "0", "--max-tokens", "3", "The", "quick")
+    assert report["new_tokens"] == 3
+    assert report["text"] == ask("run", "-m", bundle, "--temp", "0", "-n", "3", "The quick")["text"]
     endless = ask("run", "-m", bundle, "--temp", "0", "-n", "-1", "--ctx-size", "50", "The quick")
     assert endless["prompt_tokens"] + endless["new_tokens"] >= 50
 
 
 # They name another thing the command does, which no environment can ask for.
-DEEDS = {"serve": {"--status", "--stop"}, "run": {"--batch"}}
+DEEDS = {"serve": {"--status", "--stop"}}
 
 
 def flags_of(name: str) -> dict[str, Action]:
-    """The long flags in the help of a command, without `--help`."""
-    commands = next(
-        action for action in build_parser(name)._actions if isinstance(action, _SubParsersAction)
-    )
+    """The long flags in the help of a command, without those that print it."""
+    command = build_parser(name).command
+    assert command is not None
     return {
         option: action
-        for action in commands.choices[name]._actions
+        for action in command.actions
         for option in action.option_strings[:1]
-        if option != "--help" and option != "-h" and action.help != SUPPRESS
+        if option not in ("-h", "--help-all") and action.help != SUPPRESS
     }
+
+
+def help_of(name: str, capsys: pytest.CaptureFixture[str], *, whole: bool) -> str:
+    """What the command prints; `whole`: with every flag, where it has many."""
+    flag = "--help-all" if whole and "--help-all" in spellings(name) else "--help"
+    with pytest.raises(SystemExit) as end:
+        main([name, flag])
+    assert end.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def spellings(name: str) -> set[str]:
+    command = build_parser(name).command
+    assert command is not None
+    return command.spellings
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_flag_of_every_command_names_its_twin(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([name, "--help"])
-    assert end.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = help_of(name, capsys, whole=True)
     of_command = flags_of(name).keys() - DEEDS.get(name, set())
     assert len(of_command) >= 3
     for flag in of_command:
@@ -128,14 +144,26 @@ def test_every_flag_of_every_command_names_its_twin(
         assert twin in shown
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_with_many_flags_shows_the_common_ones(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = help_of(name, capsys, whole=False)
+    named = {flag for flag in flags.FLAGS if f"[{environment_name(flag)}]" in shown}
+    every = {flag[2:] for flag in flags_of(name)} & flags.FLAGS.keys()
+    common = {flag for flag in every if flags.FLAGS[flag].common}
+    assert named == (common if "--help-all" in spellings(name) else every)
+    assert len(named) < cli.MOST_FLAGS
+
+
 def test_the_help_names_the_defaults_of_their_owners(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in flags.FLAGS.values():
-        assert "{" not in filled(flag.default)
-    assert filled(flags.FLAGS["group"].default) == str(WeightFormat().block)
+    # The laboratory, where it is, adds rows when an owner is looked up.
+    for flag in [*flags.FLAGS.values()]:
+        assert "{" not in with_component_values(flag.default)
+    assert with_component_values(flags.FLAGS["group"].default) == str(WeightFormat().block)
     assert tuple(flags.FLAGS["backend"].choices or ()) == ("auto", *BACKENDS)
-    with pytest.raises(SystemExit):
-        main(["export", "--help"])
-    assert "32, 64 or 128 (default: 64) [KVQ_GROUP]" in " ".join(capsys.readouterr().out.split())
+    shown = help_of("export", capsys, whole=True)
+    assert "32, 64 or 128 (default: 64) [KVQ_GROUP]" in shown
 
 
 def test_the_help_names_the_defaults_of_the_sampler() -> None:
@@ -149,7 +177,24 @@ def test_the_help_names_the_defaults_of_the_sampler() -> None:
         "repeat-penalty": default.repeat_penalty,
         "repeat-last-n": default.repeat_window_tokens,
     }.items():
-        assert filled(flags.FLAGS[flag].default) == f"{value:g}"
+        assert with_component_values(flags.FLAGS[flag].default) == f"{value:g}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_parser_remembers_every_flag_that_argparse_has(name: str) -> None:
+    parser = build_parser(name)
+    assert parser.command is not None
+    assert parser.command.spellings == parser.command._option_string_actions.keys()
+    assert parser.spellings == parser._option_string_actions.keys()
+
+
+def test_a_synonym_gives_way_to_a_flag_that_is_there() -> None:
+    parser = Parser()
+    parser.add_argument_group("some").add_argument("--here", "-x")
+    action = parser.add_mutually_exclusive_group().add_argument("--there", "-x", "-y")
+    assert (action.option_strings, parser.parse_args(["-x", "3"]).here) == (["--there", "-y"], "3")
+    with pytest.raises(ArgumentError, match="conflicting option string: --here"):
+        parser.add_argument("--here")
 
 
 def test_the_synonyms_of_the_cache_widths() -> None:
@@ -164,7 +209,7 @@ def test_the_synonyms_of_the_cache_widths() -> None:
 
 def parsed(*words: str) -> Namespace:
     arguments = build_parser("run").parse_args(["run", *words, "hi"])
-    layers.fill(arguments, layers.environment_layer)
+    sources.fill(arguments, sources.environment_source)
     return arguments
 
 
@@ -225,11 +270,11 @@ def test_model_and_prompt(
     expected: tuple[str | None, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvq_apps.text_input.piped_input", lambda: "")
+    monkeypatch.setattr("kvq_apps.terminal.text_input.piped_input", lambda: "")
     if variable is not None:
         monkeypatch.setenv("KVQ_MODEL", variable)
     arguments = build_parser("run").parse_args(["run", *words])
-    layers.fill(arguments, layers.environment_layer)
+    sources.fill(arguments, sources.environment_source)
     assert run_command.model_and_prompt(arguments) == expected
 
 
@@ -242,7 +287,7 @@ def test_export_prints_a_table_and_progress_apart(
 ) -> None:
     destination = tmp_path / "made"
     finished = kvq(
-        *("export", str(checkpoint), "-o", str(destination), "--wbits", "8", "--kv", "8:4"),
+        *("export", str(checkpoint), "-o", str(destination), "--wbits", "8", "--kv", "8:4", "-v"),
         home=home,
     )
     assert finished.returncode == 0
@@ -252,12 +297,10 @@ def test_export_prints_a_table_and_progress_apart(
     assert table.index("verdict") < table.index("weights_and_kv.mean_kld")
     kept = r"activations keep \d+% of the checkpoint's first choices, a cache at 8:4 \d+% of theirs"
     assert (said := re.search(kept, table))
-    assert said[0] in kvq("inspect", str(destination), home=home).stdout.decode()
+    assert said[0] in kvq("inspect", str(destination), "-v", home=home).stdout.decode()
     assert b"100 %" in finished.stderr
     # The tiny checkpoint has a chat template.
-    assert finished.stderr.decode().endswith(
-        f"try: kvq run -m {destination} --chat 'Who are you?'\n"
-    )
+    assert f"try: kvq run -m {destination} --chat " in finished.stderr.decode()
     assert b"\x1b" not in finished.stderr + finished.stdout
     manifest = json.loads((destination / "kvq.json").read_text())
     assert [*manifest["weights"]["formats"]] == ["8/64/symmetric"]
@@ -274,11 +317,11 @@ def test_an_interrupted_export_leaves_no_half_bundle(
     program = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from kvq_apps import output\n"
+        "from kvq_apps.terminal import output\n"
         "from kvq_apps.cli import main\n"
         "def stop(self, done, total, label=''):\n"
         f"    if done > total / 2: os.kill(os.getpid(), {int(number)})\n"
-        "output.Progress.__call__ = stop\n"
+        "output.ProgressBar.__call__ = stop\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     destination = tmp_path / "made"
@@ -305,8 +348,29 @@ def test_a_models_name_alone_is_a_prompt_and_that_is_said(
 
 
 def test_an_embedded_model_is_exported_by_its_name(ask: Ask, tmp_path: Path) -> None:
-    found = ask("export", "nano", "-o", str(tmp_path / "n"), "--no-quality", "--no-calibrate")
-    assert (found["path"], found["model_type"]) == (str(tmp_path / "n"), "llama")
+    report = ask("export", "nano", "-o", str(tmp_path / "n"), "--no-quality", "--no-calibrate")
+    assert (report["path"], report["model_type"]) == (str(tmp_path / "n"), "llama")
+
+
+@pytest.mark.slow
+def test_export_ends_with_how_good_it_is_and_what_is_next(
+    checkpoint: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    finished = kvq("export", str(checkpoint), "-o", str(made), "--wbits", "8", home=home)
+    (line,) = finished.stdout.decode().splitlines()
+    assert re.fullmatch(
+        rf"{made} is ready: [\d.]+ KiB, made in [\d.]+ m?s; in \d+% of places it says next what "
+        r"the original model would \(\d+% before the cache's part\)\.",
+        line,
+    )
+    *progress, last = finished.stderr.decode().splitlines()
+    assert last == f"try: kvq run -m {made} --chat " + (
+        '"What is photosynthesis? Answer in one sentence."  (-v: every number)'
+    )
+    shares = [int(row.partition("%")[0]) for row in progress]
+    assert shares == sorted(set(shares))
+    assert shares[-1] == 100
 
 
 def test_export_json(checkpoint: Path, ask: Ask, tmp_path: Path) -> None:
@@ -326,9 +390,15 @@ def test_inspect_shows_the_manifest_and_bytes_per_token(
     # 2 layers of 2 KV heads of 64 channels: 32 + 32 bytes of codes and 4 + 4 of constants
     assert report["bytes_per_token"] == 2 * 2 * (32 + 32 + 2 + 2 + 0.25)
     assert report["fp16_bytes_per_token"] == 2 * 2 * 64 * 2 * 2
-    assert main(["inspect", bundle]) == 0
+    assert main(["inspect", bundle, "-v"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "KV per token 273 bytes (1024 at 16 bits, 3.8 times as much)" in shown
+    assert "None" not in shown
+    assert main(["inspect", bundle, "--estimate"]) == 0
+    first, memory, cache = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"bundle \(llama\): [\d.]+ KiB of weights, nothing is damaged\.", first)
+    assert re.match(r"It takes [\d.]+ KiB of memory: .* for 512 tokens at 4 bits\. Does", memory)
+    assert cache.endswith("otherwise, and holds all 512 tokens of its context at 4 bits.")
 
 
 EVAL_KEYS = {"task", "context", "kv", "policy", "kv_bytes", "value", "unit", "n"}
@@ -363,14 +433,14 @@ def test_a_share_of_the_budget_means_the_same_everywhere(
     """Of what the whole context of the session takes in fp16, whoever opens it."""
     (tmp_path / "text").write_text("A quick brown fox jumps. " * 60)
     share = ("--kv-budget", "40%")
-    found = [
+    reports = [
         ask("run", "-m", bundle, "hi", "-n", "1", "--ctx-size", "512", *share),
         ask("run", "-m", bundle, "hi", "-n", "1", *share),  # the model's, which is 512
         ask("eval", "-m", bundle, str(tmp_path / "text"), "--task", "ppl", "--context", "512",
             *share),
     ]  # fmt: skip
     shape = Bundle.open(bundle).config.cache_classes[0].shape
-    assert [each["kv_budget"] for each in found] == [
+    assert [each["kv_budget"] for each in reports] == [
         int(0.4 * 512 * shape.float_bytes_per_token)
     ] * 3
 
@@ -393,8 +463,8 @@ def test_a_checkpoint_runs_as_it_is_on_the_float_backend(
     words = ("eval", "-m", str(checkpoint), "--backend", "float", "--task")
     (tmp_path / "text").write_text(TEXT)
     window = ("--context", "120", "--max-tokens", "120", str(tmp_path / "text"))
-    found = ask(*words, "ppl", *window, "--kv", "fp")
-    assert found["backend"] == "float"
+    report = ask(*words, "ppl", *window, "--kv", "fp")
+    assert report["backend"] == "float"
     # The same window through transformers: half of it is scored.
     tokenizer = Bundle.open(bundle).tokenizer()
     assert tokenizer is not None
@@ -402,7 +472,7 @@ def test_a_checkpoint_runs_as_it_is_on_the_float_backend(
     logits = transformers_logits(checkpoint, ids).astype(np.float64)
     nats = np.log(np.exp(logits).sum(-1))[:-1] - logits[np.arange(119), ids[1:]]
     # What is left is the rounding of keys and values to float16; 4-bit weights are farther off.
-    assert found["nats_per_token"] == pytest.approx(nats[59:].mean(), abs=2e-3)
+    assert report["nats_per_token"] == pytest.approx(nats[59:].mean(), abs=2e-3)
     quantized = ask("eval", "-m", bundle, *words[3:], "ppl", *window, "--kv", "fp")
     assert abs(quantized["nats_per_token"] - nats[59:].mean()) > 4e-3
     # Its honest baseline is its own cache in fp16; nothing was exported on the way.
@@ -446,23 +516,40 @@ def test_eval_passkey(bundle: str, ask: Ask) -> None:
 def test_doctor_says_what_runs(home: dict[str, str]) -> None:
     report = answer(kvq("doctor", "--json", home=home))
     assert report["kvq"] == __version__
-    assert report["backends"]["reference"] == "ok"
+    assert report["backends"]["float"] == "ok"
     assert report["paths"]["cache"] == home["XDG_CACHE_HOME"] + "/kvq"
-    off = {"KVQ_NATIVE": "0"}
-    without = answer(kvq("doctor", "--json", home=home, **off))
-    assert not without["native"]["loaded"]
-    assert "KVQ_NATIVE=0" in without["backends"]["onnx"]
-    # Whatever else is installed, a bundle then runs on numpy.
-    assert (report["backend"], without["backend"]) == ("onnx", "reference")
+    assert report["backend"] == "onnx"
     assert report["runs"]["bundle"]["slower"] is None
     assert report["built_in"]["ahead_bytes"] == 8 << 10
     assert report["built_in"]["maker"] in report["built_in"]["reason"]
-    assert "KVQ_NATIVE=0" in without["runs"]["bundle"]["slower"]
-    assert report["runs"]["gguf"] == without["runs"]["gguf"]
-    ends = [kvq("doctor", home=home, **own).stderr.decode().splitlines()[-1] for own in ({}, off)]
-    assert ends[0] == "ready"
-    assert ends[1].startswith("a bundle runs on the slow reference backend")
-    assert ends[1].endswith("; unset KVQ_NATIVE")
+    finished = kvq("doctor", home=home)
+    assert finished.stderr.decode().splitlines()[-1] == "ready"
+    said = finished.stdout.decode().splitlines()
+    assert said[0].startswith(f"kvq {__version__} runs models on kvq's own kernels (")
+    assert said[-1] == "Everything that was found: kvq doctor -v"
+    everything = kvq("doctor", "-v", home=home).stdout.decode()
+    assert "runs.bundle.backend" in everything
+    assert "None" not in everything
+
+
+def test_doctor_says_how_to_get_the_library_that_is_missing(
+    home: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in home.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(native_library, "library_path", lambda: None)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    native_library.load.cache_clear()
+    try:
+        assert main(["doctor"]) == 0
+        printed = capsys.readouterr()
+        assert "cannot run a model here" in printed.out
+        assert "pip install" in printed.err.splitlines()[-1]
+        assert main(["run", "-m", "nano", "hi", "-n", "1"]) == 2
+        assert "pip install" in capsys.readouterr().err
+    finally:
+        monkeypatch.undo()
+        native_library.load.cache_clear()
 
 
 # Writing
@@ -490,7 +577,7 @@ def test_progress_is_a_line_a_tenth_or_a_bar(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TERM", "xterm")
 
     def shown(terminal: Terminal) -> str:
-        progress = output.Progress(terminal)
+        progress = output.ProgressBar(terminal)
         for done in range(101):
             progress(done, 100, "work")
         progress.clear()
@@ -503,6 +590,57 @@ def test_progress_is_a_line_a_tenth_or_a_bar(monkeypatch: pytest.MonkeyPatch) ->
     assert bar.endswith("\r\x1b[K")
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in shown(Terminal(tty=True))
+
+
+def test_a_warning_takes_the_line_of_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(tty=True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    cli._set_up_logging(debug=False)
+    progress = output.ProgressBar(terminal)
+    progress(1, 2, "work")
+    logging.getLogger("kvq_export").warning("silence")
+    logging.getLogger("kvq_export").warning("still")
+    assert terminal.text.endswith(" 50% work\r\x1b[Kkvq: silence\nkvq: still\n")
+    progress(2, 2, "work")
+    assert terminal.text.endswith("100% work")
+    progress.clear()
+
+
+def test_progress_says_how_long_it_still_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(output, "monotonic", lambda: now)
+    terminal = Terminal(tty=False)
+    progress = output.ProgressBar(terminal)
+    for share in (0.0, 0.1, 0.5, 0.95, 1.0):
+        now = 100 + 600 * share
+        progress(share, 1, "work")
+    # A new task begins anew.
+    progress(0.0, 1, "more")
+    assert terminal.text.splitlines() == [
+        "  0 % work",
+        " 10 % work, about 9 min left",
+        " 50 % work, about 5 min left",
+        " 90 % work, about 30 s left",
+        "100 % work",
+        "  0 % more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "exact", "rough"),
+    [
+        (0.012, "12 ms", "5 s"),
+        (1.24, "1.2 s", "5 s"),
+        (44.4, "44 s", "45 s"),
+        (250, "4 min 10 s", "4 min"),
+        (7500, "2 h 5 min", "2 h"),
+    ],
+)
+def test_times_are_told_as_people_say_them(seconds: float, exact: str, rough: str) -> None:
+    assert output.duration(seconds) == exact
+    assert output.rough_duration(seconds) == rough
 
 
 def test_an_interrupt_outside_a_loop_ends_with_130(
@@ -532,20 +670,83 @@ def test_our_fault_is_one_line_and_exit_code_1(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Screen(io.StringIO):
+    """A terminal that keeps what is written."""
 
-    for stream, shown in ((Terminal(), "a\ufffd[31m\tb\n"), (io.StringIO(), "a\x1b[31m\tb\n")):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, shown in ((Screen(), "a\ufffd[31m\tb\n"), (io.StringIO(), "a\x1b[31m\tb\n")):
         monkeypatch.setattr(sys, "stdout", stream)
         output.print_data("a\x1b[31m\tb")
         assert stream.getvalue() == shown
 
 
+# One of each kind: escape, C1, delete, override, isolate, mark, separator, unseen, half a letter.
+HOSTILE = "\x1b\x9b\x7f\u202e\u2066\u200f\u061c\u2028\u200b\ufeff\ud800\U000e0041"
+
+
+def test_whatever_is_printed_is_harmless_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    output.print_data(HOSTILE)
+    output.print_note(HOSTILE)
+    output.print_error(UsageError(HOSTILE), HOSTILE, as_json=False)
+    output.print_table([(HOSTILE,)], header=(HOSTILE,))
+    monkeypatch.setenv("NO_COLOR", "1")
+    output.print_aside(HOSTILE)
+    output.ProgressBar(screen)(1, 1, HOSTILE)
+    _set_up_logging(debug=False)
+    logging.getLogger("kvq").warning(HOSTILE)
+    shown = screen.getvalue()
+    assert not set(HOSTILE) & set(shown)
+    assert shown.count("\ufffd") >= 6 * (len(HOSTILE) - 1)
+    # Joiners are a part of texts, not of names.
+    output.print_data("a\u200db")
+    output.print_note("a\u200db")
+    assert screen.getvalue().endswith("a\u200db\na\ufffdb\n")
+
+
+def test_json_escapes_what_is_not_harmless_and_says_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    value = {"name": HOSTILE + "\u200dé你"}
+    for show in (output.print_json, output.print_json_line):
+        show(value)
+        shown = capsys.readouterr().out
+        assert json.loads(shown) == value
+        assert not set(HOSTILE) & set(shown)
+        assert "\\u202e" in shown
+        assert "é你" in shown
+
+
+def test_columns_of_wide_letters_stand_in_line(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table([("模型", "a"), ("name", "b"), ("cafe\u0301", "c"), ("two\nlines", "d")])
+    assert capsys.readouterr().out.splitlines() == [
+        "模型       a",
+        "name       b",
+        "cafe\u0301       c",
+        "two lines  d",
+    ]
+
+
 @pytest.mark.parametrize(
-    ("words", "package"), [("serve", "uvicorn"), ("bench --suite chat", "textual")]
+    "words", [["--\x1b[2J"], ["run", "--\x1b[2J"], ["\x1b[2J"], ["run", "-n", "\x1b"]]
 )
+def test_what_was_typed_is_repeated_without_its_escapes(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert main(words) == 2
+    assert "error: " in screen.getvalue()
+    assert "\x1b" not in screen.getvalue()
+
+
+@pytest.mark.parametrize(("words", "package"), [("serve", "uvicorn"), ("serve", "starlette")])
 def test_a_missing_extra_is_named(words: str, package: str) -> None:
     """In an installation without it, which `None` among the modules stands for."""
     program = (
@@ -555,5 +756,5 @@ def test_a_missing_extra_is_named(words: str, package: str) -> None:
     command = [sys.executable, "-c", program, package, *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    wanted = f'this needs {package}; install it with `pip install "kvq-runtime[apps]"`'
-    assert done.stderr == f"error: {wanted}\n"
+    message = f'this needs {package}; install it with `pip install "kvq-runtime[apps]"`'
+    assert done.stderr == f"error: {message}\n"

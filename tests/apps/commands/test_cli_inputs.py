@@ -1,6 +1,7 @@
 """Bad input on the command line: one line that says what is possible, exit code 2, no traceback."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvq_apps.cli import main
+from environment import folders_in
+from kvq_apps.cli import main, parse
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_runtime.manifest import VERSION, checksum
+from kvq_runtime.bundle.manifest import VERSION, checksum
 from shelf import PLAIN, Shelf
 
 Refused = Callable[..., str]
@@ -53,7 +55,7 @@ def refused(
         (["--kv-budget", "0"], "--kv-budget '0' is not possible"),
         (["--kv-budget=-1MiB"], "--kv-budget '-1MiB' is not possible"),
         (["--kv-policy", "best"], "--kv-policy 'best' is unknown; possible: "),
-        (["--draft", "guess"], "--draft 'guess' is unknown; possible: auto, early, lookup"),
+        (["--draft", "guess"], "--draft 'guess' is unknown; possible: auto, lookup, model"),
         (["--draft", "suffix:most=0"], "--draft suffix: most=0 is not possible: 1 or more"),
         (["--ctx-size", "1"], "--ctx-size 1 is not possible: give 2 or more"),
         (["--threads", "0"], "--threads 0 is not possible: give 1 or more"),
@@ -197,10 +199,7 @@ def test_evaluations(bundle: str, refused: Refused, tmp_path: Path) -> None:
     def evaluate(*words: str) -> str:
         return refused("eval", "-m", bundle, *words)
 
-    assert (
-        "--task is missing; choose ppl, kld, passkey, retrieval, facts, fim, program, math, "
-        "drafts, edit or predict" in evaluate(file)
-    )
+    assert "--task is missing; choose ppl, kld, passkey, retrieval or facts" in evaluate(file)
     assert "invalid choice: 'speed'" in evaluate(file, "--task", "speed")
     assert "--task kld needs a text" in evaluate("--task", "kld")
     assert "leave out the files" in evaluate("--task", "passkey", file)
@@ -259,3 +258,147 @@ def test_errors_name_what_was_typed(
     monkeypatch.setenv("KVQ_PREDICT", "0")
     assert "error: KVQ_PREDICT 0 is not possible" in refused(*run)
     assert "error: --predict -5 is not possible" in refused(*run, "--predict", "-5")
+
+
+ODD_NAMES = (
+    *("x" * 300, "x" * 5000, "x" * 300 + "/y", "owner/" + "y" * 300, "x" * 300 + ".gguf"),
+    *("a\0b", "nano\0", "a\0b.gguf", "\udcff", "o/\udc80x", "~nobody-at-all", "~nobody-at-all/x"),
+    *("tiny/", "a/b/", ".", "..", "...", "./", "//", "loop", "loop/x", "loop.gguf", "file.txt/x"),
+    *("   ", "a\nb", "hf.co/a/b:Q4", "hf.co/" + "a" * 300 + "/b", "a:b:c", "\x1b[2J", "[red]"),
+)
+PYTHONS = re.compile(
+    r"\[Errno|codec can't|Expecting |invalid literal|to unpack|Error\(|embedded null|internal error"
+)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("pull", "--", "{}"),
+        ("models", "rm", "--yes", "--", "{}"),
+        ("export", "-o", "out", "--", "{}"),
+        ("run", "--model={}", "hi"),
+        ("run", "--model={}", "--backend", "llama.cpp", "hi"),
+        ("run", "--model={}", "--backend", "float", "hi"),
+        ("run", "-m", "nano", "--json-schema={}", "hi"),
+        ("chat", "--model={}"),
+        ("complete", "--", "{}", "a.py:1"),
+        ("serve", "--model={}", "--port", "0"),
+        ("eval", "--model={}", "--task", "ppl", "a.py"),
+        ("bench", "--", "{}"),
+        ("inspect", "--", "{}"),
+        ("inspect", "--model={}", "--estimate"),
+        ("ngrams", "--model={}", "."),
+    ],
+    ids=" ".join,
+)
+def test_an_odd_name_is_one_line(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for variable, folder in folders_in(tmp_path / "home").items():
+        monkeypatch.setenv(variable, folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "file.txt").write_text("x")
+    for loop in ("loop", "loop.gguf"):
+        (tmp_path / loop).symlink_to(loop)
+    for name in ODD_NAMES:
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"hi")))
+        assert main([word.replace("{}", name) for word in words]) == 2, name
+        error = capsys.readouterr().err
+        assert error.splitlines()[-1].startswith("error: "), name
+        assert not PYTHONS.search(error), error
+
+
+# What llama.cpp and Ollama call otherwise
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run -ngl 99 hi", "--device cuda"),
+        ("serve -ngl 99", "--device cuda"),
+        ("serve --n-gpu-layers=99", "--device cuda"),
+        ("run -fa hi", "leave it out"),
+        ("chat -fa on", "leave it out"),
+        ("run -hf a/b:Q4_K_M hi", "-m hf.co/OWNER/REPOSITORY:TYPE"),
+        ("serve -hf a/b", "`kvq pull hf.co/OWNER/REPOSITORY:TYPE`"),
+        ("run -p hi", 'a prompt needs no flag: `kvq run -m NAME "..."`'),
+        ("bench -p 512", "--prefill N"),
+        ("bench -c 512", "--context N"),
+        ("run -f prompt.txt", "`kvq run -m NAME < FILE`"),
+        ("serve --mlock", "leave it out"),
+        ("run -b 512 hi", "--chunk-tokens N"),
+        ("serve -ub 512", "--chunk-tokens N"),
+        ("run -tb 4 hi", "--threads N"),
+        ("run -cnv", "`kvq chat NAME`"),
+        ("run -ctk f16 hi", "--kv fp"),
+        ("run --cache-type-v q5_1 hi", "'q5_1' is not a whole number"),
+        ("chat -c 4096", "--ctx 4096"),
+        ("inspect --remove tiny", "`kvq models rm NAME`"),
+        ("list", "`kvq models`"),
+        ("ls", "`kvq models`"),
+        ("ps", "`kvq serve --status`"),
+        ("rm tiny", "`kvq models rm NAME`"),
+        ("stop tiny", "`kvq serve --stop`"),
+        ("show tiny", "`kvq inspect NAME`"),
+        ("create tiny", "`kvq export CHECKPOINT -o NAME`"),
+        ("cp tiny other", "`kvq export -o ANOTHER-NAME`"),
+        ("help list", "`kvq models`"),
+    ],
+)
+def test_what_others_call_otherwise_says_ours(words: str, message: str, refused: Refused) -> None:
+    assert message in refused(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        *((f"{command} {flag} 4096", "ctx_size", 4096)
+          for command in ("run", "serve") for flag in ("-c", "--ctx", "--ctx-size")),
+        ("chat --ctx 4096", "ctx_size", 4096),
+        ("chat -c", "continue", True),
+        *((f"{command} -t 3", "threads", 3) for command in ("run", "chat", "serve")),
+        ("bench -t 3", "threads", (3,)),
+        ("run -ctk q4_0", "kbits", 4),
+        ("serve --cache-type-v q8_0", "vbits", 8),
+        ("bench -ctk 6", "kbits", 6),
+        ("run --n-predict 5", "predict", 5),
+        ("run -md tiny", "draft_model", "tiny"),
+        ("serve -np 2", "sessions", 2),
+        ("serve -a tiny", "alias", ["tiny"]),
+        ("run -sys Brief.", "system", "Brief."),
+    ],
+)  # fmt: skip
+def test_what_others_spell_otherwise_means_the_same(words: str, field: str, value: object) -> None:
+    assert getattr(parse(words.split()), field) == value
+
+
+def test_words_behind_two_dashes_are_no_flags_of_others() -> None:
+    assert "-ngl" in str(parse(["run", "--", "-ngl"]))
+
+
+def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, start in (("help", "COMMAND"), ("help run", "usage: kvq run"), ("version", "kvq 0")):
+        with pytest.raises(SystemExit, match="0"):
+            main(words.split())
+        assert start in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--offline run x", "--offline stands behind the command: kvq run --offline ..."),
+        ("--nonsense run x", "--nonsense is not known to `kvq run`"),
+    ],
+)
+def test_a_flag_before_its_command_is_told_where_it_stands(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err

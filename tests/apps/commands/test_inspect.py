@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,14 +13,15 @@ from typing import Any
 import pytest
 
 from kvq.errors import ModelError
-from kvq_apps import model_path
 from kvq_apps.cli import main
+from kvq_apps.names import model_path
 from kvq_export.config import ExportOptions
-from kvq_export.random_bundle import random_bundle
+from kvq_export.write.random_bundle import random_bundle
 from kvq_models.registry import family_for
-from kvq_runtime import device, snapshot
+from kvq_runtime.bundle.manifest import checksum
 from kvq_runtime.engine import Engine
-from kvq_runtime.manifest import checksum
+from kvq_runtime.machine import device
+from kvq_runtime.session import snapshot
 from shelf import Shelf
 from tiny import CASES, COMMON
 
@@ -59,7 +61,7 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
 @pytest.fixture
 def table(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def run(*words: object) -> str:
-        assert main(["inspect", *map(str, words)]) == 0, capsys.readouterr().err
+        assert main(["inspect", *map(str, words), "-v"]) == 0, capsys.readouterr().err
         return " ".join(capsys.readouterr().out.split())
 
     return run
@@ -93,24 +95,24 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 def test_the_estimate_is_what_a_session_then_uses(
     words: list[str], options: dict[str, int], bundle: Path, inspect: Inspect
 ) -> None:
-    found = inspect(bundle, "--estimate", "--threads", "1", *words)["estimate"]
+    estimate = inspect(bundle, "--estimate", "--threads", "1", *words)["estimate"]
     tokens = options["context_tokens"]
-    assert found["context"] == tokens
+    assert estimate["context"] == tokens
     with (
         Engine.open(bundle, threads=1) as engine,
-        engine.session(kv_budget=found["kv_bytes"], **options) as session,
+        engine.session(kv_budget=estimate["kv_bytes"], **options) as session,
     ):
         session.prefill([1 + index % 200 for index in range(tokens)])
         used = session.stats()
         plan = session.config.plan
-    assert used.kv_budget == found["kv_bytes"]
-    assert 0.9 * found["kv_bytes"] < used.kv_bytes_peak <= found["kv_bytes"]
+    assert used.kv_budget == estimate["kv_bytes"]
+    assert 0.9 * estimate["kv_bytes"] < used.kv_bytes_peak <= estimate["kv_bytes"]
     # It held the whole context, and no page lost bits for it.
     assert used.held.evicted_share == 0
     assert used.held.mean_k_bits >= plan.k_bits
     assert used.held.mean_v_bits >= plan.v_bits
-    assert found["weight_bytes"] <= (bundle / "model.onnx.data").stat().st_size
-    assert found["total_bytes"] == found["weight_bytes"] + found["kv_bytes"]
+    assert estimate["weight_bytes"] <= (bundle / "model.onnx.data").stat().st_size
+    assert estimate["total_bytes"] == estimate["weight_bytes"] + estimate["kv_bytes"]
 
 
 def test_a_thousand_tokens_more_take_what_the_estimate_says(bundle: Path, inspect: Inspect) -> None:
@@ -132,15 +134,15 @@ def test_a_context_beyond_the_models_own_is_warned_of(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(bundle), "--estimate", "--ctx-size", "512"]) == 0
-    assert capsys.readouterr().err == ""
+    assert "more than the 512" not in capsys.readouterr().err
     assert main(["inspect", str(bundle), "--estimate", "--ctx-size", "600"]) == 0
     warning = capsys.readouterr().err
     assert "a context of 600 tokens is more than the 512 this model was made for" in warning
 
 
 def test_a_budget_is_taken_as_it_is(bundle: Path, inspect: Inspect, refused: Refused) -> None:
-    found = inspect(bundle, "--estimate", "--kv-budget", "1MiB")["estimate"]
-    assert found["kv_bytes"] == 1 << 20
+    estimate = inspect(bundle, "--estimate", "--kv-budget", "1MiB")["estimate"]
+    assert estimate["kv_bytes"] == 1 << 20
     assert "--kv-budget 'lots' is not possible" in refused(
         bundle, "--estimate", "--kv-budget", "lots"
     )
@@ -160,8 +162,8 @@ def test_what_does_not_fit_says_what_takes_less(
         (total - 1, False, "are free; a smaller --ctx-size or --kv-budget, or fewer bits (--kv)"),
         (0, None, "fits unknown: this system does not say how much memory is free"),
     ):
-        found = replace(probed, memory_free_bytes=free)
-        monkeypatch.setattr(device, "probe", lambda found=found: found)
+        smaller = replace(probed, memory_free_bytes=free)
+        monkeypatch.setattr(device, "probe", lambda smaller=smaller: smaller)
         assert inspect(bundle, "--estimate")["estimate"]["fits"] is fits
         assert words in table(bundle, "--estimate")
 
@@ -185,15 +187,15 @@ def test_layers_with_a_window_are_counted_for_their_window(
     config_json = COMMON | dict(keys) | {"model_type": model_type}
     config = family_for(config_json).config(config_json)
     bundle = random_bundle(config, tmp_path / "olmo3").path
-    found = inspect(bundle)
-    windows = [layer["mixer"].get("window_tokens", 0) for layer in found["config"]["layers"]]
-    context, seeing = found["context_length"], [window for window in windows if window]
+    report = inspect(bundle)
+    windows = [layer["mixer"].get("window_tokens", 0) for layer in report["config"]["layers"]]
+    context, seeing = report["context_length"], [window for window in windows if window]
     assert 0 < len(seeing) < len(windows)
     assert max(seeing) < context
     share = (sum(seeing) + context * windows.count(0)) / (context * len(windows))
-    assert found["bytes_at_context"] == round(found["bytes_per_token"] * context * share)
-    told = f"({len(seeing)} of {len(windows)} layers see the last {seeing[0]} tokens)"
-    assert told in table(bundle)
+    assert report["bytes_at_context"] == round(report["bytes_per_token"] * context * share)
+    note = f"({len(seeing)} of {len(windows)} layers see the last {seeing[0]} tokens)"
+    assert note in table(bundle)
 
 
 def test_how_a_model_asks_to_be_sampled_is_shown(
@@ -225,15 +227,41 @@ def test_a_gguf_file(
     from tiny_gguf import CONTEXT, KV_HEADS, write_gguf
 
     file = write_gguf(tmp_path / "tiny.gguf")
-    found = inspect(file, "--estimate", "--kv", "8:8")["estimate"]
+    estimate = inspect(file, "--estimate", "--kv", "8:8")["estimate"]
     row_bytes = 2 * KV_HEADS * 64 // 32 * 34 * 2
-    assert found["kv_bytes_per_1024_tokens"] == row_bytes * 1024
-    assert found["kv_bytes"] == row_bytes * CONTEXT
-    assert "2:2" not in found["kv_bytes_per_1024_tokens_at"]
+    assert estimate["kv_bytes_per_1024_tokens"] == row_bytes * 1024
+    assert estimate["kv_bytes"] == row_bytes * CONTEXT
+    assert "2:2" not in estimate["kv_bytes_per_1024_tokens_at"]
     assert "keys of 2 bits (--kv or --kbits) are not possible on the llama.cpp" in refused(
         file, "--estimate", "--kv", "2:2"
     )
     assert "fits yes, " in table(file, "--estimate")
+
+
+def test_a_gguf_file_says_what_its_first_reading_takes(
+    cache: Path, table: Callable[..., str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    pytest.importorskip("gguf", reason="the gguf package is not installed")
+    from tiny_gguf import write_gguf
+
+    file = write_gguf(tmp_path / "tiny.gguf")
+    assert main(["inspect", str(file)]) == 0
+    assert "It is put into kvq's layout when it first runs" in capsys.readouterr().out
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(ModelError, match=r"takes [\d.]+ .iB of disk .* has 1000 bytes free; make"):
+        model_path.resolve_model(str(file))
+    assert not (cache / "bundles").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    path = model_path.resolve_model(str(file))
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("reading tiny.gguf for the first time: its weights are put into kvq's")
+    assert re.search(r", which takes about 5 s and [\d.]+ .iB of disk; later starts", first)
+    # What runs is what is told of.
+    assert model_path.bundle_of_gguf(file) == path
+    assert main(["inspect", str(file)]) == 0
+    assert "tokens of its context at 4 bits." in capsys.readouterr().out
 
 
 def test_a_saved_session(
@@ -317,8 +345,8 @@ def test_without_a_path_the_bundles_made_so_far_are_listed(
     assert "model.onnx is missing" in torn["error"]
     shown = table()
     assert f"{made} llama" in shown
-    assert f"4:4, 273 bytes a token 512 {made}" in shown
-    assert f"{broken} - - - - unusable: {broken}/model.onnx is missing" in shown
+    assert f" 512 of 512 tokens at 4:4 {made}" in shown
+    assert f"{broken} - - - unusable: {broken}/model.onnx is missing" in shown
 
 
 def test_what_was_made_is_found_by_its_name_and_what_was_run_by_its_path(
@@ -329,7 +357,7 @@ def test_what_was_made_is_found_by_its_name_and_what_was_run_by_its_path(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvq_apps.text_input.piped_input", lambda: "")
+    monkeypatch.setattr("kvq_apps.terminal.text_input.piped_input", lambda: "")
     run = Path(shutil.copytree(bundle, tmp_path / "elsewhere" / "was-run"))
     made = tmp_path / "elsewhere" / "was-made"
     assert main(["run", "-m", str(run), "-n", "1", "a", "b"]) == 0
@@ -356,13 +384,11 @@ def test_what_was_made_is_found_by_its_name_and_what_was_run_by_its_path(
     assert "is the model at" not in capsys.readouterr().err
     assert model_path.resolve_model("was-made") == made
     assert model_path.known_names()["was-made"] == made
-    # Of two that were made under a name it is the one that is here.
+    # Of two that were made under a name it is the first, here as elsewhere.
     assert main(["export", str(checkpoint), "-o", "was-made", "--force", *quickly]) == 0
-    assert model_path.resolve_model("was-made") == Path("was-made")
-    monkeypatch.chdir(tmp_path)
-    assert model_path.resolve_model("was-made") == checkout / "was-made"
-    shutil.rmtree(checkout)
     assert model_path.resolve_model("was-made") == made
+    shutil.rmtree(checkout)
+    monkeypatch.chdir(tmp_path)
     shutil.rmtree(made)
     capsys.readouterr()
     assert [row["path"] for row in inspect()["models"]] == [str(run)]
@@ -398,7 +424,7 @@ def test_a_checkout_takes_no_name_over(
     assert [Path(source).parent.name for source in exported[1:]] == ["kvq_embedded"] * 2
     # Once used by their paths they are still not meant by their names, here or elsewhere.
     by_path = [
-        model_path.resolve_model(f"./{name}").resolve()
+        model_path.model_files(f"./{name}", "auto").path.resolve()
         for name in ("default", "evil/model", "elsewhere", "nano", "evil--other", "plain")
     ]
     assert model_path.resolve_model("default") == embedded[0]
@@ -453,19 +479,3 @@ def test_devices_and_pipes_are_no_models(bundle: Path, refused: Refused, tmp_pat
     with (bundle / "kvq.json").open() as file:
         inside = Path(f"/proc/self/fd/{file.fileno()}")
         model_path.check_regular(inside)
-
-
-def test_a_removed_bundle_takes_nothing_else_with_it(
-    bundle: Path, inspect: Inspect, refused: Refused, tmp_path: Path
-) -> None:
-    gone, shared = (Path(shutil.copytree(bundle, tmp_path / name)) for name in ("gone", "shared"))
-    (shared / "thesis.txt").write_text("mine")
-    (shared / "kvq.json").write_text("damaged")
-    removed = inspect("--remove", gone)
-    assert removed["removed"] == str(gone)
-    assert removed["bytes"] > 100_000
-    assert not gone.exists()
-    inspect("--remove", shared)
-    assert [file.name for file in shared.iterdir()] == ["thesis.txt"]
-    assert "--remove deletes bundles only" in refused("--remove", shared)
-    assert "--remove needs the bundle to delete" in refused("--remove")

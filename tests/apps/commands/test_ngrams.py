@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvq_apps.cli import main
-from kvq_apps.ngram_file import ngram_file
-from kvq_runtime.named_engine import Engine
+from kvq_apps.names.engine import Engine
+from kvq_apps.names.ngram_file import ngram_file
 from kvq_specdraft.ngrams import Ngrams
 from shelf import Shelf
 
@@ -19,15 +19,15 @@ from shelf import Shelf
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with two texts, and with what is no text of one's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    own = tmp_path / "own"
-    (own / "inner").mkdir(parents=True)
-    (own / ".git").mkdir()
-    (own / "a.py").write_text("def f():\n    return 1\n")
-    (own / "inner" / "b.txt").write_text("The quick brown fox\n")
-    (own / ".hidden").write_text("secret")
-    (own / ".git" / "c").write_text("secret")
-    (own / "data").write_bytes(b"\xff\xfe\x00")
-    return own
+    folder = tmp_path / "own"
+    (folder / "inner").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "a.py").write_text("def f():\n    return 1\n")
+    (folder / "inner" / "b.txt").write_text("The quick brown fox\n")
+    (folder / ".hidden").write_text("secret")
+    (folder / ".git" / "c").write_text("secret")
+    (folder / "data").write_bytes(b"\xff\xfe\x00")
+    return folder
 
 
 def test_ones_own_files_are_counted_shown_and_removed(
@@ -86,13 +86,13 @@ def test_no_link_leads_out_of_the_tree(
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "shadow").write_text("root:secret")
-    own = counted(shelf, capsys, files)
+    count = counted(shelf, capsys, files)
     (files / "shadow").symlink_to(secret / "shadow")
     (files / "elsewhere").symlink_to(secret)
     (files / "copy.py").symlink_to(files / "a.py")
     (files / "memory").symlink_to("/proc/self/mem")
     os.mkfifo(files / "pipe.py")
-    assert counted(shelf, capsys, files) == own
+    assert counted(shelf, capsys, files) == count
     # A link that somebody names is meant.
     assert counted(shelf, capsys, files / "shadow") == tokens(shelf, "root:secret")
     assert main(["ngrams", "build", "/dev/zero", "-m", str(shelf.bundle())]) == 2

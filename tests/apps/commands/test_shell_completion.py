@@ -2,14 +2,13 @@
 
 import shutil
 import subprocess
-from argparse import _SubParsersAction
 from pathlib import Path
 
 import pytest
 
 from kvq.config import PAGE_WIDTHS
-from kvq_apps import shell_completion
 from kvq_apps.cli import COMMANDS, SHELLS, build_parser, main
+from kvq_apps.settings import shell_completion
 
 # Types the line and prints what is offered for its last word.
 ASK = """
@@ -54,16 +53,15 @@ def bash(script: Path, *words: str) -> set[str]:
 
 
 def flags_of(name: str) -> set[str]:
-    commands = next(
-        one for one in build_parser(name)._actions if isinstance(one, _SubParsersAction)
-    )
-    return set(commands.choices[name]._option_string_actions)
+    command = build_parser(name).command
+    assert command is not None
+    return command.spellings
 
 
 @pytest.mark.parametrize("script", ["bash"], indirect=True)
 def test_bash_offers_commands_flags_and_choices(script: Path) -> None:
     assert bash(script, "kvq", "") == set(COMMANDS)
-    assert bash(script, "kvq", "e") == {"export", "eval"}
+    assert bash(script, "kvq", "e") == {"embed", "export", "eval"}
     assert bash(script, "kvq", "--") == {"--help", "--version", "--completion"}
     assert bash(script, "kvq", "--completion", "") == set(SHELLS)
     assert bash(script, "kvq", "run", "--kv") == {
@@ -75,13 +73,13 @@ def test_bash_offers_commands_flags_and_choices(script: Path) -> None:
         "--kv-predict-with",
         "--kv-read",
     }
-    assert bash(script, "kvq", "run", "--backend", "r") == {"reference"}
+    assert bash(script, "kvq", "run", "--backend", "f") == {"float"}
     assert bash(script, "kvq", "export", "--format", "") == {"onnx", "gguf", "both"}
     assert bash(script, "kvq", "run", "-m", "") == {"default", "nano", "qwen3"}
     assert bash(script, "kvq", "inspect", "q") == {"qwen3"}
     assert bash(script, "kvq", "pull", "s") == {"smollm2-135m"}
     assert bash(script, "kvq", "pull", "llama3.2:") == {"1b"}
-    assert bash(script, "kvq", "models", "") == {"rm", "default", "nano", "qwen3"}
+    assert bash(script, "kvq", "models", "") == {"rm", "fit", "default", "nano", "qwen3"}
     assert bash(script, "kvq", "run", "--kv-policy", "s") == {"snapkv", "streaming"}
     # A colon begins a word of the shell, which then replaces only what follows it.
     assert bash(script, "kvq", "run", "--kv", "8") == {f"8:{bits}" for bits in PAGE_WIDTHS}
@@ -135,7 +133,7 @@ def test_fish_completes(script: Path) -> None:
         assert finished.stderr == ""
         return {answer.split("\t")[0] for answer in finished.stdout.splitlines()}
 
-    assert offered("kvq e") == {"export", "eval"}
+    assert offered("kvq e") == {"embed", "export", "eval"}
     assert offered("kvq run --kv 8:") == {f"8:{bits}" for bits in PAGE_WIDTHS}
     assert offered("kvq run --kv-policy s") == {"snapkv", "streaming"}
     assert offered("kvq export --format ") == {"onnx", "gguf", "both"}

@@ -24,13 +24,13 @@ from kvq.errors import UsageError
 from kvq_apps.cli import main
 from kvq_apps.completion import completion_engine as module
 from kvq_apps.completion.completion_engine import CompletionEngine
-from kvq_apps.completion.document import Document, Position
+from kvq_apps.completion.document import Position, TextDocument
 from kvq_apps.completion.prompts import MOST_OWNERS, OwnedPrompts
+from kvq_apps.names.engine import Engine
 from kvq_lab.typing_sessions import PROGRAM
-from kvq_runtime.named_engine import Engine
-from kvq_runtime.passes import forward_all
+from kvq_runtime.sequence.passes import forward_all
 from kvq_runtime.serving import pool
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 from kvq_specdraft import writer_named
 
 TEXT = """import os
@@ -68,63 +68,63 @@ def completions(engine: Engine, *, chunk_tokens: int = 256, **settings: Any) -> 
 
 
 def test_a_key_costs_its_own_tokens(engine: Engine) -> None:
-    own, document = completions(engine), Document(TEXT)
-    first = own.complete(document, PLACE)
+    completer, document = completions(engine), TextDocument(TEXT)
+    first = completer.complete(document, PLACE)
     assert (first.reused_tokens, first.why_not) == (0, None)
     assert len(first.drafts) >= 1
     prompt = first.encoded_tokens
     # Typing moves the cursor's place in the prompt with it.
     document.replace(Position(*PLACE), Position(*PLACE), " len")
-    typed = own.complete(document, (11, 20))
+    typed = completer.complete(document, (11, 20))
     assert typed.encoded_tokens <= 8
     assert typed.reused_tokens >= prompt - 4
     # The same place again: nothing but the last token.
-    again = own.complete(document, (11, 20))
+    again = completer.complete(document, (11, 20))
     assert again.encoded_tokens <= 1
-    assert [one.text for one in again.drafts] == [one.text for one in typed.drafts]
+    assert [draft.text for draft in again.drafts] == [draft.text for draft in typed.drafts]
     # A word is not encoded before its end is typed: only the last token before it, for its logits.
     costs = []
     for column, key in enumerate("(line", 20):
         document.replace(Position(11, column), Position(11, column), key)
-        costs.append(own.complete(document, (11, column + 1)).encoded_tokens)
+        costs.append(completer.complete(document, (11, column + 1)).encoded_tokens)
     assert 0 < costs[0] <= 3
     assert costs[1] <= 3
     assert max(costs[2:]) <= 1
     document.replace(Position(11, 20), Position(11, 25), "")
     # An edit elsewhere is not the file once more.
     document.replace(Position(9, 4), Position(9, 9), "count")
-    assert own.complete(document, (11, 20)).encoded_tokens <= 16
-    own.close()
+    assert completer.complete(document, (11, 20)).encoded_tokens <= 16
+    completer.close()
 
 
 def test_no_owner_finds_encoded_what_another_one_sent(engine: Engine) -> None:
     owned = OwnedPrompts(engine.tokenizer)
-    first = owned.of("one")
-    ids, _ = first.fitted(TEXT, "", 512)
+    first = owned.for_owner("one")
+    ids, _ = first.fit(TEXT, "", 512)
     assert first._blocks.encoded_characters == len(TEXT)
-    assert owned.of("one") is first
-    other = owned.of("two")
+    assert owned.for_owner("one") is first
+    other = owned.for_owner("two")
     assert other._blocks.encoded_characters == 0
-    assert other.fitted(TEXT, "", 512)[0] == ids
+    assert other.fit(TEXT, "", 512)[0] == ids
     assert other._blocks.encoded_characters == len(TEXT)
     for number in range(MOST_OWNERS):
-        owned.of(str(number))
-    assert owned.of("one") is not first
+        owned.for_owner(str(number))
+    assert owned.for_owner("one") is not first
 
 
 def test_a_jump_costs_the_lines_between(engine: Engine) -> None:
     """However the model orders the two texts, what a jump does not pass over stays cached."""
-    own, text = completions(engine), PROGRAM.read_text("utf-8")
-    document = Document(text[: text.index("\n", 3000) + 1])
-    first = own.complete(document, (60, 0))
+    completer, text = completions(engine), PROGRAM.read_text("utf-8")
+    document = TextDocument(text[: text.index("\n", 3000) + 1])
+    first = completer.complete(document, (60, 0))
     passed = 0
     for line in (70, 40, 44):
-        found = own.complete(document, (line, 0))
+        completion = completer.complete(document, (line, 0))
         lines = range(*sorted((line, passed or 60)))
         passed = line
-        between = sum(len(engine.tokenizer.encode(document.line(one))) + 1 for one in lines)
-        assert found.encoded_tokens <= between + 16 < first.encoded_tokens / 2
-    own.close()
+        between = sum(len(engine.tokenizer.encode(document.line(number))) + 1 for number in lines)
+        assert completion.encoded_tokens <= between + 16 < first.encoded_tokens / 2
+    completer.close()
 
 
 def test_drafts_cost_less_where_nobody_needs_their_exact_chances(engine: Engine) -> None:
@@ -133,34 +133,36 @@ def test_drafts_cost_less_where_nobody_needs_their_exact_chances(engine: Engine)
         writer = writer_named("branches")
         every = session.drafts(3, 12, method=writer)
         some = session.drafts(3, 12, method=writer, exact=False)
-        assert [one.ids for one in some] == [one.ids for one in every]
-        for one, other in zip(some, every, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=0.1)
-            assert one.logprobs != other.logprobs
+        assert [draft.ids for draft in some] == [draft.ids for draft in every]
+        for draft, other in zip(some, every, strict=True):
+            assert draft.logprobs == pytest.approx(other.logprobs, abs=0.1)
+            assert draft.logprobs != other.logprobs
 
 
 def half_typed(count: int) -> list[tuple[str, str]]:
     """Lines that end one or two letters into a name, and its rest, from Python's own library."""
-    found = list[tuple[str, str]]()
+    pairs = list[tuple[str, str]]()
     for library in (textwrap, shlex, heapq, fnmatch, glob, sched):
         text = Path(str(library.__file__)).read_text("utf-8")
         lines = text.split("\n")
         for token in tokenize.generate_tokens(StringIO(text).readline):
-            row, column = token.start[0] - 1, token.start[1] + 1 + len(found) % 2
-            known = token.type != tokenize.NAME or keyword.iskeyword(token.string)
-            if not known and len(token.string) > 3 and row >= LINES_BEFORE:
+            row, column = token.start[0] - 1, token.start[1] + 1 + len(pairs) % 2
+            is_known = token.type != tokenize.NAME or keyword.iskeyword(token.string)
+            if not is_known and len(token.string) > 3 and row >= LINES_BEFORE:
                 before = "\n".join([*lines[row - LINES_BEFORE : row], lines[row][:column]])
-                found.append((before, token.string[column - token.start[1] :]))
-    return found[:: len(found) // count][:count]
+                pairs.append((before, token.string[column - token.start[1] :]))
+    return pairs[:: len(pairs) // count][:count]
 
 
-def begun_right(own: CompletionEngine, count: int) -> int:
+def begun_right(completer: CompletionEngine, count: int) -> int:
     """Of `count` names that are half typed how many a suggestion goes on with."""
     right = 0
     for before, rest in half_typed(count):
-        found = own.complete(Document(before), (LINES_BEFORE, len(before.rpartition("\n")[2])))
-        right += any(one.text.startswith(rest) for one in found.drafts)
-    own.close()
+        completion = completer.complete(
+            TextDocument(before), (LINES_BEFORE, len(before.rpartition("\n")[2]))
+        )
+        right += any(draft.text.startswith(rest) for draft in completion.drafts)
+    completer.close()
     return right
 
 
@@ -197,15 +199,29 @@ def test_a_real_model_goes_on_with_a_word(monkeypatch: pytest.MonkeyPatch) -> No
     assert healed > 2 * plain
 
 
+def test_a_function_gets_a_body_that_ends_with_it(engine: Engine) -> None:
+    completer = completions(engine)
+    document = TextDocument("def total(values):\n    \n\n\nprint(total([1, 2]))\n")
+    (draft,) = completer.complete(document, (1, 4)).drafts
+    completer.close()
+    lines = draft.text.split("\n")
+    assert len(lines) > 1
+    assert all(line.startswith("    ") or not line for line in lines[1:])
+    body = ("def total(values):\n    " + draft.text).split("\n")
+    compile("\n".join(body), "draft", "exec")
+
+
 @pytest.mark.parametrize("drafts", [1, 3, 9])
 def test_a_long_beginning_leaves_room_for_what_follows(engine: Engine, drafts: int) -> None:
     """Rows of signs and deep indentations are tokens of many bytes; each may need a row."""
     options = {"kv": "fp", "context_tokens": 1024}
-    own = CompletionEngine(engine, writer_named("branches"), drafts=drafts, session_options=options)
+    completer = CompletionEngine(
+        engine, writer_named("branches"), drafts=drafts, session_options=options
+    )
     for line in ("#" + "-" * 40, " " * 24, "x = " + "=" * 16, "a_rather_long_name_of_a_var"):
-        found = own.complete(Document(f"{TEXT}\n{line}"), (14, len(line)))
-        assert found.why_not in (None, "filtered"), line
-    own.close()
+        completion = completer.complete(TextDocument(f"{TEXT}\n{line}"), (14, len(line)))
+        assert completion.why_not in (None, "filtered"), line
+    completer.close()
 
 
 def test_a_backend_that_writes_no_several_writes_one(
@@ -213,52 +229,52 @@ def test_a_backend_that_writes_no_several_writes_one(
 ) -> None:
     """Asked for several it refuses before it reads anything."""
     monkeypatch.setattr(type(engine.backend), "takes_trees", False)
-    own, document = completions(engine), Document(TEXT)
+    completer, document = completions(engine), TextDocument(TEXT)
     document.replace(Position(*PLACE), Position(*PLACE), " len")
-    assert [one.text for one in own.complete(document, (11, 20)).drafts] == ["(line)"]
-    own.close()
+    assert [draft.text for draft in completer.complete(document, (11, 20)).drafts] == ["(line)"]
+    completer.close()
     with pytest.raises(UsageError, match=r"3 suggestions .* on the onnx backend: ask for one"):
         CompletionEngine(engine, writer_named("branches"), drafts=3)
 
 
 def test_exactly_what_a_fresh_session_says(engine: Engine) -> None:
-    own, document = completions(engine, exact=True), Document(TEXT)
-    own.complete(document, PLACE)
+    completer, document = completions(engine, exact=True), TextDocument(TEXT)
+    completer.complete(document, PLACE)
     document.replace(Position(9, 4), Position(9, 9), "count")
-    found = own.complete(document, PLACE)
+    completion = completer.complete(document, PLACE)
     fresh = completions(engine, exact=True).complete(document, PLACE)
-    assert [one.text for one in found.drafts] == [one.text for one in fresh.drafts]
-    for one, other in zip(found.drafts, fresh.drafts, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-    own.close()
+    assert [draft.text for draft in completion.drafts] == [draft.text for draft in fresh.drafts]
+    for draft, other in zip(completion.drafts, fresh.drafts, strict=True):
+        assert draft.logprob == pytest.approx(other.logprob, abs=1e-3)
+    completer.close()
 
 
 def test_typing_behind_a_frozen_file_is_exact(engine: Engine) -> None:
     """EFIM: what is cached never precedes a change, token for token a fresh prefill (LSP-23)."""
-    own, document = completions(engine, exact=True), Document(TEXT)
-    own.complete(document, PLACE)
+    completer, document = completions(engine, exact=True), TextDocument(TEXT)
+    completer.complete(document, PLACE)
     column = PLACE[1]
     for key in " len(li":
         document.replace(Position(11, column), Position(11, column), key)
         column += 1
-        found = own.complete(document, (11, column))
-        assert found.encoded_tokens <= 3
-        held = own._pool.served.slots.all[0].session
-        assert held.stats().edits.stale_tokens == 0
+        completion = completer.complete(document, (11, column))
+        assert completion.encoded_tokens <= 3
+        session = completer._pool.served.slots.all[0].session
+        assert session.stats().edits.stale_tokens == 0
         with engine.session(kv="fp", context_tokens=1024) as fresh:
-            fresh.prefill(held.tokens)
-            np.testing.assert_allclose(logits(fresh), logits(held), atol=2e-3)
+            fresh.prefill(session.tokens)
+            np.testing.assert_allclose(logits(fresh), logits(session), atol=2e-3)
     # Taking letters back goes on from there; an edit elsewhere begins anew.
     document.replace(Position(11, column - 1), Position(11, column), "")
-    assert own.complete(document, (11, column - 1)).encoded_tokens <= 2
+    assert completer.complete(document, (11, column - 1)).encoded_tokens <= 2
     document.replace(Position(9, 4), Position(9, 9), "count")
-    assert own.complete(document, (11, column - 1)).encoded_tokens > 8
-    own.close()
+    assert completer.complete(document, (11, column - 1)).encoded_tokens > 8
+    completer.close()
 
 
 def logits(session: Session) -> np.ndarray:
-    with session.sequence.forward([], rows=[-1]) as held:
-        return held.logits[0]
+    with session.sequence.forward([], rows=[-1]) as outputs:
+        return outputs.logits[0]
 
 
 @pytest.mark.parametrize("passes", [0, 1, 2, 3])
@@ -266,52 +282,52 @@ def test_a_cancelled_request_leaves_the_next_one_right(
     passes: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LSP-11: in the prompt's passes and in the drafts', before the pass that comes next."""
-    fresh = completions(engine).complete(Document(TEXT), PLACE)
-    own, made, over = completions(engine, chunk_tokens=32), list[int](), threading.Event()
+    fresh = completions(engine).complete(TextDocument(TEXT), PLACE)
+    completer, made, over = completions(engine, chunk_tokens=32), list[int](), threading.Event()
 
     def forward_until_cancelled(calls: Sequence[Any]) -> list[Any]:
         made.append(len(calls))
         if len(made) > passes:
             over.set()
-            while not all(job.cancelled for job in own._pool.running):
+            while not all(job.cancelled for job in completer._pool.running):
                 time.sleep(0.001)
         return forward_all(calls)
 
     monkeypatch.setattr(pool, "forward_all", forward_until_cancelled)
-    cut = own.complete(Document(TEXT), PLACE, cancel=over.is_set)
+    cut = completer.complete(TextDocument(TEXT), PLACE, cancel=over.is_set)
     monkeypatch.undo()
     assert cut.why_not == "cancelled"
-    found = own.complete(Document(TEXT), PLACE)
+    completion = completer.complete(TextDocument(TEXT), PLACE)
     assert len(made) == passes + 1
-    assert [one.text for one in found.drafts] == [one.text for one in fresh.drafts]
+    assert [draft.text for draft in completion.drafts] == [draft.text for draft in fresh.drafts]
     # The same text under another name is the same text (LSP-22).
-    assert own.complete(Document(TEXT), PLACE).encoded_tokens <= 1
-    own.close()
+    assert completer.complete(TextDocument(TEXT), PLACE).encoded_tokens <= 1
+    completer.close()
 
 
 def test_each_of_two_files_stays_in_the_cache(engine: Engine) -> None:
     """Going to and fro costs nothing where there is a session for each, and a reading otherwise."""
-    documents = [Document(TEXT), Document(TEXT.upper().replace("COUNT", "sum of")[::-1])]
+    documents = [TextDocument(TEXT), TextDocument(TEXT.upper().replace("COUNT", "sum of")[::-1])]
     places = [PLACE, (2, 0)]
     for files in (1, 2):
-        own = completions(engine, files=files)
+        completer = completions(engine, files=files)
         for document, place in zip(documents, places, strict=True):
-            assert own.complete(document, place).encoded_tokens > 40
+            assert completer.complete(document, place).encoded_tokens > 40
         costs = [
-            own.complete(document, place).encoded_tokens
+            completer.complete(document, place).encoded_tokens
             for document, place in zip(documents, places, strict=True)
         ]
         assert min(costs) > 40 if files == 1 else max(costs) <= 1
-        own.close()
+        completer.close()
 
 
 def test_reading_ahead_leaves_nothing_to_encode(engine: Engine) -> None:
-    own, seen = completions(engine, chunk_tokens=32), list[tuple[int, int]]()
-    assert own.read(Document(TEXT), PLACE, progress=lambda *one: seen.append(one))
+    completer, seen = completions(engine, chunk_tokens=32), list[tuple[int, int]]()
+    assert completer.read(TextDocument(TEXT), PLACE, progress=lambda *counts: seen.append(counts))
     assert seen[-1][0] == seen[-1][1] > 32
-    assert own.complete(Document(TEXT), PLACE).encoded_tokens <= 1
-    assert not own.read(Document(f"import re\n{TEXT[::-1]}"), (3, 0), cancel=lambda: True)
-    own.close()
+    assert completer.complete(TextDocument(TEXT), PLACE).encoded_tokens <= 1
+    assert not completer.read(TextDocument(f"import re\n{TEXT[::-1]}"), (3, 0), cancel=lambda: True)
+    completer.close()
 
 
 def test_the_command_prints_what_an_editor_shows(
@@ -321,9 +337,11 @@ def test_the_command_prints_what_an_editor_shows(
     file.write_text(TEXT)
     assert main(["complete", f"{file}:12:17", "--json", "--kv", "fp"]) == 0
     report = json.loads(capsys.readouterr().out)
-    found = completions(engine).complete(Document(TEXT), PLACE)
-    assert [one["text"] for one in report["drafts"]] == [one.text for one in found.drafts]
-    assert report["encoded_tokens"] == found.encoded_tokens
+    completion = completions(engine).complete(TextDocument(TEXT), PLACE)
+    assert [draft["text"] for draft in report["drafts"]] == [
+        draft.text for draft in completion.drafts
+    ]
+    assert report["encoded_tokens"] == completion.encoded_tokens
     assert main(["complete", f"{file}:12", "--kv", "fp", "--drafts", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines in ([report["drafts"][0]["text"]], [])

@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_apps.completion.blocks import MOST_CHARACTERS, BlockTokenizer
-from kvq_apps.completion.document import Document, Encoding, Position
-from kvq_apps.completion.drafts import Around, shown
+from kvq_apps.completion.document import Encoding, Position, TextDocument
+from kvq_apps.completion.suggestions import (
+    CursorContext,
+    apply_rules,
+    cursor_context,
+    filter_suggestions,
+    whole_lines,
+)
+from kvq_apps.completion.token_blocks import MOST_CHARACTERS, BlockTokenizer
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 from shelf import Shelf
 
 # Line ends of the protocol, and characters that other readers take for line ends.
@@ -72,12 +78,12 @@ def place_in(lines: list[str], position: Position, encoding: str) -> int:
 def test_edits_are_those_of_a_string(
     text: str, encoding: Encoding, edits: list[tuple[int, int, int, int, str]]
 ) -> None:
-    document = Document(text)
+    document = TextDocument(text)
     for line, character, last, stop, new in edits:
         start, end = Position(line, character), Position(last, stop)
         first, after = sorted((offset(text, start, encoding), offset(text, end, encoding)))
         place = document.place(start, encoding)
-        assert document.around(place) == (
+        assert document.text_around(place) == (
             text[: offset(text, start, encoding)], text[offset(text, start, encoding) :]
         )  # fmt: skip
         bare = document.line(place[0])
@@ -91,8 +97,8 @@ def test_edits_are_those_of_a_string(
 @pytest.fixture(scope="module")
 def tokenizers(shelf: Shelf) -> list[Tokenizer]:
     bundles = (shelf.bundle(), shelf.embedded("nano"))
-    found = [Bundle.open(bundle).tokenizer() for bundle in bundles]
-    return [own for own in found if own is not None]
+    tokenizers = [Bundle.open(bundle).tokenizer() for bundle in bundles]
+    return [tokenizer for tokenizer in tokenizers if tokenizer is not None]
 
 
 @pytest.mark.slow
@@ -102,7 +108,7 @@ def test_ten_thousand_edits_of_one_text(tokenizers: list[Tokenizer]) -> None:
     What stands before the cursor and behind it is encoded apart, as a prompt has it.
     """
     chance, text = random.Random(7), SOURCE
-    document, blocks = Document(text), BlockTokenizer(tokenizers[1])
+    document, blocks = TextDocument(text), BlockTokenizer(tokenizers[1])
     encoded: list[int] = []
     for number in range(10_000):
         encoding = chance.choice(tuple(WIDTHS))
@@ -120,7 +126,7 @@ def test_ten_thousand_edits_of_one_text(tokenizers: list[Tokenizer]) -> None:
         first, after = sorted(place_in(lines, place, encoding) for place in (start, end))
         text = text[:first] + new + text[after:]
         document.replace(start, end, new, encoding)
-        before, behind = document.around(document.place(start, encoding))
+        before, behind = document.text_around(document.place(start, encoding))
         assert before + behind == text
         done = blocks.encoded_characters
         if number % 10 == 0:
@@ -154,9 +160,9 @@ def test_what_is_remembered_of_a_text_that_is_encoded_whole_is_bounded() -> None
     tracemalloc.start()
     for key in range(20):
         blocks.encode(text + "y" * key)
-    held = tracemalloc.get_traced_memory()[0]
+    peak_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert held < 2.5 * MOST_CHARACTERS
+    assert peak_bytes < 2.5 * MOST_CHARACTERS
 
 
 @pytest.mark.parametrize(
@@ -189,7 +195,63 @@ def test_what_is_remembered_of_a_text_that_is_encoded_whole_is_bounded() -> None
 def test_what_of_a_draft_is_shown(
     draft: str, before: str, rest: str, below: str, left: str
 ) -> None:
-    assert shown(draft, Around(before, rest, ("", below))) == left
+    assert apply_rules(draft, CursorContext(before, rest, ("", below))) == left
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "indent"),
+    [
+        ("def f(x):\n    \n", (1, 4), 1),
+        ("def f(x):\n    ", (0, 9), 1),
+        ('def f(x):\n    """Return x."""\n    ', (2, 4), 1),
+        ("class A:\n    def f(self):\n\n        ", (3, 8), 5),
+        ("if (a) {\n  \n}\n", (1, 2), 1),
+        ("\tfor x in y:\n\t\t", (1, 2), 2),
+        # The block has lines already, the line goes on, nothing is opened, or a comment ends so.
+        ("def f(x):\n    \n    return x\n", (1, 4), 0),
+        ("def f(x): return x\n", (0, 9), 0),
+        ("x = 1\n", (1, 0), 0),
+        ("# such as:\n", (1, 0), 0),
+        ("", (0, 0), 0),
+        ("def f(x):\n\n\n\n\n\n", (5, 0), 0),
+    ],
+)
+def test_where_a_block_begins(text: str, place: tuple[int, int], indent: int) -> None:
+    assert cursor_context(TextDocument(text), place).indent == indent
+
+
+def test_a_body_is_shown_whole_and_cut_at_lines() -> None:
+    context = cursor_context(TextDocument("def f(x):\n    \n"), (1, 4))
+    body = "y = x\n    return y\n"
+    assert [draft.text for draft in filter_suggestions(context, [(body, -1.0)])] == [body.rstrip()]
+    assert whole_lines("y = x\n    retu") == "y = x"
+    assert whole_lines("y = x\n") == "y = x\n"
+    assert whole_lines("one line") == "one line"
+
+
+def test_texts_that_differ_by_spaces_are_shown_once() -> None:
+    context = cursor_context(TextDocument("x = \n"), (0, 4))
+    drafts = [("f(a, b)", -1.0), ("f(a,b)", -2.0), ("f(a, c)", -3.0), (" f(a, b)", -4.0)]
+    assert [draft.text for draft in filter_suggestions(context, drafts)] == [
+        "f(a, b)",
+        "f(a, c)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "draft", "below", "left"),
+    [
+        ("    a, ", "bc)", ")", "bc"),
+        ("    a, ", "bc, cd", ")", "bc, cd"),
+        ("    f(", "ab)", ")", "ab)"),
+        ("    ", "[a], b]", "]", "[a], b"),
+        ("    a, ", "bc)", "x = 1", "bc)"),
+    ],
+)
+def test_a_bracket_that_the_next_line_closes_is_not_closed_twice(
+    before: str, draft: str, below: str, left: str
+) -> None:
+    assert apply_rules(draft, CursorContext(before, "", (below,))) == left
 
 
 @settings(max_examples=60, deadline=None)
@@ -224,8 +286,8 @@ def test_a_text_that_changes_encodes_as_the_whole(
 
 
 def test_a_part_of_a_long_text_begins_at_the_same_line_while_somebody_types() -> None:
-    document = Document("".join(f"line number {n}\n" for n in range(3000)))
-    before, after = document.around((2000, 3), 4000)
+    document = TextDocument("".join(f"line number {n}\n" for n in range(3000)))
+    before, after = document.text_around((2000, 3), 4000)
     assert 4000 <= len(before) < 4000 + 65 * 17
     assert before.endswith("1999\nlin")
     assert after.startswith("e number 2000\n")
@@ -233,9 +295,9 @@ def test_a_part_of_a_long_text_begins_at_the_same_line_while_somebody_types() ->
     first = before[:20]
     for key in range(40):
         document.replace(Position(2000, 3 + key), Position(2000, 3 + key), "x")
-        before, _ = document.around((2000, 4 + key), 4000)
+        before, _ = document.text_around((2000, 4 + key), 4000)
         assert before.startswith(first)
-    assert document.around((0, 0), 10)[0] == ""
+    assert document.text_around((0, 0), 10)[0] == ""
     copy = document.copy()
     document.replace(Position(0, 0), Position(0, 1), "")
     assert copy.text == "l" + document.text

@@ -34,13 +34,13 @@ COMMAND = f"cmd = {{ '{sys.executable}', '{FAKE_SERVER}' }}"
 
 def _views() -> list[tuple[str, bool]]:
     """Each Neovim, with the plugin's ghost text and, where it has one, with its own."""
-    found = []
+    suitable = []
     for executable in executables():
         probe = "lua io.stdout:write(tostring(vim.lsp.inline_completion ~= nil))"
         command = [executable, "--headless", "--clean", "-c", probe, "-c", "qall"]
         native = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found += [(executable, False)] + ([(executable, True)] if native == "true" else [])
-    return found
+        suitable += [(executable, False)] + ([(executable, True)] if native == "true" else [])
+    return suitable
 
 
 def drawn_by(native: bool) -> str:
@@ -190,8 +190,8 @@ def test_what_was_taken_is_counted(view: tuple[str, bool], start: Callable[..., 
     editor.until("vim.fn.getline(2)", "plural")
     editor.until(VISIBLE, True)
     editor.lua("vim.cmd('messages clear') vim.cmd('Kvq explain')")
-    taken = f"{MESSAGES}:match('; since the start 1 of %d+ taken, 1 more in part') ~= nil"
-    editor.until(taken, True)
+    accepted = f"{MESSAGES}:match('; since the start 1 of %d+ taken, 1 more in part') ~= nil"
+    editor.until(accepted, True)
 
 
 def test_a_draft_is_typed_without_another_request(view: tuple[str, bool], editor: Editor) -> None:
@@ -246,9 +246,9 @@ def test_without_kvq_it_says_once_what_to_do(start: Callable[..., Editor]) -> No
     for _ in range(2):
         editor.write("", "igre<C-\\><Tab>")
         editor.until("vim.fn.getline(1)", "gre[tab]")
-    said = editor.lua(f"return {MESSAGES}")
-    assert said.count("was not found") == 1
-    assert "pip install" in said
+    messages = editor.lua(f"return {MESSAGES}")
+    assert messages.count("was not found") == 1
+    assert "pip install" in messages
     editor.lua("vim.cmd('checkhealth kvq')")
     assert 'the command "no-such-kvq" was not found' in "\n".join(editor.lines())
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvq_apps.lsp.settings import MOST_DRAFTS
+from kvq_apps.lsp.lsp_settings import MOST_DRAFTS
 
 FOLDER = Path(__file__).parents[3] / "apps/editors/vscode"
 SOURCE = "".join(file.read_text() for file in sorted((FOLDER / "src").glob("*.ts")))
@@ -35,7 +35,7 @@ def npm(script: str, **environment: str) -> None:
 
 def test_the_manifest_names_what_the_source_has() -> None:
     contributes = MANIFEST["contributes"]
-    commands = {one["command"].removeprefix("kvq.") for one in contributes["commands"]}
+    commands = {command["command"].removeprefix("kvq.") for command in contributes["commands"]}
     table = SOURCE.partition("const commands")[2].partition("};")[0]
     assert set(re.findall(r"^    (\w+): ", table, re.MULTILINE)) == commands
     settings = {name.removeprefix("kvq.") for name in contributes["configuration"]["properties"]}
@@ -49,8 +49,8 @@ def test_the_manifest_names_what_the_source_has() -> None:
 
 def test_the_lock_file_names_no_host() -> None:
     lock = json.loads((FOLDER / "package-lock.json").read_text())
-    assert [name for name, one in lock["packages"].items() if "resolved" in one] == []
-    assert all("integrity" in one for name, one in lock["packages"].items() if name)
+    assert [name for name, package in lock["packages"].items() if "resolved" in package] == []
+    assert all("integrity" in package for name, package in lock["packages"].items() if name)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from kvq_apps.evaluation.measurement import log_softmax, score_answer
 from kvq_apps.evaluation.recall import (
     ANSWER_TOKENS,
     UNITS,
-    Question,
+    RecallQuestion,
     first_digits,
     questions,
     recall,
@@ -26,7 +26,7 @@ from kvq_apps.evaluation.text import divergence, kl_divergence, perplexity, wind
 from kvq_models.recall import filler_text, key_value, passkey
 from kvq_models.tokenizer import ControlTokens, Tokenizer
 from kvq_runtime.engine import Engine
-from kvq_runtime.session import Step, unseen
+from kvq_runtime.session.session import Step, no_progress
 from shelf import Shelf
 from tiny import byte_level_tokenizer
 
@@ -109,7 +109,7 @@ def test_windows_fill_the_context_and_drop_a_short_end() -> None:
 def test_perplexity_of_known_probabilities(tokenizer: Tokenizer) -> None:
     # the second half of each window: tokens 1, 2, 2 and 1, 1, 0
     texts = [[0, 0, 0, 1, 2, 2], [2, 2, 2, 1, 1, 0]]
-    measured = perplexity(lambda: FixedSession([0.5, 0.25, 0.25]), tokenizer, texts, unseen)
+    measured = perplexity(lambda: FixedSession([0.5, 0.25, 0.25]), tokenizer, texts, no_progress)
     nats = (5 * log(4) + log(2)) / 6
     assert measured.n == 6
     assert measured.details["nats_per_token"] == pytest.approx(nats, rel=1e-6)
@@ -120,7 +120,7 @@ def test_perplexity_of_known_probabilities(tokenizer: Tokenizer) -> None:
 def test_bits_per_byte_counts_the_bytes_of_scored_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("éa" * 8)
     row = np.full(tokenizer.vocab_size, 1 / tokenizer.vocab_size)
-    measured = perplexity(lambda: FixedSession(row), tokenizer, [ids], unseen)
+    measured = perplexity(lambda: FixedSession(row), tokenizer, [ids], no_progress)
     scored = ids[len(ids) // 2 :]
     bits = len(scored) * np.log2(tokenizer.vocab_size)
     num_bytes = len(tokenizer.decode(scored).encode())
@@ -133,7 +133,7 @@ def test_divergence_of_known_distributions() -> None:
         [lambda: FixedSession([0.2, 0.4, 0.4]), lambda: FixedSession([0.5, 0.25, 0.25])],
         lambda: FixedSession([0.5, 0.25, 0.25]),
         [[0, 0, 0, 0, 1, 0]],
-        unseen,
+        no_progress,
     )
     expected = 0.5 * log(0.5 / 0.2) + 0.5 * log(0.25 / 0.4)
     assert measured.n == 3
@@ -160,10 +160,10 @@ def test_a_cache_that_is_too_small_is_refused_and_the_others_are_measured() -> N
         ],
         lambda: FixedSession([0.5, 0.5]),
         texts,
-        unseen,
+        no_progress,
     )
     alone = divergence(
-        [lambda: FixedSession([0.2, 0.8])], lambda: FixedSession([0.5] * 2), texts, unseen
+        [lambda: FixedSession([0.2, 0.8])], lambda: FixedSession([0.5] * 2), texts, no_progress
     )
     assert isinstance(outcomes[1], BudgetError)
     assert outcomes[0] == outcomes[2] == alone[0]
@@ -214,17 +214,17 @@ def test_filler_is_as_long_as_asked_and_the_same_for_a_seed() -> None:
     assert filler_text(random.Random(3), 0) == ""
 
 
-def ask(tokenizer: Tokenizer, task: str, seed: int = 3, depth: float = 0.5) -> list[Question]:
+def ask(tokenizer: Tokenizer, task: str, seed: int = 3, depth: float = 0.5) -> list[RecallQuestion]:
     return questions(
         task, tokenizer, lengths=[400, 900], depths=[0.0, depth, 1.0], trials=2, seed=seed
     )
 
 
 def test_passkey_prompts_fill_their_length_and_place_the_key(tokenizer: Tokenizer) -> None:
-    asked = ask(tokenizer, "passkey")
-    assert len(asked) == 12
-    assert len({question.answer for question in asked}) == 12
-    for question in asked:
+    recall_questions = ask(tokenizer, "passkey")
+    assert len(recall_questions) == 12
+    assert len({question.answer for question in recall_questions}) == 12
+    for question in recall_questions:
         assert question.length_tokens * 0.85 < len(question.ids) <= question.length_tokens
         text = tokenizer.decode(question.ids)
         assert text.count(question.answer) == 2
@@ -248,24 +248,25 @@ def test_retrieval_prompts_fill_their_length_and_ask_at_the_depth(tokenizer: Tok
 def test_a_question_depends_on_its_own_seed_length_depth_and_trial(
     tokenizer: Tokenizer, task: str
 ) -> None:
-    asked = ask(tokenizer, task)
-    assert ask(tokenizer, task) == asked
+    recall_questions = ask(tokenizer, task)
+    assert ask(tokenizer, task) == recall_questions
     assert all(
-        one.ids != other.ids for one, other in zip(asked, ask(tokenizer, task, 4), strict=True)
+        question.ids != other.ids
+        for question, other in zip(recall_questions, ask(tokenizer, task, 4), strict=True)
     )
-    others = ask(tokenizer, task, depth=0.25)
-    same = [one == other for one, other in zip(asked, others, strict=True)]
-    assert same == [question.depth in (0.0, 1.0) for question in asked]
+    shallow = ask(tokenizer, task, depth=0.25)
+    same = [question == other for question, other in zip(recall_questions, shallow, strict=True)]
+    assert same == [question.depth in (0.0, 1.0) for question in recall_questions]
 
 
 @pytest.mark.parametrize("task", ["passkey", "retrieval"])
 def test_the_answer_continues_the_prompt(tokenizer: Tokenizer, task: str) -> None:
     for question in ask(tokenizer, task):
-        assert question.answered[: question.first] == question.ids[: question.first]
-        assert tokenizer.decode(question.answered) == (
+        assert question.ids_with_answer[: question.first] == question.ids[: question.first]
+        assert tokenizer.decode(question.ids_with_answer) == (
             f"{tokenizer.decode(question.ids)} {question.answer}"
         )
-        assert len(question.answered) <= question.length_tokens + ANSWER_TOKENS[task]
+        assert len(question.ids_with_answer) <= question.length_tokens + ANSWER_TOKENS[task]
 
 
 @pytest.mark.parametrize("task", ["passkey", "retrieval"])
@@ -275,24 +276,28 @@ def test_a_prompt_too_short_names_the_shortest(tokenizer: Tokenizer, task: str) 
 
 
 def test_recall_counts_exact_answers_and_how_likely_they_were(tokenizer: Tokenizer) -> None:
-    asked = ask(tokenizer, "passkey")
+    recall_questions = ask(tokenizer, "passkey")
     row = np.full(tokenizer.vocab_size, 1.0)
     # The answer's tokens are half as likely as all others.
-    wanted = {token for question in asked for token in question.answered[question.first :]}
-    row[list(wanted)] = 0.5
+    answer_ids = {
+        token
+        for question in recall_questions
+        for token in question.ids_with_answer[question.first :]
+    }
+    row[list(answer_ids)] = 0.5
     row /= row.sum()
     right = iter([True, False, True, True] * 3)
 
     def open_session() -> FixedSession:
-        question = asked[opened.pop(0)]
-        said = f" {question.answer}." if next(right) else " 12 34"
-        return FixedSession(row, tokenizer.encode(said))
+        question = recall_questions[opened.pop(0)]
+        text = f" {question.answer}." if next(right) else " 12 34"
+        return FixedSession(row, tokenizer.encode(text))
 
     opened = list(range(12))
-    measured = recall(open_session, tokenizer, asked, unseen)
+    measured = recall(open_session, tokenizer, recall_questions, no_progress)
     assert (measured.value, measured.n, measured.unit) == (9 / 12, 12, "exact match")
-    assert measured.details["answer_nats"] == pytest.approx(-log(row[min(wanted)]), rel=1e-5)
-    rank = 1 / (1 + len(row) - len(wanted))
+    assert measured.details["answer_nats"] == pytest.approx(-log(row[min(answer_ids)]), rel=1e-5)
+    rank = 1 / (1 + len(row) - len(answer_ids))
     assert measured.details["answer_reciprocal_rank"] == pytest.approx(rank)
     rows = measured.details["rows"]
     assert [(r["length"], r["depth"], r["correct"], r["trials"]) for r in rows] == [
@@ -307,14 +312,14 @@ def test_an_answers_score_is_the_models_own(engine: Engine) -> None:
     with engine.session(context_tokens=300, k_bits=16, v_bits=16) as session:
         whole = log_softmax(np.concatenate(list(session.logits(ids))))
     rows = [whole[at - 1] for at in range(first, len(ids))]
-    wanted = ids[first:]
+    answer_ids = ids[first:]
     with engine.session(context_tokens=300, k_bits=16, v_bits=16) as session:
         session.prefill(ids[: first - 1])
         score = score_answer(session, ids, first)
     assert score.nats == pytest.approx(
-        -np.mean([row[token] for row, token in zip(rows, wanted, strict=True)]), rel=1e-3
+        -np.mean([row[token] for row, token in zip(rows, answer_ids, strict=True)]), rel=1e-3
     )
-    ranks = [1 + int((row > row[token]).sum()) for row, token in zip(rows, wanted, strict=True)]
+    ranks = [1 + int((row > row[token]).sum()) for row, token in zip(rows, answer_ids, strict=True)]
     assert score.reciprocal_rank == pytest.approx(np.mean([1 / rank for rank in ranks]), rel=0.05)
 
 
@@ -325,20 +330,20 @@ PROSE = (
 ) * 40
 
 
-def facts(tokenizer: Tokenizer, **asked: Any) -> list[Question]:
-    asked = {"lengths": [700], "depths": [0.0, 0.25, 1.0], "trials": 1, "seed": 5} | asked
-    return questions("facts", tokenizer, prose=PROSE, **asked)
+def facts(tokenizer: Tokenizer, **options: Any) -> list[RecallQuestion]:
+    options = {"lengths": [700], "depths": [0.0, 0.25, 1.0], "trials": 1, "seed": 5} | options
+    return questions("facts", tokenizer, prose=PROSE, **options)
 
 
 def test_two_facts_lie_in_prose_and_both_are_asked_for(tokenizer: Tokenizer) -> None:
-    asked = facts(tokenizer)
-    assert [question.depth for question in asked] == [0.0, 0.5, 0.25, 0.75, 1.0, 0.5]
-    for one, other in zip(asked[::2], asked[1::2], strict=True):
-        texts = [tokenizer.decode(question.ids) for question in (one, other)]
+    recall_questions = facts(tokenizer)
+    assert [question.depth for question in recall_questions] == [0.0, 0.5, 0.25, 0.75, 1.0, 0.5]
+    for first, second in zip(recall_questions[::2], recall_questions[1::2], strict=True):
+        texts = [tokenizer.decode(question.ids) for question in (first, second)]
         documents = [text.rpartition("\n\n")[0] for text in texts]
         assert documents[0] == documents[1]
-        assert one.answer != other.answer
-        for question, text, document in zip((one, other), texts, documents, strict=True):
+        assert first.answer != second.answer
+        for question, text, document in zip((first, second), texts, documents, strict=True):
             assert 600 < len(question.ids) <= 700
             *_, asks, lead = text.splitlines()
             assert asks.startswith("What is the ")
@@ -348,28 +353,31 @@ def test_two_facts_lie_in_prose_and_both_are_asked_for(tokenizer: Tokenizer) -> 
             share = (document.index(statement) - begin) / (len(document) - begin)
             assert abs(share - question.depth) < 0.1
             # What is left of it is the prose as it stands, from some sentence on.
-            left = document[begin:].replace(statement, "")
-            for hidden in (one, other):
-                left = left.replace(hidden.answer + ".", "")
-            assert "Its wheel turns when the river is high, and children watch it" in left
+            rest = document[begin:].replace(statement, "")
+            for hidden in (first, second):
+                rest = rest.replace(hidden.answer + ".", "")
+            assert "Its wheel turns when the river is high, and children watch it" in rest
             # Without a chat template the answer continues the prompt.
-            assert tokenizer.decode(question.answered) == f"{text} {question.answer}"
-    assert facts(tokenizer) == asked
+            assert tokenizer.decode(question.ids_with_answer) == f"{text} {question.answer}"
+    assert facts(tokenizer) == recall_questions
     other_seed = facts(tokenizer, seed=6)
-    assert all(one.ids != other.ids for one, other in zip(asked, other_seed, strict=True))
+    assert all(
+        question.ids != other.ids
+        for question, other in zip(recall_questions, other_seed, strict=True)
+    )
 
 
 def test_a_model_that_chats_is_asked_through_its_template(engine: Engine) -> None:
     tokenizer = engine.tokenizer
     plain = facts(tokenizer)[0]
     text = tokenizer.decode(plain.ids)
-    asked, question, _ = text.partition("Read this text")[2].rpartition(" called?")
-    message = {"role": "user", "content": f"Read this text{asked}{question}"}
+    body, question, _ = text.partition("Read this text")[2].rpartition(" called?")
+    message = {"role": "user", "content": f"Read this text{body}{question}"}
     assert tokenizer.chat([message], add_generation_prompt=True) == plain.ids
     # How likely the name is, is asked behind the words an answer begins with.
-    begun = tokenizer.decode(plain.answered[len(plain.ids) : plain.first])
+    begun = tokenizer.decode(plain.ids_with_answer[len(plain.ids) : plain.first])
     assert begun.startswith("The ")
-    assert tokenizer.decode(plain.answered[plain.first :]).strip() == plain.answer
+    assert tokenizer.decode(plain.ids_with_answer[plain.first :]).strip() == plain.answer
 
 
 def test_prose_that_is_too_short_is_refused(tokenizer: Tokenizer) -> None:
@@ -385,25 +393,30 @@ def test_prose_that_is_too_short_is_refused(tokenizer: Tokenizer) -> None:
 def test_a_fact_is_found_where_the_answer_has_its_name(
     tokenizer: Tokenizer, engine: Engine, *, chats: bool
 ) -> None:
-    own = engine.tokenizer if chats else tokenizer
-    asked = facts(own)
-    said = [
-        f" {asked[0].answer.upper()}, who else?", f"It is {asked[1].answer}.",
-        f"The text does not say. {asked[3].answer}?", asked[2].answer, "", asked[5].answer,
+    used_tokenizer = engine.tokenizer if chats else tokenizer
+    recall_questions = facts(used_tokenizer)
+    answers = [question.answer for question in recall_questions]
+    written = [
+        f" {answers[0].upper()}, who else?", f"It is {answers[1]}.",
+        f"The text does not say. {answers[3]}?", answers[2], "", answers[5],
     ]  # fmt: skip
-    row = np.full(own.vocab_size, 1 / own.vocab_size)
-    sessions = [FixedSession(row, own.encode(text)) for text in said]
+    row = np.full(used_tokenizer.vocab_size, 1 / used_tokenizer.vocab_size)
+    sessions = [FixedSession(row, used_tokenizer.encode(text)) for text in written]
     opened = iter(sessions)
-    measured = recall(lambda: next(opened), own, asked, unseen, UNITS["facts"])
+    measured = recall(
+        lambda: next(opened), used_tokenizer, recall_questions, no_progress, UNITS["facts"]
+    )
     assert (measured.value, measured.n, measured.unit) == (3 / 6, 6, "facts found")
     rows = measured.details["rows"]
     assert [(r["depth"], r["correct"], r["trials"]) for r in rows] == [
         (0.0, 1, 1), (0.5, 2, 2), (0.25, 0, 1), (0.75, 0, 1), (1.0, 0, 1)
     ]  # fmt: skip
-    assert measured.details["answer_nats"] == pytest.approx(log(own.vocab_size), rel=1e-5)
+    assert measured.details["answer_nats"] == pytest.approx(
+        log(used_tokenizer.vocab_size), rel=1e-5
+    )
     # The last tokens that a session was given are the prompt's and the right answer's.
-    for session, question in zip(sessions, asked, strict=True):
-        assert session.tokens == question.answered[:-1]
+    for session, question in zip(sessions, recall_questions, strict=True):
+        assert session.tokens == question.ids_with_answer[:-1]
 
 
 @pytest.mark.parametrize(
@@ -444,6 +457,6 @@ def test_the_table_gives_every_width_its_bytes_and_its_damage(engine: Engine) ->
     # a task alone gives what the table gives
     (alone,) = material.measure_all(
         "kld", [settings[2].opener(engine.session, 600)],
-        UNQUANTIZED.opener(engine.session, 600), unseen,
+        UNQUANTIZED.opener(engine.session, 600), no_progress,
     )  # fmt: skip
     assert alone.value == rows[2]["kld"]

@@ -29,8 +29,8 @@ def ray_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
 def fleet(ray_home: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two replicas of the smallest model, with a folder of sessions that they share."""
     folder = tmp_path_factory.mktemp("sessions")
-    found = Fleet(ray_home, folder, "--replicas", "2", "--queue", "24", "--threads", "1")
+    started = Fleet(ray_home, folder, "--replicas", "2", "--queue", "24", "--threads", "1")
     try:
-        yield found
+        yield started
     finally:
-        found.close()
+        started.close()

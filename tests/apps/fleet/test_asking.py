@@ -1,25 +1,30 @@
 """What the flags of a fleet may say, without Ray; and what is said where Ray is not there."""
 
+import os
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
 from kvq.errors import UsageError
 from kvq_apps.cli import main
-from kvq_apps.fleet.placing import Replicas
+from kvq_apps.fleet.cluster import connected
+from kvq_apps.fleet.replicas import Replicas
+
+RAY_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH")
 
 
 @pytest.mark.parametrize(
-    ("replicas", "autoscale", "found"),
+    ("replicas", "autoscale", "expected"),
     [(None, None, (1, 1)), (3, None, (3, 3)), (None, "1:8", (1, 8)), (None, "2:2", (2, 2))],
 )
-def test_how_many(replicas: int | None, autoscale: str | None, found: tuple[int, int]) -> None:
-    asked = Replicas.asked(Namespace(replicas=replicas, autoscale=autoscale))
-    assert (asked.least, asked.most) == found
-    options = asked.options(4)
-    if asked.least == asked.most:
-        assert options == {"num_replicas": asked.most}
+def test_how_many(replicas: int | None, autoscale: str | None, expected: tuple[int, int]) -> None:
+    fleet = Replicas.from_arguments(Namespace(replicas=replicas, autoscale=autoscale))
+    assert (fleet.least, fleet.most) == expected
+    options = fleet.options(4)
+    if fleet.least == fleet.most:
+        assert options == {"num_replicas": fleet.most}
     else:
         assert options["autoscaling_config"]["target_ongoing_requests"] == 4
 
@@ -27,7 +32,7 @@ def test_how_many(replicas: int | None, autoscale: str | None, found: tuple[int,
 @pytest.mark.parametrize("autoscale", ["8", "8:1", "0:2", "a:b", ":", "1:-2"])
 def test_what_cannot_be(autoscale: str) -> None:
     with pytest.raises(UsageError, match="give the least and the most replicas, as 1:8"):
-        Replicas.asked(Namespace(replicas=None, autoscale=autoscale))
+        Replicas.from_arguments(Namespace(replicas=None, autoscale=autoscale))
 
 
 @pytest.mark.parametrize(
@@ -37,10 +42,7 @@ def test_what_cannot_be(autoscale: str) -> None:
         ("serve nano --ray --replicas 0", "give 1 or more"),
         ("serve nano --ray --replicas 2 --autoscale 1:2", "exclude each other"),
         ("serve nano --ray --socket s", "--ray listens on an address alone"),
-        ("eval nano --task passkey --ray", "--ray is for sweep only"),
-        ("run -m nano --ray Hello", "--ray is for --batch"),
-        ("bench nano --suite fleet --repeat 0", "give 1 or more"),
-        ("bench nano --suite fleet --shape qwen3-0.6b", "knows no --shape"),
+        ("run -m nano --ray Hello", "--ray is not known to `kvq run`"),
     ],
 )
 def test_what_is_refused_before_ray_is_asked(
@@ -52,7 +54,7 @@ def test_what_is_refused_before_ray_is_asked(
 
 @pytest.mark.parametrize(
     "words",
-    ["serve nano --ray --port 0", "run -m nano --batch {file} --out {file}.out --ray"],
+    ["serve nano --ray --port 0", "batch nano {file} --out {file}.out --ray"],
 )
 def test_without_ray_its_extra_is_named(
     words: str,
@@ -66,3 +68,27 @@ def test_without_ray_its_extra_is_named(
     assert main(words.format(file=file).split()) == 2
     said = capsys.readouterr().err
     assert 'this needs ray; install it with `pip install "kvq-runtime[ray]"`' in said
+
+
+@pytest.mark.parametrize("address", [None, "", "local", "auto", "10.0.0.1:6379"])
+def test_a_ray_that_was_not_named_is_not_joined(
+    address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[str] = []
+    fake = SimpleNamespace(
+        init=lambda address, **_: joined.append(address), shutdown=lambda: joined.append("left")
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    for name in ("RAY_ADDRESS", *RAY_SETTINGS):
+        # What is set meanwhile goes again, too.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with connected():
+        environment = {name: os.environ.get(name) for name in RAY_SETTINGS}
+    is_local = not address or address == "local"
+    assert joined == ["local" if is_local else address, "left"]
+    assert environment["RAY_AUTH_MODE"] == ("token" if is_local else None)
+    assert len(environment["RAY_AUTH_TOKEN"] or "") == (64 if is_local else 0)
+    assert (environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] is not None) == is_local

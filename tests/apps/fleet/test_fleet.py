@@ -45,18 +45,20 @@ def test_a_fleet_answers_as_a_server_does(fleet: Fleet) -> None:
     words = ("run", "-m", "nano", "def f(", "--json", "-n", "8", "--temp", "0")
     text = answer(kvq(*words, home=fleet.home))["text"]
     client = openai.OpenAI(base_url=f"{fleet.address}/v1", api_key="none", max_retries=0)
-    asked = {"model": "nano", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
-    assert client.completions.create(**asked).choices[0].text == text
+    request = {"model": "nano", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
+    assert client.completions.create(**request).choices[0].text == text
     # However busy the machine is, a second's answer comes in pieces.
-    long = asked | {"max_tokens": 800, "stream": True, "extra_body": {"ignore_eos": True}}
-    pieces = [one.choices[0].text for one in client.completions.create(**long)]
+    long = request | {"max_tokens": 800, "stream": True, "extra_body": {"ignore_eos": True}}
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**long)]
     assert len(pieces) > 5
     assert "".join(pieces).startswith(text)
     assert ask(fleet, "/health").json == {"status": "ok"}
     assert ask(fleet, "/health").headers["x-kvq-protocol"] == "1"
     refused = ask(fleet, COMPLETIONS, {"prompt": "a", "temperature": "hot"})
     assert (refused.status, refused.json["error"]["param"]) == (400, "temperature")
-    assert ask(fleet, "/nothing").status == 404
+    for path in ("/nothing", "/-/routes", "/-/healthz"):
+        assert ask(fleet, path).status == 404
+        assert ask(fleet, path).json["error"]["type"] == "not_found_error"
 
 
 def test_a_chat_stays_where_its_cache_is(fleet: Fleet) -> None:
@@ -80,14 +82,14 @@ def test_a_chat_stays_where_its_cache_is(fleet: Fleet) -> None:
 async def test_more_than_a_fleet_can_hold_is_told_to_wait(fleet: Fleet) -> None:
     body = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True}
     async with asyncio.timeout(PATIENCE_S):
-        found = await asyncio.gather(*(answered(fleet, body) for _ in range(90)))
-    heads = [one.partition(b"\r\n\r\n")[0].lower() for one in found]
+        replies = await asyncio.gather(*(answered(fleet, body) for _ in range(90)))
+    heads = [reply.partition(b"\r\n\r\n")[0].lower() for reply in replies]
     statuses = [int(head.split()[1]) for head in heads]
     assert {*statuses} == {200, 429}
     # What fits is answered: 4 sessions and 24 that wait, twice.
     assert statuses.count(200) >= 50
     assert all(b"retry-after: " in head for head in heads if b" 429 " in head)
-    assert all(b"queue_full" in one for one in found if b" 429 " in one[:20])
+    assert all(b"queue_full" in reply for reply in replies if b" 429 " in reply[:20])
 
 
 async def test_a_replica_that_is_killed_costs_one_clear_error_each(fleet: Fleet) -> None:
@@ -96,7 +98,7 @@ async def test_a_replica_that_is_killed_costs_one_clear_error_each(fleet: Fleet)
     started: list[int] = []
     body = {"prompt": "def f(", "max_tokens": 300, "stream": True, "ignore_eos": True, "seed": 1}
     async with asyncio.timeout(PATIENCE_S):
-        asked = [
+        pending = [
             asyncio.create_task(answered(fleet, body | {"prompt": f"def f{number}("}, started))
             for number in range(50)
         ]
@@ -104,13 +106,13 @@ async def test_a_replica_that_is_killed_costs_one_clear_error_each(fleet: Fleet)
         while len(started) < 5:
             await asyncio.sleep(0.01)
         os.kill(min(before), signal.SIGKILL)
-        found = await asyncio.gather(*asked)
-    whole = [one for one in found if b"data: [DONE]" in one]
-    broken = [one for one in found if one.count(b'"code": "replica_lost"') == 1]
+        replies = await asyncio.gather(*pending)
+    whole = [reply for reply in replies if b"data: [DONE]" in reply]
+    broken = [reply for reply in replies if reply.count(b'"code": "replica_lost"') == 1]
     # What was not begun went to the other replica, as far as that has room.
-    refused = [one for one in found if b" 429 " in one[:20] and b"queue_full" in one]
+    refused = [reply for reply in replies if b" 429 " in reply[:20] and b"queue_full" in reply]
     assert len(whole) + len(broken) + len(refused) == 50
-    assert not any(b'{"error":' in one for one in whole)
+    assert not any(b'{"error":' in reply for reply in whole)
     assert len(whole) >= 4
     assert 0 < len(broken) <= 8
     wait_until(lambda: len(fleet.replicas()) == 2 and fleet.replicas() != before)

@@ -5,11 +5,13 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from starlette.responses import PlainTextResponse
 from starlette.types import Message
 
-from kvq_apps.fleet.gateway import ForwardedRequest, gateway, lost
+from kvq_apps.fleet.gateway import ForwardedRequest, gateway, lost_replica_error, proxy_middlewares
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError
+from kvq_apps.serve.hosted_app import ask
 
 HEAD: Message = {
     "type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/x")],
@@ -25,11 +27,11 @@ class Fleet:
 
     def __init__(self, *tries: Sequence[Message | Exception]) -> None:
         self.tries = list(tries)
-        self.asked: list[ForwardedRequest] = []
+        self.requests: list[ForwardedRequest] = []
         self.left = 0
 
-    async def forward(self, asked: ForwardedRequest) -> AsyncGenerator[Sequence[Message]]:
-        self.asked.append(asked)
+    async def forward(self, request: ForwardedRequest) -> AsyncGenerator[Sequence[Message]]:
+        self.requests.append(request)
         try:
             for message in self.tries.pop(0):
                 if isinstance(message, Exception):
@@ -40,7 +42,7 @@ class Fleet:
             self.left += 1
 
 
-async def asked(
+async def answered(
     fleet: Fleet,
     body: bytes = b"{}",
     headers: dict[str, str] | None = None,
@@ -50,11 +52,11 @@ async def asked(
 ) -> tuple[int, dict[str, str], str]:
     """Status, headers and text of what the fleet's door answers; `leaves`: nobody waits for it."""
     said: list[Message] = []
-    given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    incoming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
-        if given:
-            return given.pop()
+        if incoming:
+            return incoming.pop()
         if leaves:
             return {"type": "http.disconnect"}
         return await asyncio.Future[Message]()
@@ -73,66 +75,66 @@ async def asked(
         return 0, {}, ""
     head = {name.decode(): value.decode() for name, value in said[0]["headers"]}
     assert said[-1].get("more_body", False) is False
-    return said[0]["status"], head, b"".join(one.get("body", b"") for one in said).decode()
+    return said[0]["status"], head, b"".join(part.get("body", b"") for part in said).decode()
 
 
 async def test_a_request_reaches_a_replica_and_its_answer_the_client() -> None:
     fleet = Fleet([HEAD, piece("a", more=True), piece("b")])
     body = json.dumps({"prompt": "x" * 128}).encode()
-    status, head, text = await asked(fleet, body)
+    status, head, text = await answered(fleet, body)
     assert (status, text, head["content-type"], head["x-kvq-protocol"]) == (
         200,
         "ab",
         "text/x",
         "1",
     )
-    (one,) = fleet.asked
-    assert (one.body, [len(chain) for chain in one.chains]) == (body, [2])
-    assert (one.scope["path"], one.scope["query_string"]) == ("/v1/completions", b"a=1")
-    assert "app" not in one.scope
+    (forwarded,) = fleet.requests
+    assert (forwarded.body, [len(chain) for chain in forwarded.chains]) == (body, [2])
+    assert (forwarded.scope["path"], forwarded.scope["query_string"]) == ("/v1/completions", b"a=1")
+    assert "app" not in forwarded.scope
 
 
 async def test_a_replica_lost_before_it_spoke_is_not_seen() -> None:
-    fleet = Fleet([lost()], [HEAD, lost()], [HEAD, piece("whole")])
-    assert (await asked(fleet))[::2] == (200, "whole")
-    assert (len(fleet.asked), fleet.left) == (3, 3)
+    fleet = Fleet([lost_replica_error()], [HEAD, lost_replica_error()], [HEAD, piece("whole")])
+    assert (await answered(fleet))[::2] == (200, "whole")
+    assert (len(fleet.requests), fleet.left) == (3, 3)
 
 
 async def test_replicas_lost_again_and_again_are_one_error() -> None:
-    fleet = Fleet(*[[lost()]] * 9)
-    status, head, text = await asked(fleet)
-    assert (status, head["retry-after"], len(fleet.asked)) == (503, "1", 3)
+    fleet = Fleet(*[[lost_replica_error()]] * 9)
+    status, head, text = await answered(fleet)
+    assert (status, head["retry-after"], len(fleet.requests)) == (503, "1", 3)
     assert json.loads(text)["error"]["code"] == "replica_lost"
 
 
 async def test_a_stream_that_breaks_off_says_so_in_its_last_event() -> None:
-    for end in ([lost()], []):  # it is lost, or ends without an end
+    for end in ([lost_replica_error()], []):  # it is lost, or ends without an end
         fleet = Fleet([HEAD, piece("data: 1\n\n", more=True), *end])
-        status, _, text = await asked(fleet)
+        status, _, text = await answered(fleet)
         first, last, rest = text.split("\n\n")
-        assert (status, first, rest, len(fleet.asked)) == (200, "data: 1", "", 1)
+        assert (status, first, rest, len(fleet.requests)) == (200, "data: 1", "", 1)
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
 
 
 async def test_a_full_fleet_is_not_asked_twice() -> None:
     full = RequestError("full", status=429, code="queue_full", retry_s=2)
     fleet = Fleet([full], [HEAD, piece("")])
-    status, head, _ = await asked(fleet)
-    assert (status, head["retry-after"], len(fleet.asked)) == (429, "2", 1)
+    status, head, _ = await answered(fleet)
+    assert (status, head["retry-after"], len(fleet.requests)) == (429, "2", 1)
 
 
 async def test_what_may_not_pass_reaches_no_replica() -> None:
     fleet = Fleet()
-    assert (await asked(fleet, headers={"host": "evil.example"}))[0] == 403
-    assert (await asked(fleet, api_key="k"))[0] == 401
-    assert (await asked(fleet, b"x" * 100, body_bytes=99))[0] == 413
-    assert fleet.asked == []
+    assert (await answered(fleet, headers={"host": "evil.example"}))[0] == 403
+    assert (await answered(fleet, api_key="k"))[0] == 401
+    assert (await answered(fleet, b"x" * 100, body_bytes=99))[0] == 413
+    assert fleet.requests == []
 
 
 async def test_a_client_that_leaves_ends_its_answer() -> None:
     fleet = Fleet([HEAD, piece("a", more=True)] * 2)
 
-    async def forever(asked: ForwardedRequest) -> AsyncGenerator[Sequence[Message]]:
+    async def forever(request: ForwardedRequest) -> AsyncGenerator[Sequence[Message]]:
         try:
             yield [HEAD]
             await asyncio.Future()
@@ -141,7 +143,16 @@ async def test_a_client_that_leaves_ends_its_answer() -> None:
 
     fleet.forward = forever  # type: ignore[method-assign]
     async with asyncio.timeout(60):
-        assert (await asked(fleet, leaves=True))[0] == 0
+        assert (await answered(fleet, leaves=True))[0] == 0
         await asyncio.sleep(0)
         while not fleet.left:
             await asyncio.sleep(0)
+
+
+async def test_no_route_of_rays_own_proxy_is_answered() -> None:
+    (middleware,) = proxy_middlewares()
+    proxy = middleware.cls(PlainTextResponse("passed on"))
+    for path in ("/-/routes", "/-/healthz", "/-/anything"):
+        status, body = await ask(proxy, path, b"")
+        assert (status, json.loads(body)["error"]["type"]) == (404, "not_found_error")
+    assert await ask(proxy, "/health", b"") == (200, b"passed on")

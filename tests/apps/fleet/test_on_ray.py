@@ -1,4 +1,4 @@
-"""Batches and sweeps on a real Ray: the same files as without, also after all of it was killed."""
+"""Batches on a real Ray: the same files as without, also after all of it was killed."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from command_line import answer, kvq
+from command_line import kvq
 from ray_fleet import kill_session
 from serving import wait_until
 from shelf import Shelf
@@ -51,7 +51,7 @@ def test_a_batch_that_lost_its_head_goes_on(
     file, plain, out = (tmp_path / name for name in ("prompts", "plain", "out"))
     lines = [{"prompt": f"Number {number}", "max_tokens": 40} for number in range(150)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "no JSON\n")
-    words = ["run", "-m", bundle, "--batch", str(file), "--temp", "0", "--threads", "1", "--json"]
+    words = ["batch", bundle, str(file), "--temp", "0", "--threads", "1", "--json"]
     assert kvq(*words, "--out", str(plain), home=ray_home).returncode == 2
     on_ray = [*words, "--out", str(out), "--ray", "--replicas", "2"]
     journal = Path(f"{out}.partial")
@@ -77,23 +77,3 @@ def test_a_fleet_that_cannot_start_says_why(ray_home: dict[str, str]) -> None:
     assert refused.stdout == b""
     assert line.startswith("error: the fleet did not start: ")
     assert "1.0 KiB" in line
-
-
-def test_a_sweep_on_ray_is_the_same_file(
-    bundle: str, ray_home: dict[str, str], tmp_path: Path
-) -> None:
-    text = tmp_path / "program.py"
-    text.write_text(Path(__file__).read_text())
-    words = (
-        "eval", "-m", bundle, str(text), "--sweep", "--threads", "1", "--context", "700",
-        "--max-tokens", "1400", "--depths", "0.5", "--limit", "2", "--predict", "4", "--budgets",
-        "1/2,1/100", "--policies", "oldest,oldest@4:2", "--json",
-    )  # fmt: skip
-    plain, out = tmp_path / "plain.json", tmp_path / "ray.json"
-    whole = answer(kvq(*words, "--out", str(plain), home=ray_home))
-    # A sweep that has begun without Ray goes on with it.
-    begun = json.loads(plain.read_text())
-    begun["cells"] = begun["cells"][7:12]
-    out.write_text(json.dumps(begun))
-    assert answer(kvq(*words, "--out", str(out), "--ray", home=ray_home)) == whole
-    assert json.loads(out.read_text()) == json.loads(plain.read_text())

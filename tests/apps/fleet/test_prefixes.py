@@ -21,9 +21,9 @@ def text(letter: str, blocks: int = 10) -> tuple[Chain, ...]:
 
 @pytest.fixture
 def places() -> Placements[str]:
-    found: Placements[str] = Placements(sessions=2)
-    found.keep(list(IDLE))
-    return found
+    placements: Placements[str] = Placements(sessions=2)
+    placements.keep(list(IDLE))
+    return placements
 
 
 def test_a_chain_has_a_digest_for_each_block_and_shares_what_its_text_shares() -> None:
@@ -37,21 +37,21 @@ def test_a_chain_has_a_digest_for_each_block_and_shares_what_its_text_shares() -
 
 def test_a_chat_that_goes_on_begins_as_before() -> None:
     system = {"role": "system", "content": "Be brief. " * 20}
-    asked = [system, {"role": "user", "content": "Hi " * 30}]
-    (first,) = chains(messages=asked)
-    (second,) = chains(messages=[*asked, {"role": "assistant", "content": "Ho"}], model="x")
+    turns = [system, {"role": "user", "content": "Hi " * 30}]
+    (first,) = chains(messages=turns)
+    (second,) = chains(messages=[*turns, {"role": "assistant", "content": "Ho"}], model="x")
     assert second[: len(first)] == first
-    (armed,) = chains(messages=asked, tools=[{"type": "function"}])
+    (armed,) = chains(messages=turns, tools=[{"type": "function"}])
     assert armed[0] != first[0]
 
 
 def test_texts_of_different_owners_have_nothing_in_common() -> None:
     long = "x" * 640
-    found = [
+    chains_of_owners = [
         chains("k1", prompt=long), chains("k2", prompt=long), chains("k1", prompt=long,
         cache_salt="s"),
     ]  # fmt: skip
-    assert len({chain[0] for (chain,) in found}) == 3
+    assert len({chain[0] for (chain,) in chains_of_owners}) == 3
 
 
 def test_an_editors_text_is_known_by_its_end_too() -> None:
@@ -94,7 +94,7 @@ def test_chats_with_one_system_message_spread(places: Placements[str]) -> None:
         new = chains(prompt=system + f"{number:02}" * BLOCK)
         went.append(places.order(new, IDLE)[0])
         places.put(went[-1], new)
-    assert {one: went.count(one) for one in IDLE} == {"a": 4, "b": 4, "c": 4}
+    assert {replica: went.count(replica) for replica in IDLE} == {"a": 4, "b": 4, "c": 4}
     # One of them that goes on stays where it is, however many are there.
     for number, place in enumerate(went):
         goes_on = chains(prompt=system + f"{number:02}" * BLOCK + "more" * BLOCK)

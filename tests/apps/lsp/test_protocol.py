@@ -2,12 +2,12 @@
 
 The checks of an editor's server and their tests, here and elsewhere:
 
-1 to 4, 6: this file. 10 to 14, 16 to 18, 20 to 22: `test_requests`. 5, 7, 15: `completion/
-test_document`. 8: `tests/kvq/test_edits`, `tests/runtime/test_edits`. 9: `kvq bench --suite edit`;
-`bench/test_edit_bench` asserts what it measures. 19: `test_served`. 23: `completion/test_complete`
-and `kvq eval --task edit`. 24: `tests/hostile/test_typing`, for long `long.py --edits 100000`.
-25, 26: `npm test` in `apps/editors/vscode`, which `editors/test_vscode` runs; 30: that file, and
-the bench. 27, 28: `editors/test_neovim`. 29: `serve/test_serve_text`.
+1 to 4, 6: this file. 10 to 14, 16 to 18, 20 to 22: `test_requests`. 5, 7, 15:
+`completion/test_document`. 8: `tests/kvq/test_edits`, `tests/runtime/test_edits`. 9: `kvq bench
+--suite edit`; `lab/test_edit_bench` asserts what it measures. 19: `test_remote_completer`. 23:
+`completion/test_complete` and `kvq eval --task edit`. 24: `tests/hostile/test_typing`, for long
+`long.py --edits 100000`. 25, 26: `npm test` in `apps/editors/vscode`, which `editors/test_vscode`
+runs; 30: that file. 27, 28: `editors/test_neovim`. 29: `serve/test_serve_text`.
 """
 
 import io
@@ -21,8 +21,10 @@ from typing import Any
 
 import pytest
 
-from environment import environment_in
-from kvq_apps.lsp.connection import MOST_BYTES, RpcError, read_frames
+from kvq_apps import cli
+from kvq_apps.commands.lsp import take_editor_options
+from kvq_apps.lsp.connection import MOST_BYTES, Connection, RpcError, read_frames
+from kvq_apps.settings import options
 from language_client import (
     PATIENCE_S,
     URI,
@@ -60,8 +62,36 @@ class Pieces(io.RawIOBase):
 
 def kinds(*pieces: bytes, log: Callable[[str], None] = print) -> list[Any]:
     """The numbers of the messages in a stream, or the code of what is none."""
-    found = read_frames(io.BufferedReader(Pieces(*pieces)), log)
-    return [one.code if isinstance(one, RpcError) else one["id"] for one in found]
+    frames = read_frames(io.BufferedReader(Pieces(*pieces)), log)
+    return [frame.code if isinstance(frame, RpcError) else frame["id"] for frame in frames]
+
+
+@pytest.mark.parametrize("number", ["[" * 800 + "]" * 800, "[1]", '{"a": 1}', "1.5", "NaN"])
+def test_an_id_that_cannot_be_said_back_is_answered_with_an_error(number: str) -> None:
+    def framed(text: str) -> bytes:
+        return b"Content-Length: %d\r\n\r\n%s" % (len(text), text.encode())
+
+    def handle(method: str, params: Any, number: Any) -> Any:
+        if method == "deep":
+            raise RecursionError
+        return "heard"
+
+    sink = io.BytesIO()
+    messages = [
+        f'{{"method": "m", "id": {number}}}',
+        f'{{"result": 1, "id": {number}}}',
+        f'{{"method": "deep", "id": 2, "params": {{"a": {number}}}}}',
+        '{"method": "m", "id": "last"}',
+    ]
+    connection = Connection(io.BytesIO(b"".join(map(framed, messages))), sink, print)
+    assert not connection.serve(handle)
+    connection.close()
+    sink.seek(0)
+    answers = [answer for answer in read_frames(sink, print) if not isinstance(answer, RpcError)]
+    refused = (None, -32600)
+    assert [(answer["id"], answer.get("error", {}).get("code")) for answer in answers] == [
+        refused, refused, (2, -32602), ("last", None)
+    ]  # fmt: skip
 
 
 def test_frames_come_through_however_they_are_cut() -> None:
@@ -178,9 +208,9 @@ def test_a_server_ends_though_nobody_reads_its_answers(tmp_path: Path) -> None:
 
 
 def test_a_server_begins_before_anything_slow_is_loaded() -> None:
-    """LSP-30: that makes it ready soon; how soon, `kvq bench --suite edit` says."""
+    """LSP-30: that makes it ready soon: after 70 ms when it was measured."""
     slow = "numpy", "tokenizers", "onnxruntime"
-    check = "import sys, kvq_apps.cli, kvq_apps.commands.lsp, kvq_apps.lsp.server as _; "
+    check = "import sys, kvq_apps.cli, kvq_apps.commands.lsp, kvq_apps.lsp.language_server as _; "
     check += f"print({{*{slow!r}}} & {{*sys.modules}})"
     assert subprocess.check_output([sys.executable, "-c", check], text=True) == "set()\n"
 
@@ -215,57 +245,76 @@ def test_frames_alone_are_written_and_no_text_is_logged(tmp_path: Path) -> None:
     assert client.ask("shutdown")["result"] is None
     assert client.log == []
     client.close()
-    said = log.read_text()
+    output = log.read_text()
     for line in ("python prints", "native code prints", "a child prints", "no model here"):
-        assert line in said
-    assert "SECRET" not in said
+        assert line in output
+    assert "SECRET" not in output
 
 
-ASKED = """
+OPENS_NO_MODEL = """
 import sys
 from kvq_apps import opening
-def asked(name, **options):
+def refuse(name, **options):
     raise OSError(f"asked for {name}")
-opening.open_engine = asked
+opening.open_engine = refuse
 from kvq_apps.cli import main
-sys.exit(main(["lsp"]))
+sys.exit(main(["lsp", *sys.argv[1:]]))
 """
 
 
-def test_a_project_names_no_model_until_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One message says so, and nobody has to answer it."""
-    file = tmp_path / "project" / ".kvq.toml"
-    file.parent.mkdir()
-    file.write_text('[model]\nname = "evil/model"\n')
-    monkeypatch.chdir(file.parent)
+def test_an_editor_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a checkout holds does not."""
+    monkeypatch.chdir(tmp_path)
+    Path(".kvq.toml").write_text('[model]\nname = "evil/model"\n')
 
-    def loaded(client: ProcessClient) -> str:
-        """Why no model came of what was asked for."""
-        while not (why_not := client.why_not()).startswith("there is no model"):
+    def model_of(*words: str, **editor: Any) -> str:
+        client = ProcessClient(tmp_path, *words, command=("-c", OPENS_NO_MODEL))
+        client.start("x", initializationOptions=editor)
+        while True:
             assert client.complete(0, 0)["result"] is None
-        client.close()
-        return why_not
+            if (why_not := client.why_not()).startswith("there is no model: asked for "):
+                client.close()
+                return why_not.removeprefix("there is no model: asked for ")
 
-    client = ProcessClient(tmp_path, command=("-c", ASKED))
-    client.start(None)
-    shown = client.read()
-    assert (shown["method"], shown["params"]["type"]) == ("window/showMessage", 2)
-    assert shown["params"]["message"] == (
-        f"kvq: {file}: model.name not used, because a project's file comes from others; read it, "
-        f"then `kvq trust {file.parent}`"
+    assert model_of() == "None"
+    assert model_of(model="editor's", drafts=2) == "editor's"
+    assert model_of("-m", "flag's", model="editor's") == "flag's"
+    assert model_of("word's", model="editor's") == "word's"
+
+
+def test_an_editors_options_come_before_the_environment_and_after_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVQ_KBITS", "2")
+    monkeypatch.setenv("KVQ_KV_BUDGET", "1MiB")
+    lines: list[str] = []
+
+    def options_of(*words: str, **editor: Any) -> dict[str, Any]:
+        arguments = cli.parse(["lsp", *words])
+        names = {name.replace("_", "-"): value for name, value in editor.items()}
+        take_editor_options(arguments, names, lines.append)
+        return options.session_options(arguments) | {"exact": arguments.exact}
+
+    defaults = {"k_bits": 2, "kv_budget": "1MiB", "exact": False}
+    assert options_of(model=None, unknown=1) == defaults
+    assert options_of(kv="8:4", exact=True) == {
+        "k_bits": 8, "v_bits": 4, "kv_budget": "1MiB", "exact": True
+    }  # fmt: skip
+    assert options_of("--vbits", "2", kv="8:4", kv_budget="2MiB", ctx_size=64) == {
+        "k_bits": 8, "v_bits": 2, "kv_budget": "2MiB", "context_tokens": 64, "exact": False
+    }  # fmt: skip
+    assert options_of("--kv", "4:4", kv="8:4")["k_bits"] == 4
+    assert lines == []
+    assert (
+        options_of(kv="9:9", ctx_size="many", exact=1, kv_policy=[], kv_budget="lots") == defaults
     )
-    client.open("x")
-    assert client.complete(0, 0)["result"] is None
-    assert loaded(client) == "there is no model: asked for None"
-
-    words = [sys.executable, "-m", "kvq_apps.cli", "trust"]
-    subprocess.run(words, env=environment_in(tmp_path), check=True)
-    client = ProcessClient(tmp_path, command=("-c", ASKED))
-    client.start("x")
-    assert client.complete(0, 0)["result"] is None
-    assert loaded(client) == "there is no model: asked for evil/model"
+    assert [line.partition(" is not possible")[0] for line in lines] == [
+        "--kv 9:9",
+        "--kv-budget 'lots'",
+        "kv-policy needs text or a number; it stays as it was",
+        "ctx-size=many",
+        "exact needs true or false; it stays as it was",
+    ]
 
 
 class Followed:

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 
 from kvq_apps.completion.completion_engine import CompletionEngine
-from kvq_apps.completion.document import Document
-from kvq_apps.completion.drafts import Completion
+from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.suggestions import Completion
+from kvq_apps.names.engine import Engine
 from kvq_lab.typing_sessions import PROGRAM
-from kvq_runtime.named_engine import Engine
 from kvq_specdraft import writer_named
 from language_client import (
     PATIENCE_S,
@@ -63,7 +63,10 @@ def test_drafts_stay_until_the_next_edit(editor: ThreadClient, completer: GatedC
     editor.change(2, 0, 0, 3, "1")
     assert texts(editor.complete(1, 2)) == ["  <  >", "  second 2"]
     assert completer.calls[-1][0] == "1\n  two\n"
-    assert [one["text"] for one in editor.command("explain", URI)["drafts"]] == ["<  >", "second 2"]
+    assert [draft["text"] for draft in editor.command("explain", URI)["drafts"]] == [
+        "<  >",
+        "second 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +79,8 @@ def test_what_the_editors_list_has_chosen_is_gone_on_from(
     editor.start(text)
     plain = editor.ready(0, 5)["result"]
     places = {"start": {"line": 0, "character": 2}, "end": {"line": 0, "character": 5}}
-    asked = at(0, 5, selectedCompletionInfo={"range": places, "text": chosen})
-    items = editor.ask(COMPLETE, asked)["result"]["items"]
+    params = at(0, 5, selectedCompletionInfo={"range": places, "text": chosen})
+    items = editor.ask(COMPLETE, params)["result"]["items"]
     before = ("a." + chosen).rpartition("\n")[2]
     assert completer.calls[-1] == (f"a.{chosen} b\n", (chosen.count("\n"), len(before)))
     assert [item["insertText"] for item in items] == [f"{chosen}<{before}>", f"{chosen}second 2"]
@@ -117,7 +120,7 @@ class OneStep(GatedCompleter):
     """Does not hear of a cancel before its step is over."""
 
     def complete(
-        self, document: Document, place: tuple[int, int], *, cancel: Callable[[], bool]
+        self, document: TextDocument, place: tuple[int, int], *, cancel: Callable[[], bool]
     ) -> Completion:
         return super().complete(document, place, cancel=lambda: False)
 
@@ -141,9 +144,9 @@ def test_of_rapid_requests_the_newest_alone_is_completed() -> None:
         answers = [client.read()]
         completer.gate.set()
         answers += [client.read() for _ in range(200)]
-        assert [one["id"] for one in answers] == ["taken", *range(200)]
+        assert [answer["id"] for answer in answers] == ["taken", *range(200)]
         assert answers[151]["error"]["code"] == -32800
-        assert [one["id"] for one in answers[1:] if one.get("result")] == [199]
+        assert [answer["id"] for answer in answers[1:] if answer.get("result")] == [199]
         assert texts(answers[-1])[0] == "x" * 200 + "<" + "x" * 200 + ">"
         # One step that was superseded, and the newest.
         assert [text for text, _ in completer.calls[1:]] == ["x\n", "x" * 200 + "\n"]
@@ -227,15 +230,15 @@ def test_a_model_that_cannot_be_loaded_is_no_model_that_loads() -> None:
     with closing(ThreadClient(load)) as client:
         client.ask("initialize", {"capabilities": {"window": {"workDoneProgress": True}}})
         client.open("a\n")
-        reason, wanted = "", "there is no model: no such bundle"
+        reason, expected = "", "there is no model: no such bundle"
         for _ in range(100_000):
             assert client.complete(0, 1)["result"] is None
-            if (reason := client.why_not()) == wanted:
+            if (reason := client.why_not()) == expected:
                 break
-        assert reason == wanted
+        assert reason == expected
         # Nor one whose loading would be shown for ever.
         client.send("initialized", {})
-        assert client.why_not() == wanted
+        assert client.why_not() == expected
 
 
 @pytest.mark.slow
@@ -251,10 +254,10 @@ def test_the_command_completes_with_the_embedded_model(tmp_path: Path) -> None:
     assert client.close() == 1  # the editor went without a word
 
 
-def started(completer: GatedCompleter, text: str, **asked: Any) -> ThreadClient:
-    """An editor whose document is open; `asked` goes into `initialize`."""
+def started(completer: GatedCompleter, text: str, **options: Any) -> ThreadClient:
+    """An editor whose document is open; `options` goes into `initialize`."""
     client = ThreadClient(lambda: completer)
-    client.start(text, **asked)
+    client.start(text, **options)
     return client
 
 
@@ -301,10 +304,10 @@ def test_settings_are_pulled_and_a_bad_one_stays_as_it_was(completer: GatedCompl
     client = started(completer, "ab\n", capabilities=pulls)
 
     def answer_pull(value: object) -> None:
-        asked = client.read()
-        assert asked["method"] == "workspace/configuration"
-        assert asked["params"] == {"items": [{"section": "kvq"}]}
-        client.send_message({"id": asked["id"], "result": [value]})
+        request = client.read()
+        assert request["method"] == "workspace/configuration"
+        assert request["params"] == {"items": [{"section": "kvq"}]}
+        client.send_message({"id": request["id"], "result": [value]})
 
     answer_pull({"drafts": 1})
     assert len(texts(client.ready(0, 2))) == 1
@@ -350,11 +353,11 @@ def test_a_long_file_is_completed_like_any_other(completer: GatedCompleter) -> N
     line = "    a line of a program, as long as most are\n"
     text = line * (10_000_000 // len(line))
     tracemalloc.start()
-    document = Document(text)
-    held = tracemalloc.get_traced_memory()[0]
+    document = TextDocument(text)
+    peak_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert document.num_lines == text.count("\n") + 1
-    assert held < 3 * len(text)
+    assert peak_bytes < 3 * len(text)
     with closing(ThreadClient(lambda: completer)) as client:
         client.start(text)
         assert texts(client.ready(100_000, 4))[0] == "    <    >"
@@ -390,7 +393,7 @@ def test_a_reader_that_does_not_read_stops_nobody(completer: GatedCompleter) -> 
             )
         client.send(COMPLETE, at(0, 3001), 8)
         answers = [client.read() for _ in range(3001)]
-        assert [one["id"] for one in answers] == [7] * 3000 + [8]
+        assert [answer["id"] for answer in answers] == [7] * 3000 + [8]
         assert texts(answers[-1])[0].startswith("b" * 3000 + "a<")
 
 
@@ -419,7 +422,7 @@ class IdleReader(GatedCompleter):
 
     def read(
         self,
-        document: Document,
+        document: TextDocument,
         place: tuple[int, int],
         *,
         cancel: Callable[[], bool],
@@ -485,22 +488,22 @@ def test_a_document_is_read_before_anybody_asks(
     exact: bool,
 ) -> None:
     """Real passes: the first completion encodes what it is asked at, and the file was read."""
-    text, told = PROGRAM.read_text("utf-8")[:4000], threading.Event()
+    text, shown = PROGRAM.read_text("utf-8")[:4000], threading.Event()
     with Engine.open("nano", threads=1) as engine:
-        own = CompletionEngine(
+        completer = CompletionEngine(
             engine, writer_named("branches"), exact=exact, chunk_tokens=16,
             session_options={"kv": "fp", "context_tokens": 2048},
         )  # fmt: skip
         whole = len(engine.tokenizer.encode(text))
-        load = gated(cast(GatedCompleter, own), told)
+        load = gated(cast(GatedCompleter, completer), shown)
         with closing(ThreadClient(load)) as client:
             client.start(text, capabilities={"window": {"workDoneProgress": True}})
             cursor = {"textDocument": {"uri": URI}, "position": {"line": 60, "character": 0}}
             client.send("textDocument/didFocus", cursor)
-            told.set()
+            shown.set()
             begun, *reports, ended = reading_of(client)
             assert (begun["title"], ended) == ("kvq: reading the document", {"kind": "end"})
-            shares = [one["percentage"] for one in reports]
+            shares = [report["percentage"] for report in reports]
             assert shares == sorted(shares)
             assert len(shares) > 3
             client.complete(60, 0)

@@ -26,8 +26,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("kvq_apps.text_input.piped_input", lambda: "")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("kvq_apps.terminal.text_input.piped_input", lambda: "")
     return folder
 
 
@@ -56,7 +56,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Callab
         file = tmp_path / "catalogue.toml"
         file.write_text(
             f'[[model]]\nname = "{name}"\nparameters = "1 M"\nlicense = "MIT"\n'
-            f'good-for = "tests"\nsources = [{", ".join(sources)}]\n'
+            f'memory = "1 GiB"\ngood-for = "tests"\nsources = [{", ".join(sources)}]\n'
         )
         monkeypatch.setattr(catalogue, "FILE", file)
         catalogue.catalogue.cache_clear()

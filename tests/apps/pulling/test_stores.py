@@ -9,10 +9,10 @@ import pytest
 
 from kvq.errors import ModelError
 from kvq_apps.cli import main
-from kvq_apps.pulling.fetching import fetch
-from kvq_apps.pulling.stores import Found, found_models
-from kvq_apps.pulling.wanted import wanted
-from kvq_export.hub_files import unseen
+from kvq_apps.names.fetching import fetch
+from kvq_apps.names.pull_request import parse_pull_request
+from kvq_apps.names.stores import StoredModel, stored_models
+from kvq_export.phases import no_progress
 
 WEIGHTS = b"GGUF" + bytes(1000)
 DIGEST = sha256(WEIGHTS).hexdigest()
@@ -31,7 +31,7 @@ def ollama(folder: Path, place: str, manifest: Any = None) -> Path:
 
 
 def names(program: str) -> list[str]:
-    return [one.name for one in found_models() if one.program == program]
+    return [model.name for model in stored_models() if model.program == program]
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -47,18 +47,18 @@ def test_ollamas_models_have_the_names_it_lists_them_by(
     assert names("Ollama") == [
         "hf.co/Qwen/Qwen3-0.6B-GGUF:Q8_0", "llama3.2:1b", "someone/model:latest",
     ]  # fmt: skip
-    found = wanted("llama3.2:1b")
-    assert found.name == "llama3.2:1b"
-    file = fetch(found.sources[0], unseen)
+    pull_request = parse_pull_request("llama3.2:1b")
+    assert pull_request.name == "llama3.2:1b"
+    file = fetch(pull_request.sources[0], no_progress)
     assert isinstance(file, Path)
     assert file.read_bytes() == WEIGHTS
-    assert found.sources[0].num_bytes == len(WEIGHTS)
+    assert pull_request.sources[0].num_bytes == len(WEIGHTS)
     # What is here goes before what is on the hub.
-    here = wanted("hf.co/Qwen/Qwen3-0.6B-GGUF:Q8_0")
+    here = parse_pull_request("hf.co/Qwen/Qwen3-0.6B-GGUF:Q8_0")
     assert (here.name, here.sources[0].kind) == ("Qwen/Qwen3-0.6B-GGUF:Q8_0", "path")
     file.write_bytes(WEIGHTS[:-1])
     with pytest.raises(ModelError, match="is not what it should be: its SHA-256 is"):
-        fetch(found.sources[0], unseen)
+        fetch(pull_request.sources[0], no_progress)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_lm_studios_models_have_the_names_of_their_files(home: Path) -> None:
     old.mkdir(parents=True)
     (old / "Old-Q8_0.gguf").write_bytes(WEIGHTS)
     assert names("LM Studio") == ["Small-Q4_K_M", "big-00001-of-00002", "Old-Q8_0"]
-    found = wanted("Small-Q4_K_M")
-    assert (found.name, found.sources[0].place) == (
+    pull_request = parse_pull_request("Small-Q4_K_M")
+    assert (pull_request.name, pull_request.sources[0].place) == (
         "Small-Q4_K_M",
         str(folder / "Small-Q4_K_M.gguf"),
     )
@@ -120,10 +120,10 @@ def test_checkpoints_of_the_hubs_cache_have_their_ids(home: Path) -> None:
         folder.mkdir(parents=True)
         for name in files:
             (folder / name).write_bytes(b"x" * 10)
-    assert [one for one in found_models() if one.program == "the hub's cache"] == [
-        Found(
+    assert [model for model in stored_models() if model.program == "the hub's cache"] == [
+        StoredModel(
             program="the hub's cache", name="org/small",
-            source=wanted("org/small").sources[0], num_bytes=10,
+            source=parse_pull_request("org/small").sources[0], num_bytes=10,
         )
     ]  # fmt: skip
 

@@ -19,8 +19,8 @@ from kvq_models.chat import ChatTemplate
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import FORMS, CallPiece
-from kvq_runtime.constraint import Constraint, Grammar, Grammars, Guide
-from kvq_runtime.healing import Beginning
+from kvq_runtime.answer.constraint import Constraint, Grammar, Grammars, Guide
+from kvq_runtime.answer.healing import Beginning
 from tiny import byte_level_tokenizer
 
 pytest.importorskip("llguidance")
@@ -85,7 +85,7 @@ FORM = {
     for name, (known, _) in FAMILIES.items()
 }
 # Those whose form no other has; they differ in what a template writes.
-OWN = [name for name in FAMILIES if name != "gpt-oss header"]
+OWN_FORMS = [name for name in FAMILIES if name != "gpt-oss header"]
 # What a model of random tokens ends its strings and calls with.
 ENDINGS = ["\n</parameter>\n", '<|"|>', *"'\"])}>,:5"]
 
@@ -105,43 +105,45 @@ def tokenizer(*, control: bool) -> Tokenizer:
 
 
 TOKENIZERS = {control: tokenizer(control=control) for control in (False, True)}
-GRAMMARS = {control: Grammars(found) for control, found in TOKENIZERS.items()}
+GRAMMARS = {control: Grammars(tokenizer) for control, tokenizer in TOKENIZERS.items()}
 
 
 def tools(family: str, *functions: dict[str, Any], many: bool = False) -> Tools:
     names = tuple(function["name"] for function in functions)
-    rows = tuple({"type": "function", "function": function} for function in functions)
-    return Tools(form=FORM[family], rows=rows, called=names, many=many)
+    by_place = {
+        f"/{number}" if number else "": function for number, function in enumerate(functions)
+    }
+    return Tools(form=FORM[family], functions=by_place, required=names, many=many)
 
 
 def function(schema: Any, name: str = "act") -> dict[str, Any]:
     return {"name": name, "parameters": schema}
 
 
-def constraint(found: Tools, *, control: bool) -> Constraint:
-    forced = found.constraint(TOKENIZERS[control], None)
+def constraint(toolset: Tools, *, control: bool) -> Constraint:
+    forced = toolset.constraint(TOKENIZERS[control], None)
     assert forced is not None
     return forced
 
 
-def grammar(found: Tools, *, control: bool) -> Grammar:
-    return GRAMMARS[control].read(constraint(found, control=control))
+def grammar(toolset: Tools, *, control: bool) -> Grammar:
+    return GRAMMARS[control].read(constraint(toolset, control=control))
 
 
-def fits(found: Tools, text: str, *, control: bool) -> bool:
+def fits(toolset: Tools, text: str, *, control: bool) -> bool:
     """Whether the forced answer may be `text`, marks within it being control tokens."""
     ids = TOKENIZERS[control].encode(text, special=True)
-    matcher = grammar(found, control=control).matcher.deep_copy()
+    matcher = grammar(toolset, control=control).matcher.deep_copy()
     return (
         matcher.validate_tokens(ids) == len(ids)
-        and all(matcher.consume_token(one) for one in ids)
+        and all(matcher.consume_token(token) for token in ids)
         and matcher.is_accepting()
     )
 
 
-def read(found: Tools, text: str) -> list[tuple[str, Any]]:
+def read(toolset: Tools, text: str) -> list[tuple[str, Any]]:
     """The calls of an answer, which has nothing else."""
-    reader = found.reader()
+    reader = toolset.reader()
     pieces = [*reader.feed(text), *reader.flush()]
     assert all(isinstance(piece, CallPiece) for piece in pieces), (text, pieces)
     return [
@@ -157,30 +159,30 @@ def written(family: str, calls: list[tuple[str, Any]]) -> str:
     return ChatTemplate(FAMILIES[family][1]).render({"calls": rows})
 
 
-def answered(found: Tools, seed: int, *, control: bool, most: int = 1500) -> str | None:
+def answered(toolset: Tools, seed: int, *, control: bool, most: int = 1500) -> str | None:
     """What a model of random tokens answers that likes to end things; None: it goes on and on."""
     model, generator = TOKENIZERS[control], random.Random(seed)
     beginning = Beginning(lambda: model.pieces)
-    guide = grammar(found, control=control).guide(beginning, frozenset({END}))
+    guide = grammar(toolset, control=control).guide(beginning, frozenset({END}))
     ids: list[int] = []
     while not guide.ended and len(ids) < most:
         token = generator.choice(guide.allowed.tolist())
         liked = model.encode(generator.choice(ENDINGS), special=True)
-        for one in liked if generator.random() < 0.7 and follows(guide, liked) else [token]:
-            if one == END:
+        for next_token in liked if generator.random() < 0.7 and follows(guide, liked) else [token]:
+            if next_token == END:
                 return model.decode(ids, special=True)
-            guide.take(one)
-            ids.append(one)
+            guide.take(next_token)
+            ids.append(next_token)
     return None if len(ids) >= most else model.decode(ids, special=True)
 
 
 def follows(guide: Guide, ids: list[int]) -> bool:
     """Whether these tokens may come one after the other."""
     guide = copy(guide)
-    for one in ids:
-        if guide.ended or one not in guide.allowed:
+    for token in ids:
+        if guide.ended or token not in guide.allowed:
             return False
-        guide.take(one)
+        guide.take(token)
     return True
 
 
@@ -203,7 +205,7 @@ SCALARS: list[tuple[Any, st.SearchStrategy[Any]]] = [
     ({"const": {"a": ["x", 1.5]}}, st.just({"a": ["x", 1.5]})),
     ({"type": "integer"}, st.integers(-(10**20), 10**20)),
     ({"type": "integer", "minimum": 1, "maximum": 12}, st.integers(1, 12)),
-    ({"type": "number"}, st.integers(-999, 999).map(lambda one: one / 8)),
+    ({"type": "number"}, st.integers(-999, 999).map(lambda number: number / 8)),
     ({"type": "number"}, st.sampled_from([1e-07, 2.5e16, -0.0])),
     ({"type": "number", "exclusiveMinimum": 0}, st.sampled_from([0.5, 3])),
     ({"type": "boolean"}, st.booleans()),
@@ -248,10 +250,10 @@ def objects(draw: st.DrawFn, depth: int = 2) -> tuple[Any, Any]:
     value: dict[str, Any] = {}
     required: list[str] = []
     for name in draw(st.lists(st.sampled_from(KEYS), unique=True, max_size=4)):
-        properties[name], one = draw(pairs(depth))
+        properties[name], item = draw(pairs(depth))
         must, there = draw(st.booleans()), draw(st.booleans())
         required += [name] * must
-        value |= {name: one} if must or there else {}
+        value |= {name: item} if must or there else {}
     closed = {"additionalProperties": False}
     return {"type": "object", "properties": properties, "required": required, **closed}, value
 
@@ -265,17 +267,17 @@ MANY = settings(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("control", [False, True])
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", OWN_FORMS)
 @MANY
 @given(pair=objects(), seed=st.integers(0, 1 << 30))
 def test_what_fits_is_read_back_as_arguments_that_fit(
     family: str, control: bool, pair: tuple[Any, Any], seed: int
 ) -> None:
     schema = pair[0] | {"$defs": {"tree": TREE}}
-    found = tools(family, function(schema))
-    text = answered(found, seed, control=control)
+    toolset = tools(family, function(schema))
+    text = answered(toolset, seed, control=control)
     assume(text is not None)
-    ((name, arguments),) = read(found, str(text))
+    ((name, arguments),) = read(toolset, str(text))
     assert name == "act"
     jsonschema.validate(arguments, schema)
 
@@ -290,14 +292,14 @@ def test_what_a_template_writes_fits_where_it_can_be_read(
 ) -> None:
     """Templates do not escape what ends a string: such texts are no calls, and never forced."""
     schema = pair[0] | {"$defs": {"tree": TREE}}
-    found = tools(family, function(schema))
+    toolset = tools(family, function(schema))
     calls = [("act", pair[1])]
     text = written(family, calls)
     try:
-        assume(read(found, text) == calls)
+        assume(read(toolset, text) == calls)
     except AssertionError:
         assume(condition=False)
-    assert fits(found, text, control=control), text
+    assert fits(toolset, text, control=control), text
 
 
 @pytest.mark.parametrize("control", [False, True])
@@ -309,14 +311,14 @@ def test_several_calls_are_one_after_the_other(family: str, control: bool) -> No
     text = written(family, calls)
     alone = [written(family, [call]) for call in calls]
     for many in (False, True):
-        found = tools(family, *functions, many=many)
-        assert [fits(found, one, control=control) for one in alone] == [True] * 3
-        assert fits(found, text, control=control) == (many and not FORM[family].last)
+        toolset = tools(family, *functions, many=many)
+        assert [fits(toolset, call_text, control=control) for call_text in alone] == [True] * 3
+        assert fits(toolset, text, control=control) == (many and not FORM[family].last)
     if not family.startswith("gpt-oss"):
         assert read(tools(family, *functions, many=True), text) == calls
     # A parameter that nobody named, and one that is of another type.
     for arguments in ({"m": 5}, {"n": "x"}, {"n": 5, "m": 5}):
-        assert not fits(found, written(family, [("one", arguments)]), control=control)
+        assert not fits(toolset, written(family, [("one", arguments)]), control=control)
 
 
 ENDS = {
@@ -340,43 +342,45 @@ def test_no_string_has_what_would_end_it(family: str) -> None:
             "o": {"type": "object", "additionalProperties": {"type": "string"}},
         },
     }
-    found = tools(family, function(schema))
+    toolset = tools(family, function(schema))
     for whole in ({"s": "x%sx"}, {"l": ["x%s"]}, {"e": "x%sx"}, {"o": {"k": "%s"}}):
         for mark in ENDS[family]:
             text = written(family, [("act", whole)])
-            assert fits(found, text.replace("%s", ""), control=False) == (whole != {"e": "x%sx"})
-            assert fits(found, text.replace("%s", "<|"), control=False) == (whole != {"e": "x%sx"})
-            assert not fits(found, text.replace("%s", mark), control=False), text
+            assert fits(toolset, text.replace("%s", ""), control=False) == (whole != {"e": "x%sx"})
+            assert fits(toolset, text.replace("%s", "<|"), control=False) == (
+                whole != {"e": "x%sx"}
+            )
+            assert not fits(toolset, text.replace("%s", mark), control=False), text
 
 
 def test_a_string_beside_other_kinds_is_none_that_is_read_as_one() -> None:
     """Qwen's strings have no quotes, so that their text alone says what they are."""
     schema = {"type": "object", "properties": {"v": {"type": ["string", "null", "integer"]}}}
-    found = tools("qwen", function(schema))
+    toolset = tools("qwen", function(schema))
     texts = {"x": "x", "null": None, "None": None, "nullable": "nullable", "-5": -5, "true": "true"}
     for text, value in texts.items():
         call = written("qwen", [("act", {"v": text})])
-        assert fits(found, call, control=False), text
-        assert read(found, call) == [("act", {"v": value})]
+        assert fits(toolset, call, control=False), text
+        assert read(toolset, call) == [("act", {"v": value})]
     for text in (" null", "5 km", '"x"'):
-        assert not fits(found, written("qwen", [("act", {"v": text})]), control=False)
+        assert not fits(toolset, written("qwen", [("act", {"v": text})]), control=False)
     # A text of an enumeration is left out where it would be read as what is not in it.
     for enum, value, fit in ((["1", "2"], "1", True), (["1", 1], 1, True), (["1", 2], 1, False)):
-        found = tools("qwen", function({"properties": {"v": {"enum": enum}}}))
+        toolset = tools("qwen", function({"properties": {"v": {"enum": enum}}}))
         call = written("qwen", [("act", {"v": "1"})])
-        assert read(found, call) == [("act", {"v": value})]
-        assert fits(found, call, control=False) == fit
+        assert read(toolset, call) == [("act", {"v": value})]
+        assert fits(toolset, call, control=False) == fit
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_those_that_are_read(family: str) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "number"}, "any": {}}}
-    found = tools(family, function(schema))
+    toolset = tools(family, function(schema))
     for key in ("n", "any"):
         text = written(family, [("act", {key: 7})])
-        assert fits(found, text, control=False)
+        assert fits(toolset, text, control=False)
         for number, fit in (("7.25e-9", True), ("1e999", False), ("9" * 5000, False)):
-            assert fits(found, text.replace("7", number), control=False) == fit
+            assert fits(toolset, text.replace("7", number), control=False) == fit
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -386,29 +390,26 @@ def test_what_holds_itself_does_so_a_few_times(family: str) -> None:
         "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
         "additionalProperties": False,
     }
-    found = tools(family, function(schema))
+    toolset = tools(family, function(schema))
 
     def chain(length: int) -> Any:
         return {"next": chain(length - 1) if length else None}
 
     for length in range(9):
         text = written(family, [("act", chain(length))])
-        assert read(found, text) == [("act", chain(length))]
+        assert read(toolset, text) == [("act", chain(length))]
         # Qwen's arguments are none of the values within others.
-        assert fits(found, text, control=False) == (length <= 5 + (family == "qwen")), length
+        assert fits(toolset, text, control=False) == (length <= 5 + (family == "qwen")), length
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", OWN_FORMS)
 @pytest.mark.parametrize(
     ("schema", "complaint"),
     [
-        ({"properties": {"a": {"not": {}}}}, "'not'"),
-        ({"properties": {"a": {"type": "bogus"}}}, "Invalid type: 'bogus'"),
+        ({"properties": {"a": {"type": "bogus"}}}, "at /properties/a/type: 'bogus' is none of"),
         ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "refers to no part"),
-        ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"minimum": 1}]}}}, "'oneOf'"),
-        ({"properties": {"a": {"type": "string", "pattern": "a^|b"}}}, "elsewhere"),
         ({"properties": {"a": {"$ref": "#/properties/a"}}}, "refers to itself"),
-        ({"properties": {"a": 3}}, "an object; int"),
+        ({"properties": {"a": 3}}, "at /properties/a: a schema is an object"),
         ({"properties": []}, "an object of schemas"),
         ({"properties": {"a": False}, "required": ["a"]}, "cannot write one of act"),
     ],
@@ -418,12 +419,51 @@ def test_what_cannot_be_followed_is_refused(family: str, schema: Any, complaint:
         constraint(tools(family, function(schema)), control=False)
 
 
+@pytest.mark.parametrize("family", OWN_FORMS)
+@pytest.mark.parametrize(
+    ("schema", "unheld", "arguments"),
+    [
+        ({"properties": {"a": {"not": {}}}}, ["/properties/a/not: not followed"], {"a": 1}),
+        (
+            {"properties": {"a": {"oneOf": [{"type": "integer"}, {"minimum": 1}]}}},
+            ["/properties/a/oneOf: held as anyOf"],
+            {"a": 1},
+        ),
+        (
+            {"properties": {"a": {"type": "string", "pattern": "a^|b"}}},
+            ["/properties/a/pattern: ^ or $ elsewhere than around all of it"],
+            {"a": "xyz"},
+        ),
+        (
+            {"properties": {"a": {"type": "string", "format": "email"}}, "minProperties": 1},
+            ["/minProperties: not followed", "/properties/a/format: email is not followed"],
+            {"a": "xyz"},
+        ),
+        (
+            {"properties": {"a": {"items": [{"type": "string"}], "additionalItems": False}}},
+            [],
+            {"a": ["xyz"]},
+        ),
+    ],
+)
+def test_what_calls_cannot_be_held_to_is_left_out(
+    family: str, schema: Any, unheld: list[str], arguments: Any
+) -> None:
+    toolset = tools(family, function(schema))
+    assert list(constraint(toolset, control=False).unheld) == unheld
+    assert fits(toolset, written(family, [("act", arguments)]), control=False)
+    if unheld:
+        strict = tools(family, function(schema) | {"strict": True})
+        with pytest.raises(UsageError, match=re.escape(f"held to {unheld[0]}")):
+            constraint(strict, control=False)
+
+
 def test_a_name_that_cannot_be_read_is_not_called() -> None:
     functions = [function({}, "3d"), function({}, "map")]
     for family, fit in (("gemma", False), ("lfm", False), ("qwen", True), ("gpt-oss header", True)):
-        found = tools(family, *functions)
-        assert fits(found, written(family, [("map", {})]), control=False)
-        assert fits(found, written(family, [("3d", {})]), control=False) == fit
+        toolset = tools(family, *functions)
+        assert fits(toolset, written(family, [("map", {})]), control=False)
+        assert fits(toolset, written(family, [("3d", {})]), control=False) == fit
     with pytest.raises(UsageError, match="cannot write one of 3d"):
         constraint(tools("gemma", functions[0]), control=False)
 
@@ -445,7 +485,7 @@ def test_branches_that_are_apart_may_be_one_of() -> None:
         "required": ["shape"],
     }
     for family in FAMILIES:
-        found = tools(family, function(schema))
+        toolset = tools(family, function(schema))
         for shape, fit in (
             ({"kind": "round", "round": 3}, True),
             ({"kind": "long", "long": 3}, True),
@@ -453,4 +493,4 @@ def test_branches_that_are_apart_may_be_one_of() -> None:
             ({"kind": "long", "round": 3}, False),
         ):
             text = written(family, [("act", {"shape": shape})])
-            assert fits(found, text, control=False) == fit
+            assert fits(toolset, text, control=False) == fit

@@ -21,10 +21,10 @@ from kvq_apps.serve.fields import parse_object
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
+from kvq_runtime.answer.drafter import DraftContext
 from kvq_runtime.config import Sampling
-from kvq_runtime.drafter import DraftContext
 from kvq_runtime.serving.saving import as_ids
-from kvq_runtime.session import Session
+from kvq_runtime.session.session import Session
 from kvq_specdraft.lookup import Lookup
 from serving import (
     CHAT,
@@ -86,20 +86,20 @@ def test_the_official_client_chats(tiny: Server) -> None:
 def test_the_official_client_completes_with_logprobs(tiny: Server) -> None:
     with client(tiny) as sdk:
         settings = {"model": "default", "max_tokens": 5, **GREEDY}
-        one = sdk.completions.create(prompt="The quick", logprobs=3, **settings)
+        completion = sdk.completions.create(prompt="The quick", logprobs=3, **settings)
         both = sdk.completions.create(prompt=["The quick", "hi"], **settings)
         ids = sdk.completions.create(prompt=[[70, 71], [72]], **settings)
         talk = sdk.chat.completions.create(
             **{**settings, **chat("hi")}, logprobs=True, top_logprobs=2
         )
-    (choice,) = one.choices
+    (choice,) = completion.choices
     assert [other.index for other in both.choices] == [0, 1]
     assert both.choices[0].text == choice.text
     assert ids.usage.prompt_tokens == 3
-    found = choice.logprobs
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 5
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 5
     for token, logprob, top in zip(
-        found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
         # greedy: the token is the likeliest of its alternatives
         assert max(top.values()) == top[token] == logprob
@@ -144,20 +144,20 @@ def test_a_model_answers_to_any_name_unless_the_server_is_strict(
     half = tmp_path / "half"
     half.symlink_to(bundle)
     names = ("half", str(half), "bundle", "default", "mine")
-    asked = {"prompt": "hi", "max_tokens": 2, **GREEDY}
+    request = {"prompt": "hi", "max_tokens": 2, **GREEDY}
     with (
         process(str(half), home, "--strict-model", "--alias", "mine") as server,
         client(server) as sdk,
     ):
-        text = sdk.completions.create(model="half", **asked).choices[0].text
+        text = sdk.completions.create(model="half", **request).choices[0].text
         for name in names:
-            found = sdk.completions.create(model=name, **asked)
-            assert (found.model, found.choices[0].text) == ("bundle", text)
+            completion = sdk.completions.create(model=name, **request)
+            assert (completion.model, completion.choices[0].text) == ("bundle", text)
             assert sdk.models.retrieve(name).id == "bundle"
         (row,) = sdk.models.list().data
         assert {row.id, *row.aliases} >= set(names)
         for ask_for in (
-            lambda: sdk.completions.create(model="other", **asked),
+            lambda: sdk.completions.create(model="other", **request),
             lambda: sdk.models.retrieve("other"),
         ):
             with pytest.raises(openai.NotFoundError) as raised:
@@ -168,7 +168,7 @@ def test_a_model_answers_to_any_name_unless_the_server_is_strict(
         assert chat.open().model == "mine"
     with running(loaded(bundle, context_tokens=512), saved_bytes=0) as open_server:
         for name in ("other", "gpt-4o", "/a/path"):
-            reply = ask(open_server, COMPLETIONS, asked | {"model": name})
+            reply = ask(open_server, COMPLETIONS, request | {"model": name})
             assert (reply.json["model"], reply.json["choices"][0]["text"]) == ("bundle", text)
             assert ask(open_server, f"/v1/models/{name}").json["id"] == "bundle"
 
@@ -182,22 +182,22 @@ def test_a_path_that_is_not_there_is_told_those_that_are(tiny: Server) -> None:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/completion"])
 def test_minus_one_means_as_much_as_fits(path: str, rule: Rule) -> None:
     rule.context_tokens = 90
-    asked = chat("ab", **GREEDY) if path == CHAT else {"prompt": "ab", **GREEDY}
+    request = chat("ab", **GREEDY) if path == CHAT else {"prompt": "ab", **GREEDY}
     with running(rule.load, sessions=1) as server:
-        held = len(ask(server, "/tokenize", {"content": "ab"}).json["tokens"])
+        prompt_tokens = len(ask(server, "/tokenize", {"content": "ab"}).json["tokens"])
         if path == CHAT:
-            prompt = ask(server, "/apply-template", asked).json["prompt"]
+            prompt = ask(server, "/apply-template", request).json["prompt"]
             row = {"content": prompt, "parse_special": True}
-            held = len(ask(server, "/tokenize", row).json["tokens"])
+            prompt_tokens = len(ask(server, "/tokenize", row).json["tokens"])
         names = ["n_predict"] if path == "/completion" else ["max_tokens", "n_predict"]
         names += ["max_completion_tokens"] * (path == CHAT)
         for name in names:
-            reply = ask(server, path, {**asked, name: -1}).json
+            reply = ask(server, path, {**request, name: -1}).json
             # The last token that is written is not read any more.
-            assert reply["timings"]["predicted_n"] in (90 - held, 91 - held)
-            assert ask(server, path, {**asked, name: 3}).json["timings"]["predicted_n"] == 3
+            assert reply["timings"]["predicted_n"] in (90 - prompt_tokens, 91 - prompt_tokens)
+            assert ask(server, path, {**request, name: 3}).json["timings"]["predicted_n"] == 3
         if path == CHAT:
-            none = ask(server, path, {**asked, "n_predict": 0}).json
+            none = ask(server, path, {**request, "n_predict": 0}).json
             assert none["usage"]["completion_tokens"] == 0
             assert none["choices"][0]["finish_reason"] == "length"
 
@@ -208,11 +208,11 @@ def test_many_stop_strings_are_taken(rule: Rule) -> None:
         stops = [f"{number}~" for number in range(63)]
         body = {"prompt": "ab", "max_tokens": 30, **GREEDY}
         for path, field in ((COMPLETIONS, "max_tokens"), ("/completion", "n_predict")):
-            asked = {"prompt": "ab", field: 30, "stop": [*stops, text[7:9]], **GREEDY}
-            reply = ask(server, path, asked).json
-            found = reply["content"] if "content" in reply else reply["choices"][0]["text"]
-            assert found == text[: text.index(text[7:9])]
-            over = ask(server, path, asked | {"stop": [*stops, "x", "y"]})
+            request = {"prompt": "ab", field: 30, "stop": [*stops, text[7:9]], **GREEDY}
+            reply = ask(server, path, request).json
+            content = reply["content"] if "content" in reply else reply["choices"][0]["text"]
+            assert content == text[: text.index(text[7:9])]
+            over = ask(server, path, request | {"stop": [*stops, "x", "y"]})
             assert (over.status, over.json["error"]["param"]) == (400, "stop")
         assert ask(server, COMPLETIONS, body | {"stop": stops}).json["choices"][0]["text"] == text
 
@@ -220,13 +220,13 @@ def test_many_stop_strings_are_taken(rule: Rule) -> None:
 def test_the_models_own_sampling_holds_where_nobody_says_otherwise(shelf: Shelf) -> None:
     said = {"do_sample": True, "temperature": 0.55, "top_k": 7, "repetition_penalty": 1.25}
     bundle = str(shelf.exported(generation(shelf, said)))
-    wanted = {"temperature": 0.55, "top_k": 7, "top_p": 0.95, "repeat_penalty": 1.25}
+    sampling = {"temperature": 0.55, "top_k": 7, "top_p": 0.95, "repeat_penalty": 1.25}
     with running(loaded(bundle, context_tokens=512), saved_bytes=0) as server:
         props = ask(server, "/props").json["default_generation_settings"]
-        assert props["params"].items() >= wanted.items()
+        assert props["params"].items() >= sampling.items()
         body = {"prompt": "The quick", "max_tokens": 24, "seed": 5}
         plain = ask(server, COMPLETIONS, body).json["choices"][0]["text"]
-        same = ask(server, COMPLETIONS, body | wanted).json["choices"][0]["text"]
+        same = ask(server, COMPLETIONS, body | sampling).json["choices"][0]["text"]
         kvqs = {"temperature": 0.8, "top_k": 40, "repeat_penalty": 1}
         other = ask(server, COMPLETIONS, body | kvqs).json["choices"][0]["text"]
         assert plain == same != other
@@ -257,26 +257,26 @@ def generation(shelf: Shelf, said: dict[str, Any]) -> Path:
 
 def test_what_was_given_up_is_told(bundle: str) -> None:
     tight = loaded(bundle, context_tokens=2048, kv_budget="320KiB")
-    asked = {"model": "bundle", "prompt": "The quick brown fox. " * 120, "max_tokens": 4}
+    request = {"model": "bundle", "prompt": "The quick brown fox. " * 120, "max_tokens": 4}
     with running(tight, saved_bytes=0, sessions=1) as server, client(server) as sdk:
-        raw = sdk.completions.with_raw_response.create(**asked)
-        found = raw.parse()
-        share = found.x_kvq["evicted_share"]
+        raw = sdk.completions.with_raw_response.create(**request)
+        completion = raw.parse()
+        share = completion.x_kvq["evicted_share"]
         assert 0.1 < share < 1
         assert raw.headers["x-kvq-evicted"] == f"{share:.4f}"
-        assert found.usage.evicted_share == found.timings["evicted_share"] == share
-        held = found.x_kvq["budget_tokens"]
-        assert 64 < held < found.usage.prompt_tokens
+        assert completion.usage.evicted_share == completion.timings["evicted_share"] == share
+        budget_tokens = completion.x_kvq["budget_tokens"]
+        assert 64 < budget_tokens < completion.usage.prompt_tokens
         with sdk.completions.create(
-            **asked, stream=True, stream_options={"include_usage": True}
+            **request, stream=True, stream_options={"include_usage": True}
         ) as stream:
             *_, finish, usage = stream
         assert finish.timings["evicted_share"] == usage.usage.evicted_share > 0.1
-        native = ask(server, "/completion", {"prompt": asked["prompt"], "n_predict": 4})
+        native = ask(server, "/completion", {"prompt": request["prompt"], "n_predict": 4})
         assert native.json["timings"]["evicted_share"] > 0.1
         assert float(native.headers["x-kvq-evicted"]) > 0.1
-        assert ask(server, "/props").json["x_kvq"]["budget_tokens"] == held
-        assert sdk.models.retrieve("bundle").meta["budget_tokens"] == held
+        assert ask(server, "/props").json["x_kvq"]["budget_tokens"] == budget_tokens
+        assert sdk.models.retrieve("bundle").meta["budget_tokens"] == budget_tokens
     with running(loaded(bundle, context_tokens=512), saved_bytes=0) as server:
         reply = ask(server, COMPLETIONS, {"prompt": "hi", "max_tokens": 2})
         assert reply.headers["x-kvq-evicted"] == "0.0000"
@@ -306,9 +306,9 @@ def test_a_stream_is_plain_server_sent_events(tiny: Server) -> None:
     whole = ask(tiny, CHAT, body | {"stream": False}).json
     assert whole["choices"][0]["message"]["content"] == text
     assert chunks[-1]["x_kvq"].keys() == whole["x_kvq"].keys()
-    held = whole["x_kvq"]
-    assert 0 < held["kv_bytes"] <= held["kv_bytes_peak"] <= held["kv_budget"]
-    assert (held["mean_k_bits"], held["mean_v_bits"], held["evicted_share"]) == (16, 16, 0)
+    usage = whole["x_kvq"]
+    assert 0 < usage["kv_bytes"] <= usage["kv_bytes_peak"] <= usage["kv_budget"]
+    assert (usage["mean_k_bits"], usage["mean_v_bits"], usage["evicted_share"]) == (16, 16, 0)
 
 
 def test_three_readers_of_one_stream_agree(tiny: Server) -> None:
@@ -394,7 +394,7 @@ def test_metrics_parse_and_only_grow(served: Server) -> None:
     assert after['kvq_requests_total{path="other",status="404"}'] == 1
     assert after['kvq_requests_total{path="/props",status="200"}'] == 1
     assert after["kvq_kv_peak_bytes"] <= after["kvq_kv_budget_bytes"] == 1 << 20
-    assert prometheus_text([]) == "\n"
+    assert prometheus_text({}) == "\n"
 
 
 def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
@@ -433,19 +433,19 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
         running(loaded(bundle, context_tokens=512), saved_bytes=0, sessions=1) as plain,
         running(loaded(bundle, context_tokens=512, draft=drafter), saved_bytes=0) as drafts,
     ):
-        wanted = [ask(plain, COMPLETIONS, body).json for body in bodies]
-        assert len({id(one) for one in made}) == len(made) > 1
+        expected = [ask(plain, COMPLETIONS, body).json for body in bodies]
+        assert len({id(draft) for draft in made}) == len(made) > 1
         for off in ({}, {"x_kvq": {"draft": False}}):
             with ThreadPoolExecutor(len(bodies)) as threads:
-                asked = [threads.submit(ask, drafts, COMPLETIONS, body | off) for body in bodies]
-                found = [one.result().json for one in asked]
-            for answer, plain_answer in zip(found, wanted, strict=True):
+                futures = [threads.submit(ask, drafts, COMPLETIONS, body | off) for body in bodies]
+                answers = [future.result().json for future in futures]
+            for answer, plain_answer in zip(answers, expected, strict=True):
                 assert answer["choices"] == plain_answer["choices"]
                 assert answer["usage"]["completion_tokens"] > 0
-            guessed = [answer["timings"]["draft_n"] for answer in found]
-            right = [answer["x_kvq"]["accepted_tokens"] for answer in found]
+            guessed = [answer["timings"]["draft_n"] for answer in answers]
+            right = [answer["x_kvq"]["accepted_tokens"] for answer in answers]
             assert (sum(guessed) > 0) is (not off)
-            assert all(0 <= one <= other for one, other in zip(right, guessed, strict=True))
+            assert all(0 <= count <= most for count, most in zip(right, guessed, strict=True))
             if not off:
                 # An answer is counted a moment after it is sent.
                 total = sum(guessed)
@@ -458,16 +458,16 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
                 assert f"kvq_draft_bytes {1000 * int(sessions[1])}\n" in metrics
                 for part in ("draft", "pass", "choose"):
                     spent = re.search(rf"\nkvq_{part}_seconds_total (\S+)\n", metrics)
-                    told = sum(answer["x_kvq"][f"{part}_ms"] for answer in found)
+                    decode_ms = sum(answer["x_kvq"][f"{part}_ms"] for answer in answers)
                     assert spent
-                    assert 0 < float(spent[1]) == pytest.approx(told / 1e3)
+                    assert 0 < float(spent[1]) == pytest.approx(decode_ms / 1e3)
         named = ask(plain, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": "recycle"}}).json
-        assert named["choices"] == wanted[0]["choices"]
+        assert named["choices"] == expected[0]["choices"]
         assert named["x_kvq"]["drafted_tokens"] > 0
         assert named["x_kvq"]["draft_ms"] > 0
         assert ask(plain, COMPLETIONS, bodies[0]).json["timings"]["draft_n"] == 0
         off = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": "none"}}).json
-        assert (off["choices"], off["timings"]["draft_n"]) == (wanted[0]["choices"], 0)
+        assert (off["choices"], off["timings"]["draft_n"]) == (expected[0]["choices"], 0)
         for name in ("model", "suffix:store=9"):
             refused = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": name}})
             assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.draft")
@@ -487,22 +487,22 @@ def test_a_predicted_prompt_is_never_the_beginning_of_an_exact_one(bundle: str) 
     """A request asks for it, and says so; idle time makes what it left exact."""
     # One token: random weights turn the rounding of the first into another second.
     body = {"prompt": "The quick brown fox. " * 30, "max_tokens": 1, "temperature": 0}
-    asked = body | {"x_kvq": {"predict": "50%:tail=3"}}
+    request_body = body | {"x_kvq": {"predict": "50%:tail=3"}}
     with running(loaded(bundle, context_tokens=512), saved_bytes=0, sessions=1) as server:
-        wanted = ask(server, COMPLETIONS, body | {"cache_prompt": False}).json
-        assert (wanted["x_kvq"]["predicted_tokens"], wanted["x_kvq"]["exact"]) == (0, True)
-        found = ask(server, COMPLETIONS, asked | {"cache_prompt": False}).json
-        count = found["usage"]["prompt_tokens"]
-        assert found["x_kvq"]["predicted_tokens"] > count - 12
-        assert not found["x_kvq"]["exact"]
+        exact = ask(server, COMPLETIONS, body | {"cache_prompt": False}).json
+        assert (exact["x_kvq"]["predicted_tokens"], exact["x_kvq"]["exact"]) == (0, True)
+        answer = ask(server, COMPLETIONS, request_body | {"cache_prompt": False}).json
+        count = answer["usage"]["prompt_tokens"]
+        assert answer["x_kvq"]["predicted_tokens"] > count - 12
+        assert not answer["x_kvq"]["exact"]
         again = ask(server, COMPLETIONS, body).json
-        assert again["choices"] == wanted["choices"]
+        assert again["choices"] == exact["choices"]
         assert again["x_kvq"]["exact"]
-        ask(server, COMPLETIONS, asked | {"cache_prompt": False})
+        ask(server, COMPLETIONS, request_body | {"cache_prompt": False})
         assert not ask(server, "/slots").json[0]["x_kvq"]["exact"]
         wait_until(lambda: ask(server, "/slots").json[0]["x_kvq"]["exact"], "for idle time")
-        found = ask(server, COMPLETIONS, asked).json
-        assert (found["x_kvq"]["predicted_tokens"], found["x_kvq"]["exact"]) == (0, True)
+        answer = ask(server, COMPLETIONS, request_body).json
+        assert (answer["x_kvq"]["predicted_tokens"], answer["x_kvq"]["exact"]) == (0, True)
         refused = ask(server, COMPLETIONS, body | {"x_kvq": {"predict": "some"}})
         assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.predict")
         assert refused.json["error"]["message"].startswith("x_kvq.predict 'some' is not possible")

@@ -22,11 +22,11 @@ from kvq_apps.chat.remote import RemoteClient
 from kvq_apps.cli import main
 from kvq_apps.serve import instances, log
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.instances import Instance, announced
+from kvq_apps.serve.instances import Instance, announce
 from kvq_apps.serve.listening import listen, listen_on_file
 from kvq_apps.serve.protocol import PROTOCOL, check_answer
-from kvq_apps.serve.reach import UnixConnection, get_json
 from kvq_apps.serve.server import Server
+from kvq_apps.serve.server_connection import UnixConnection, get_json
 from serving import (
     COMPLETIONS,
     PATIENCE_S,
@@ -55,9 +55,9 @@ def headers(version: str | None, protocol: str | None) -> dict[str, str | None]:
     return {"X-Kvq-Version": version, "X-Kvq-Protocol": protocol}
 
 
-@pytest.mark.parametrize("found", [headers(None, None), headers("7.0", str(PROTOCOL))])
-def test_what_agrees_or_says_nothing_is_taken(found: dict[str, str | None]) -> None:
-    check_answer("http://here", found.get)
+@pytest.mark.parametrize("answer_headers", [headers(None, None), headers("7.0", str(PROTOCOL))])
+def test_what_agrees_or_says_nothing_is_taken(answer_headers: dict[str, str | None]) -> None:
+    check_answer("http://here", answer_headers.get)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def instance(**values: object) -> Instance:
 
 def test_a_server_is_found_while_it_lives(tmp_path: Path) -> None:
     assert instances.running() == []
-    one = instance(started_at=2.0)
-    with announced(one):
-        assert instances.running() == instances.running() == [one]
+    announced = instance(started_at=2.0)
+    with announce(announced):
+        assert instances.running() == instances.running() == [announced]
         (path,) = tmp_path.rglob("servers/*")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -129,7 +129,7 @@ def test_a_server_is_found_while_it_lives(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_version_still_names_its_process(tmp_path: Path) -> None:
-    with announced(instance(started_at=2.0)):
+    with announce(instance(started_at=2.0)):
         (path,) = tmp_path.rglob("servers/*")
         path.write_text('{"pid": 7, "mood": "good"}')
         assert instances.running() == [Instance(pid=7)]
@@ -146,19 +146,19 @@ def test_one_of_several_is_named_by_where_it_listens(
     )
     third = Instance(pid=3, socket=str(tmp_path / "s"), started_at=3)
     monkeypatch.setattr(instances, "running", lambda: [first, second, third])
-    assert instances.chosen(8012, None) is second
-    assert instances.chosen(None, str(tmp_path / "s")) is third
+    assert instances.find_instance(8012, None) is second
+    assert instances.find_instance(None, str(tmp_path / "s")) is third
     with pytest.raises(UsageError, match=r"3 servers run; name one by --port or --socket: http"):
-        instances.chosen(None, None)
+        instances.find_instance(None, None)
     with pytest.raises(UsageError, match="no `kvq serve` listens there; these do: http"):
-        instances.chosen(8019, None)
+        instances.find_instance(8019, None)
 
 
 def test_a_server_that_stays_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[object] = []
     monkeypatch.setattr(instances.os, "kill", lambda *arguments: sent.append(arguments))
     monkeypatch.setattr(instances, "_LAST_WRITES_S", 0.03)
-    with announced(instance()), pytest.raises(BackendError, match="kill -9"):
+    with announce(instance()), pytest.raises(BackendError, match="kill -9"):
         instances.stop(instance())
     assert sent == [(os.getpid(), signal.SIGTERM)]
 
@@ -278,13 +278,13 @@ def test_a_server_that_leaves_lets_the_next_ones_socket_be(
 
     async def then_another_listens(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
         await listens_no_more(self, sockets)
-        others.append(listen_on_file(path))
+        listeners.append(listen_on_file(path))
 
-    others: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     monkeypatch.setattr(uvicorn.Server, "shutdown", then_another_listens)
     with running(rule.load, port=None, socket_path=path):
         pass
-    with others[0]:
+    with listeners[0]:
         assert path.is_socket()
 
 
@@ -292,8 +292,8 @@ def test_a_socket_left_by_a_killed_server_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    taken = pytest.raises(UsageError, match="a server listens there already")
-    with listen_on_file(path), taken:
+    refusal = pytest.raises(UsageError, match="a server listens there already")
+    with listen_on_file(path), refusal:
         listen_on_file(path)
 
 

@@ -18,7 +18,7 @@ from kvq.errors import UsageError
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime import trial
+from kvq_runtime.answer import grammar_trial as trial
 from serving import (
     CHAT,
     COMPLETIONS,
@@ -121,9 +121,9 @@ def served(
     `before` is called with the place of each token of `said` before the model says it.
     """
     rule = Rule(context_tokens=context_tokens)
-    rule.tokenizer = found = tokenizer(form)
-    go = found.token_id(GO)
-    script = [] if said is None else [*found.encode(said, special=True), 0]
+    rule.tokenizer = tokenizer_of_form = tokenizer(form)
+    go = tokenizer_of_form.token_id(GO)
+    script = [] if said is None else [*tokenizer_of_form.encode(said, special=True), 0]
 
     def random(tokens: Sequence[int]) -> np.ndarray:
         seed = [len(tokens), sum(tokens)]
@@ -181,11 +181,11 @@ def streamed(
 
 
 def test_the_official_client_gets_json_of_its_schema(wild: Server) -> None:
-    asked = {
+    response_format = {
         "type": "json_schema",
         "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True},
     }
-    settings = user(response_format=asked, n=3, seed=4, temperature=1.4)
+    settings = user(response_format=response_format, n=3, seed=4, temperature=1.4)
     with client(wild) as sdk:
         whole = sdk.chat.completions.create(**settings)
         texts = [choice.message.content for choice in whole.choices]
@@ -218,8 +218,8 @@ def test_every_route_holds_to_a_form(
     reply = ask(wild, path, {**prompt, **limit, field: value, "stream": stream})
     assert reply.status == 200, reply.body
     if not stream:
-        found = reply.json
-        text = found["content"] if path == "/completion" else _text(found["choices"][0])
+        body = reply.json
+        text = body["content"] if path == "/completion" else _text(body["choices"][0])
     else:
         rows = [json.loads(event[6:]) for event in reply.events if event != "data: [DONE]"]
         text = "".join(
@@ -243,7 +243,7 @@ def _text(choice: dict[str, Any]) -> str:
             "response_format.json_schema.schema",
             "schema",
         ),
-        ({"json_schema": {"type": "bogus"}}, "json_schema", "Invalid type: bogus"),
+        ({"json_schema": {"type": "bogus"}}, "json_schema", "at /type: 'bogus' is none of"),
         ({"json_schema": [1]}, "json_schema", "an object"),
         ({"grammar": "root ::= x"}, "grammar", "names 'x', which has no rule"),
         ({"grammar": 3}, "grammar", "a string"),
@@ -251,13 +251,17 @@ def _text(choice: dict[str, Any]) -> str:
         ({"regex": "(", "response_format": {"type": "text"}}, "regex", "unclosed group"),
         ({"regex": "a", "grammar": 'root ::= "a"'}, "regex", "exclude each other"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "the same name"),
-        ({"tools": [{"type": "browser"}]}, "tools[0].type", "function"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name", "the name of the function"),
         (
-            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-            "tools[0].function.name",
-            "1 to 64",
+            {"tools": [{"type": "browser"}], "tool_choice": "required"},
+            "tool_choice",
+            "none that can be called",
         ),
-        ({"tools": [WEATHER] * 129}, "tools", "at most 128"),
+        (
+            {"tools": [{"function": {"name": "a", "description": "b" * (1 << 20)}}]},
+            "tools",
+            "at most 1048576 bytes",
+        ),
         ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "none, auto, required"),
         (
             {"tools": [WEATHER], "tool_choice": {"function": {"name": "x"}}},
@@ -265,7 +269,7 @@ def _text(choice: dict[str, Any]) -> str:
             "no function 'x'",
         ),
         ({"tool_choice": "required"}, "tool_choice", "tools has none"),
-        ({"functions": [{}]}, "functions", "use tools"),
+        ({"functions": [{}]}, "functions[0].name", "the name of the function"),
     ],
 )
 def test_a_form_that_cannot_be_is_refused_by_name(
@@ -333,7 +337,7 @@ def test_large_forms_wait_for_each_other_and_nobody_for_them(
     waiting: list[str] = []
     ended: list[str] = []
 
-    def held(lark: str, cancelled: Callable[[], bool]) -> None:
+    def wait_for_leaving(lark: str, cancelled: Callable[[], bool]) -> None:
         waiting.append(lark)
         wait_until(cancelled, "for the client to leave")
         ended.append(lark)
@@ -341,19 +345,19 @@ def test_large_forms_wait_for_each_other_and_nobody_for_them(
 
     rule = Rule()
     with running(rule.load, sessions=2) as server:
-        monkeypatch.setattr(trial, "try_out", held)
-        asked = user(json_schema=many_properties(300), max_tokens=5)
-        clients = [send(server, CHAT, asked) for _ in range(40)]
+        monkeypatch.setattr(trial, "try_out", wait_for_leaving)
+        request = user(json_schema=many_properties(300), max_tokens=5)
+        clients = [send(server, CHAT, request) for _ in range(40)]
         wait_until(lambda: len(waiting) == 2)
         for more in ({}, {"regex": "[ab]{3}"}, {"json_schema": SCHEMA}):
             reply = ask(server, CHAT, user(**more, max_tokens=5))
             assert reply.status == 200, reply.body
         assert (len(waiting), ended) == (2, [])
-        for one in clients:
-            one.close()
+        for client in clients:
+            client.close()
         wait_until(lambda: len(ended) == len(waiting) == len(clients))
         monkeypatch.undo()
-        assert ask(server, CHAT, asked).status == 200
+        assert ask(server, CHAT, request).status == 200
 
 
 # Tools
@@ -371,10 +375,10 @@ def test_calls_are_told_by_value(form: str) -> None:
         (choice,) = sdk.chat.completions.create(**settings).choices
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == content
-        found = choice.message.tool_calls
-        assert [[call.function.name, call.function.arguments] for call in found] == calls
-        assert len({call.id for call in found}) == len(calls)
-        assert {call.type for call in found} == {"function"}
+        tool_calls = choice.message.tool_calls
+        assert [[call.function.name, call.function.arguments] for call in tool_calls] == calls
+        assert len({call.id for call in tool_calls}) == len(calls)
+        assert {call.type for call in tool_calls} == {"function"}
         texts, parts, reasons = streamed(sdk, n=2, **settings)
         assert texts == dict.fromkeys(range(2), content or "")
         assert parts == dict.fromkeys(range(2), calls)
@@ -429,8 +433,8 @@ def test_a_call_that_the_length_cuts_is_left_out(form: str) -> None:
             settings = user(tools=[WEATHER], temperature=0, max_tokens=tokens)
             reason = "length" if tokens < count else "tool_calls"
             (choice,) = sdk.chat.completions.create(**settings).choices
-            told = choice.message.tool_calls or []
-            assert [[call.function.name, call.function.arguments] for call in told] == calls
+            tool_calls = choice.message.tool_calls or []
+            assert [[call.function.name, call.function.arguments] for call in tool_calls] == calls
             assert (choice.finish_reason, choice.message.content or "") == (reason, "")
             assert streamed(sdk, **settings) == ({0: ""}, {0: calls}, {0: reason})
 
@@ -454,8 +458,8 @@ def test_a_stream_that_holds_a_call_back_does_not_fall_silent() -> None:
             assert b"tool_calls" not in reply
             heard.set()
             reply += read_all(connection)
-    told = [event for event in Reply(reply).events if event.startswith("data: {")]
-    assert json.loads(told[-1][6:])["choices"][0]["finish_reason"] == "tool_calls"
+    events = [event for event in Reply(reply).events if event.startswith("data: {")]
+    assert json.loads(events[-1][6:])["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_as_many_calls_are_told_as_are_welcome() -> None:
@@ -474,8 +478,8 @@ def test_a_call_that_is_no_unicode_text_is_told_too(call: str) -> None:
     with served("hermes", f"<tool_call>{{{call}}}</tool_call>") as server:
         reply = ask(server, CHAT, user(tools=[CLOCK], temperature=0))
     assert reply.status == 200
-    (told,) = reply.json["choices"][0]["message"]["tool_calls"]
-    assert told["function"] == {"name": "\ud800", "arguments": "{}"}
+    (tool_call,) = reply.json["choices"][0]["message"]["tool_calls"]
+    assert tool_call["function"] == {"name": "\ud800", "arguments": "{}"}
 
 
 def test_text_is_text_with_tools_too() -> None:
@@ -507,10 +511,10 @@ def test_a_call_that_must_be_is_made(form: str, choice: Any) -> None:
             settings = user(
                 tools=[EMPTY, WEATHER], tool_choice=choice, seed=seed, temperature=1.5,
             )  # fmt: skip
-            (found,) = sdk.chat.completions.create(**settings).choices
-            assert found.finish_reason == "tool_calls"
-            assert found.message.content is None
-            calls = found.message.tool_calls
+            (answer,) = sdk.chat.completions.create(**settings).choices
+            assert answer.finish_reason == "tool_calls"
+            assert answer.message.content is None
+            calls = answer.message.tool_calls
             for call in calls:
                 arguments = json.loads(call.function.arguments)
                 if call.function.name == "weather":
@@ -532,33 +536,36 @@ def test_several_calls_that_must_be_are_for_those_who_ask(form: str) -> None:
     with served(form) as server:
         for many in (None, False, True):
             for seed in range(6):
-                asked = user(
+                request = user(
                     tools=[EMPTY], tool_choice="required", seed=seed, temperature=1.5,
                     parallel_tool_calls=many,
                 )  # fmt: skip
-                message = ask(server, CHAT, asked).json["choices"][0]["message"]
+                message = ask(server, CHAT, request).json["choices"][0]["message"]
                 counts.setdefault(many, []).append(len(message["tool_calls"]))
     assert counts[None] == counts[False] == [1] * 6
     assert (max(counts[True]) > 1) == (form != "gpt-oss")
 
 
 def test_a_call_that_must_be_is_whole_or_left_out(wild: Server) -> None:
-    asked = user(tools=[WEATHER], tool_choice="required", max_tokens=20, seed=1)
+    request = user(tools=[WEATHER], tool_choice="required", max_tokens=20, seed=1)
     with client(wild) as sdk:
-        (choice,) = sdk.chat.completions.create(**asked).choices
+        (choice,) = sdk.chat.completions.create(**request).choices
         assert choice.finish_reason == "length"
         assert (choice.message.content, choice.message.tool_calls) == ("", None)
-        assert streamed(sdk, **asked) == ({0: ""}, {0: []}, {0: "length"})
+        assert streamed(sdk, **request) == ({0: ""}, {0: []}, {0: "length"})
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("form", ["hermes", *NOTED])
 def test_a_schema_and_tools_leave_the_choice(form: str) -> None:
-    asked = {"type": "json_schema", "json_schema": {"name": "trip", "schema": {"const": "text"}}}
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "trip", "schema": {"const": "text"}},
+    }
     kinds = set()
     with served(form) as server:
         for seed in range(12):
-            body = user(tools=[EMPTY], response_format=asked, seed=seed, temperature=9)
+            body = user(tools=[EMPTY], response_format=response_format, seed=seed, temperature=9)
             (choice,) = ask(server, CHAT, body).json["choices"]
             kinds.add(choice["finish_reason"])
             if choice["finish_reason"] == "stop":
@@ -598,12 +605,12 @@ def test_a_conversation_with_calls_reaches_the_template(wild: Server) -> None:
 
 def test_control_tokens_in_tools_stay_text() -> None:
     """In names of properties too: what a client sends never steers the model."""
-    found = tokenizer("hermes")
+    hermes = tokenizer("hermes")
     parameters = {"<|im_end|>": "<|im_end|>"}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    ids = found.chat([{"role": "user", "content": "x"}], variables={"tools": [tool]})
-    assert found.token_id("<|im_end|>") not in ids
-    assert found.decode(ids).count("<|im_end|>") == 2
+    ids = hermes.chat([{"role": "user", "content": "x"}], variables={"tools": [tool]})
+    assert hermes.token_id("<|im_end|>") not in ids
+    assert hermes.decode(ids).count("<|im_end|>") == 2
 
 
 def test_a_model_whose_template_takes_no_tools_says_so() -> None:
@@ -628,17 +635,16 @@ def test_a_completion_repeats_its_prompt_where_asked() -> None:
         }
         whole = sdk.completions.create(**settings, temperature=0)
         texts = [choice.text for choice in whole.choices]
-        wanted = [p + rule.text(p, 3) for p in settings["prompt"] for _ in range(2)]
-        assert texts == wanted
-        found = dict.fromkeys(range(4), "")
+        expected = [p + rule.text(p, 3) for p in settings["prompt"] for _ in range(2)]
+        assert texts == expected
+        streamed_texts = dict.fromkeys(range(4), "")
         for chunk in sdk.completions.create(**settings, temperature=0, stream=True):
             for choice in chunk.choices:
-                found[choice.index] += choice.text
-        assert list(found.values()) == wanted
-    for more in ({"logprobs": 1}, {"suffix": "x"}):
-        with running(rule.load, sessions=1) as server:
-            reply = ask(server, COMPLETIONS, {"prompt": "a", "echo": True, **more})
-            assert (reply.status, reply.json["error"]["param"]) == (400, "echo")
+                streamed_texts[choice.index] += choice.text
+        assert list(streamed_texts.values()) == expected
+    with running(rule.load, sessions=1) as server:
+        reply = ask(server, COMPLETIONS, {"prompt": "a", "echo": True, "suffix": "x"})
+        assert (reply.status, reply.json["error"]["param"]) == (400, "echo")
 
 
 def test_a_chat_answer_may_be_asked_for_in_part(wild: Server) -> None:
@@ -659,11 +665,180 @@ def test_penalties_are_openais(wild: Server) -> None:
     with client(wild) as sdk:
 
         def text(**more: Any) -> str:
-            found = sdk.chat.completions.create(
+            completion = sdk.chat.completions.create(
                 **user(temperature=0), extra_body={"regex": "[ab]{8}"}, logit_bias={}, **more
             )
-            return found.choices[0].message.content
+            return completion.choices[0].message.content
 
         assert len(set(text())) == 2
         assert text(frequency_penalty=2.0, presence_penalty=0.0) != text(frequency_penalty=-2.0)
         assert len(set(text(frequency_penalty=-2.0, presence_penalty=-2.0))) == 1
+
+
+# Schemas that are held in part, tools that are skipped
+
+EMAIL = {
+    "type": "string",
+    "format": "email",
+    "pattern": "^(?!\\.)(?!.*\\.\\.)[a-z]+@[a-z]+\\.[a-z]{2,}$",
+}
+MAIL = {
+    "type": "object",
+    "properties": {"to": EMAIL},
+    "required": ["to"],
+    "additionalProperties": False,
+}
+SEND = {"type": "function", "function": {"name": "send", "parameters": MAIL}}
+LOST = "properties/to/pattern: look-ahead"
+
+
+@pytest.mark.parametrize(
+    ("more", "unheld"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": MAIL}}}, f"/{LOST}"),
+        ({"response_format": {"type": "json_schema", "schema": MAIL}}, f"/{LOST}"),
+        ({"response_format": {"type": "json_object", "schema": MAIL}}, f"/{LOST}"),
+        ({"json_schema": MAIL}, f"/{LOST}"),
+        (
+            {"tools": [CLOCK, SEND], "tool_choice": "required"},
+            f"/tools/1/function/parameters/{LOST}",
+        ),
+        (
+            {"functions": [SEND["function"]], "function_call": {"name": "send"}},
+            f"/functions/0/parameters/{LOST}",
+        ),
+        (
+            {"tools": [SEND], "response_format": {"type": "json_object"}},
+            f"/tools/0/function/parameters/{LOST}",
+        ),
+        ({"tools": [SEND, CLOCK], "tool_choice": {"type": "function", "name": "clock"}}, None),
+        ({"tools": [SEND]}, None),
+    ],
+)
+def test_what_an_answer_is_not_held_to_is_told(
+    more: dict[str, Any], unheld: str | None, wild: Server
+) -> None:
+    reply = ask(wild, CHAT, user(**more, max_tokens=200, seed=3))
+    assert reply.status == 200, reply.body
+    assert reply.json["x_kvq"].get("unheld") == (unheld and [unheld])
+    chunks = ask(wild, CHAT, user(**more, max_tokens=2, stream=True)).events
+    last = [json.loads(event[6:]) for event in chunks[:-1]][-1]
+    assert last["x_kvq"].get("unheld") == (unheld and [unheld])
+
+
+def test_what_is_left_of_a_schema_is_held_to(wild: Server) -> None:
+    response_format = {"type": "json_schema", "schema": MAIL}
+    for seed in range(3):
+        reply = ask(wild, CHAT, user(response_format=response_format, seed=seed, max_tokens=400))
+        choice = reply.json["choices"][0]
+        text = choice["message"]["content"]
+        assert choice["finish_reason"] == "length" or set(json.loads(text)) == {"to"}
+        assert choice["finish_reason"] == "length" or "@" in json.loads(text)["to"]
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": MAIL, "strict": True},
+                }
+            },
+            "response_format",
+        ),
+        (
+            {
+                "tools": [{"function": SEND["function"] | {"strict": True}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+)
+def test_a_strict_schema_is_held_to_as_a_whole_or_refused(
+    more: dict[str, Any], param: str, wild: Server
+) -> None:
+    error = ask(wild, CHAT, user(**more)).json["error"]
+    assert error["param"] == param
+    assert f"{LOST}; leave that out, or leave strict out" in error["message"]
+
+
+def test_tools_that_are_no_functions_are_skipped_and_told(wild: Server) -> None:
+    odd = [
+        {"type": "custom", "custom": {"name": "patch"}},
+        {"type": "web_search"},
+        {"type": "mcp", "name": "docs"},
+        {"type": "function", "function": {"name": "n" * 257}},
+    ]
+    skipped = ["custom patch: no function", "web_search: no function", "mcp docs: no function"]
+    skipped += [f"{'n' * 80}: no call of this model's can have that name"]
+    for tools in ([WEATHER, *odd], [*odd, WEATHER]):
+        reply = ask(wild, CHAT, user(tools=tools, tool_choice="required", max_tokens=300)).json
+        assert reply["x_kvq"]["skipped_tools"] == skipped
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+    alone = ask(wild, CHAT, user(tools=odd, max_tokens=2)).json
+    assert alone["x_kvq"]["skipped_tools"] == skipped
+    bare = ask(wild, CHAT, user(max_tokens=2)).json
+    assert alone["usage"]["prompt_tokens"] == bare["usage"]["prompt_tokens"]
+    assert "skipped_tools" not in bare["x_kvq"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mcp__plugin_chrome-devtools__get_console_message" * 3,
+        "m" * 256,
+        "über alles!",
+        'a"b\\c',
+        "7",
+    ],
+)
+def test_a_function_may_have_any_name_that_a_call_can_have(name: str, wild: Server) -> None:
+    tool = {"function": {"name": name, "parameters": EMPTY["function"]["parameters"]}}
+    reply = ask(wild, CHAT, user(tools=[tool], tool_choice="required", max_tokens=600))
+    (call,) = reply.json["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": name, "arguments": "{}"}
+
+
+def test_a_name_that_a_notation_cannot_write_is_skipped() -> None:
+    tools = [{"function": {"name": name}} for name in ("3 d", "map")]
+    with served("gemma") as server:
+        reply = ask(server, CHAT, user(tools=tools, tool_choice="required", max_tokens=2)).json
+    assert reply["x_kvq"]["skipped_tools"] == ["3 d: no call of this model's can have that name"]
+
+
+def test_many_tools_are_bounded_by_their_bytes(roomy: Server) -> None:
+    tools = [{"function": {"name": f"t{number}"}} for number in range(300)]
+    assert ask(roomy, CHAT, user(tools=tools, max_tokens=1)).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "more", [{}, {"tools": [WEATHER]}, {"tools": [WEATHER], "tool_choice": "none"}]
+)
+def test_json_mode_without_a_schema_is_an_object(
+    more: dict[str, Any], stream: bool, wild: Server
+) -> None:
+    request = {
+        "response_format": {"type": "json_object"},
+        "max_tokens": 400,
+        "stream": stream,
+        **more,
+    }
+    for seed in range(4):
+        reply = ask(wild, CHAT, user(**request, seed=seed))
+        if stream:
+            rows = [json.loads(event[6:]) for event in reply.events if event != "data: [DONE]"]
+            choices = [row["choices"][0] for row in rows]
+            reason = choices[-1]["finish_reason"]
+            text = "".join(map(_text, choices))
+        else:
+            reason, text = (
+                reply.json["choices"][0]["finish_reason"],
+                _text(reply.json["choices"][0]),
+            )
+        assert reason in ("length", "tool_calls") or isinstance(json.loads(text), dict)
+        assert not text or text.lstrip()[:1] == "{"

@@ -13,24 +13,24 @@ from textual.pilot import Pilot
 
 import chat_pilot
 from draft_heads import make_drafting
-from kvq import native
+from kvq import native_library
 from kvq.config import FOLD_TOKENS
-from kvq_apps.chat.app import ChatApp
+from kvq_apps.chat.chat_app import ChatApp
 from kvq_apps.chat.client import Stream, Turn
 from kvq_apps.chat.local import LocalClient
 from kvq_apps.chat.messages import Message
 from kvq_apps.cli import main
 from kvq_apps.serve.server import Server
-from kvq_runtime.bundle import Bundle
+from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling
-from kvq_runtime.hunks import common_prefix
+from kvq_runtime.sequence.hunks import common_prefix
 from kvq_specdraft import drafter_named
 from serving import CHAT, GREEDY, ask, loaded, metric, running
 from shelf import EIGHT, Shelf
 
 pytestmark = [
     pytest.mark.usefixtures("own_state"),
-    pytest.mark.skipif(not native.available(), reason=native.why_not()),
+    pytest.mark.skipif(not native_library.available(), reason=native_library.why_not()),
 ]
 SYSTEM = {"role": "system", "content": "A page holds sixty-four tokens; a plan says how many. " * 9}
 
@@ -53,7 +53,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def asked(server: Server, *messages: dict[str, str], **more: Any) -> Any:
+def answered(server: Server, *messages: dict[str, str], **more: Any) -> Any:
     body = {"messages": list(messages), "max_tokens": 6, **GREEDY, **more}
     return ask(server, CHAT, body)
 
@@ -76,36 +76,36 @@ def test_a_server_goes_back_to_a_turns_end(server: Server, bundle: Path) -> None
     first = [SYSTEM, user("How many pages does a session hold? " * 8)]
     other = [SYSTEM, user("What does a plan say of a page? " * 8)]
     edited = [SYSTEM, user("How many pages does a session hold? " * 7 + "And why?")]
-    held, conversations = list[int](), (first, first, other, edited)
+    cached_ids, conversations = list[int](), (first, first, other, edited)
     answers: list[Any] = []
     for messages in conversations:
-        reply = asked(server, *messages)
+        reply = answered(server, *messages)
         ids = ids_of(bundle, *messages)
         assert reply.json["usage"]["prompt_tokens"] == len(ids)
         system, turn = turns_of(bundle, ids)
-        shared = common_prefix(held, ids)
+        shared = common_prefix(cached_ids, ids)
         nearest = max((place for place in (system, turn) if place <= shared), default=0)
-        if held:
+        if cached_ids:
             assert system <= shared
             assert nearest - FOLD_TOKENS < reply.cached_tokens <= shared
-        held = ids
+        cached_ids = ids
         answers.append(reply.json["choices"])
     for messages, answer in zip(conversations, answers, strict=True):
-        fresh = asked(server, *messages, cache_prompt=False)
+        fresh = answered(server, *messages, cache_prompt=False)
         assert fresh.cached_tokens == 0
         assert fresh.json["choices"] == answer
 
 
 def test_a_conversation_goes_on(server: Server, bundle: Path) -> None:
     messages = [SYSTEM, user("How many pages? " * 12)]
-    reply = asked(server, *messages)
+    reply = answered(server, *messages)
     for question in ("Why?", "And then?", "Who says so?"):
         ids = ids_of(bundle, *messages)
         answer = {"role": "assistant", "content": reply.json["choices"][0]["message"]["content"]}
         messages += [answer, user(question * 20)]
-        reply = asked(server, *messages)
+        reply = answered(server, *messages)
         assert reply.cached_tokens > turns_of(bundle, ids)[-1] - FOLD_TOKENS
-    fresh = asked(server, *messages, cache_prompt=False)
+    fresh = answered(server, *messages, cache_prompt=False)
     assert fresh.json["choices"] == reply.json["choices"]
 
 
@@ -134,12 +134,12 @@ def test_a_chat_edits_a_message(bundle: Path) -> None:
     # The first turn's end is where the text was gone back to.
     (turn,) = turns_of(bundle, ids_of(bundle, user(question)))
     assert stats.cached_tokens > turn - FOLD_TOKENS
-    for texts, wanted in (((question, first, "and later? " * 30), changed), ((question,), first)):
+    for texts, expected in (((question, first, "and later? " * 30), changed), ((question,), first)):
         fresh = local(bundle)
         fresh.open()
-        found, _ = reply(fresh, *texts)
+        actual, _ = reply(fresh, *texts)
         fresh.close()
-        assert found == wanted
+        assert actual == expected
     assert second != changed
 
 
@@ -154,7 +154,9 @@ def test_commands_answer_as_a_chat_does(
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"How many pages?")))
     assert main(["chat", str(bundle), *words, "--no-log"]) == 0
     assert capsys.readouterr().out == once
-    app = chat_pilot.run(conversation, local(bundle), max_tokens=8, asked={"temperature": 0})
+    app = chat_pilot.run(
+        conversation, local(bundle), max_tokens=8, sampling_overrides={"temperature": 0}
+    )
     first, again = (row.text for row in app.controller.conversation.messages[1::2])
     assert first == once.removesuffix("\n")
     assert again
@@ -175,12 +177,12 @@ def test_a_server_drafts_with_the_models_head(shelf: Shelf) -> None:
         draft = (lambda: None) if name == "none" else partial(drafter_named, name)
         load = loaded(bundle, context_tokens=400, draft=draft)
         with running(load, sessions=2, saved_bytes=0) as server, ThreadPoolExecutor(3) as threads:
-            found = [
-                one.json
+            replies = [
+                reply.json
                 for _ in range(2)
-                for one in threads.map(lambda talk: asked(server, *talk, max_tokens=20), talks)
+                for reply in threads.map(lambda talk: answered(server, *talk, max_tokens=20), talks)
             ]
-            answers[name] = [one["choices"] for one in found]
+            answers[name] = [reply["choices"] for reply in replies]
             drafted = metric(server, "drafted_tokens_total")
             assert (drafted > 0) == (name != "none")
     first, second = answers.values()

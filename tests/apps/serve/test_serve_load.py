@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_a_client_that_leaves_while_queued_or_prefilling(
     assert metric(served, "jobs_cancelled_total") == 3
 
 
-def held() -> tuple[int, int, int]:
+def resources() -> tuple[int, int, int]:
     """(descriptors, threads, resident bytes) of this process.
 
     Not counted are asyncio's own helpers, of which there are a few more or fewer, never many.
@@ -160,13 +161,13 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(tmp_path: Path) -> None:
         mixed(server, 100)
         # The thread that writes sessions begins with the first of them.
         wait_until(lambda: saved.saved and quiet())
-        files, threads, before = held()
+        files, threads, before = resources()
         mixed(server, 1000)
         wait_until(quiet)
         # Each kind came a hundred times, so what any of them leaves would be a hundred; a few
         # descriptors and threads come and go by themselves.
-        wait_until(lambda: held()[0] < files + 10 and held()[1] < threads + 10)
-        assert held()[2] - before < max(4 << 20, before // 50)
+        wait_until(lambda: resources()[0] < files + 10 and resources()[1] < threads + 10)
+        assert resources()[2] - before < max(4 << 20, before // 50)
         assert not server.pool.busy
         assert not any(slot.busy for slot in server.pool.served.slots.all)
         assert len(rule.sessions) == 2
@@ -269,6 +270,39 @@ def test_a_reader_that_never_reads_is_given_up() -> None:
         assert server.pool.queue == (0, 0)
 
 
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_reader_that_never_reads_gives_way_to_who_waits(readers: int, tmp_path: Path) -> None:
+    loud = Rule(detokenizer=Loud, folder=tmp_path)
+    settings = {"stall_s": 3600.0, "contended_stall_s": 0.3}
+    with ExitStack() as stack:
+        server = stack.enter_context(running(loud.load, sessions=readers, **settings))
+        for number in range(readers):
+            dead = stack.enter_context(connect(server))
+            dead.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            body = {"prompt": [70 + number] * 100, "max_tokens": 1500, "stream": True}
+            dead.sendall(request_bytes("POST", COMPLETIONS, body))
+
+        def stalled() -> list[float]:
+            return [job.outbox.stalled_s() for job in server.pool.running]
+
+        # As long as nobody waits they keep their slots.
+        wait_until(lambda: len(stalled()) == readers and min(stalled()) > 0.6)
+        assert metric(server, "jobs_cancelled_total") == 0
+        started = time.monotonic()
+        other = ask(server, COMPLETIONS, {"prompt": "hi", "max_tokens": 2})
+        assert time.monotonic() - started < 3.0
+        assert len(other.json["choices"][0]["text"]) == 40_000
+        # One waited, so one had to go; what it had computed is reused.
+        assert metric(server, "jobs_cancelled_total") == 1
+        cached = []
+        for number in range(readers):
+            # An answer precedes the end of its job: until then no slot is free.
+            wait_until(lambda: len(server.pool.running) == readers - 1)
+            body = {"prompt": [70 + number] * 100, "max_tokens": 1}
+            cached.append(ask(server, COMPLETIONS, body).cached_tokens)
+        assert sorted(cached) == [0] * (readers - 1) + [99]
+
+
 def test_a_reader_that_never_reads_is_given_up_while_others_are_served(rule: Rule) -> None:
     backend, config = rule.backend, ServeConfig(sessions=2, chunk_tokens=16, stall_s=0.0)
     pool = SessionPool(lambda: rule.load(config), config, lambda: None)
@@ -287,6 +321,25 @@ def test_a_reader_that_never_reads_is_given_up_while_others_are_served(rule: Rul
     assert pool.running == (read,)
     backend.open()
     pool.stop()
+
+
+# Long texts
+
+
+@pytest.mark.slow
+def test_long_texts_hold_up_no_ordinary_request(tiny: Server) -> None:
+    texts = ["a" * (15 << 20), "x1+" * (5 << 20), "+" * (15 << 20), "a b1" * (3 << 20)] * 2
+    waits: list[float] = []
+    with ThreadPoolExecutor(len(texts)) as threads:
+        long = [threads.submit(ask, tiny, "/tokenize", {"content": text}) for text in texts]
+        while not all(future.done() for future in long):
+            started = time.monotonic()
+            assert ask(tiny, "/tokenize", {"content": "def f(x): return x"}).status == 200
+            waits.append(time.monotonic() - started)
+    assert [future.result().status for future in long] == [400] * len(texts)
+    assert len(waits) > 3
+    assert sorted(waits)[len(waits) // 2] < 1.0
+    assert max(waits) < 10.0
 
 
 # The queue (SRV-6, SRV-20)
@@ -425,25 +478,25 @@ def test_choices_of_one_prompt_are_what_they_are_in_turn(rule: Rule) -> None:
         body = {"prompt": "The quick brown fox", "max_tokens": length, "seed": 5, "n": count}
         settings = {"temperature": 1.2, "top_k": 0, "top_p": 1, "min_p": 0, "logprobs": 2}
         reply = ask(server, COMPLETIONS, body | settings | more).json
-        found: list[dict[str, Any]] = reply["choices"]
-        written = sum(len(one["logprobs"]["tokens"]) for one in found)
+        answers: list[dict[str, Any]] = reply["choices"]
+        written = sum(len(choice["logprobs"]["tokens"]) for choice in answers)
         assert reply["usage"]["completion_tokens"] - written in range(count + 1)  # ends are hidden
-        return found
+        return answers
 
     with running(rule.load, sessions=1) as server:
         # 16 tokens of each of 4 fit the rows of a branch; 18 do not, and are written in turn.
         together, apart = choices(4, 16), choices(4, 18)
         letter = together[0]["text"][2]
         stopped = choices(4, 16, stop=[letter])
-    assert len({one["text"] for one in together}) == 4
-    assert [len(own[0]) for own in rule.backend.passes[1:16]] == [4] * 15
-    for one, longer in zip(together, apart, strict=True):
-        assert longer["text"].startswith(one["text"])
+    assert len({choice["text"] for choice in together}) == 4
+    assert [len(pass_rows[0]) for pass_rows in rule.backend.passes[1:16]] == [4] * 15
+    for choice, longer in zip(together, apart, strict=True):
+        assert longer["text"].startswith(choice["text"])
         for key in ("tokens", "token_logprobs", "top_logprobs"):
-            assert longer["logprobs"][key][:16] == one["logprobs"][key]
-    for one, whole in zip(stopped, together, strict=True):
-        assert one["text"] == whole["text"].split(letter)[0]
-        assert one["finish_reason"] == ("stop" if letter in whole["text"] else "length")
+            assert longer["logprobs"][key][:16] == choice["logprobs"][key]
+    for choice, whole in zip(stopped, together, strict=True):
+        assert choice["text"] == whole["text"].split(letter)[0]
+        assert choice["finish_reason"] == ("stop" if letter in whole["text"] else "length")
 
 
 # Faults of the engine (SRV-15), long prompts (SRV-16)

@@ -42,8 +42,8 @@ def test_the_official_node_client(
         served = serve_engine(Engine.open(bundle, threads=1), {"context_tokens": 512}, config)
         control = served.tokenizer.control
         knows_tools = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}" + CHATML
-        told = Tokenizer.from_json(byte_level_tokenizer().to_str(), control, knows_tools)
-        return replace(served, tokenizer=told)
+        with_tools = Tokenizer.from_json(byte_level_tokenizer().to_str(), control, knows_tools)
+        return replace(served, tokenizer=with_tools)
 
     script = Path(__file__).with_name("openai_client.mjs")
     with running(load, saved_bytes=0, api_key="right", strict_model=True) as server:
@@ -53,11 +53,11 @@ def test_the_official_node_client(
         )  # fmt: skip
         wait_until(lambda: server.pool.queue == (0, 0))
     assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)
+    outcome = json.loads(finished.stdout)
 
-    whole, streamed = found["whole"], found["streamed"]
+    whole, streamed = outcome["whole"], outcome["streamed"]
     texts = [choice["message"]["content"] for choice in whole["choices"]]
-    assert found["model"] == whole["model"] == "bundle"
+    assert outcome["model"] == whole["model"] == "bundle"
     assert len(set(texts)) == 3
     assert whole["usage"]["completion_tokens"] == 18
     assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] + 18
@@ -67,22 +67,22 @@ def test_the_official_node_client(
     assert [usage["completion_tokens"] for usage in streamed["usages"]] == [18]
     assert streamed["ids"] == 1
 
-    rows = found["ranked"]["logprobs"]["content"]
+    rows = outcome["ranked"]["logprobs"]["content"]
     assert [len(row["top_logprobs"]) for row in rows] == [2] * 6
     assert all(row["logprob"] == row["top_logprobs"][0]["logprob"] < 0 for row in rows)
     text = b"".join(bytes(row["bytes"]) for row in rows).decode(errors="replace")
-    assert text == found["ranked"]["message"]["content"]
-    (choice,) = found["completed"]["choices"]
+    assert text == outcome["ranked"]["message"]["content"]
+    (choice,) = outcome["completed"]["choices"]
     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == 5
     assert all(len(top) >= 3 for top in choice["logprobs"]["top_logprobs"])
 
     cities, days = {"Paris", "Zürich"}, {1, 2, 3}
-    for choice in found["held"]:
+    for choice in outcome["held"]:
         trip = json.loads(choice["message"]["content"])
         assert (choice["finish_reason"], trip.keys()) == ("stop", {"city", "days"})
         assert trip["city"] in cities
         assert trip["days"] in days
-    for choice in (found["calls"], found["finalCalls"]):
+    for choice in (outcome["calls"], outcome["finalCalls"]):
         assert choice["finish_reason"] == "tool_calls"
         (call,) = choice["message"]["tool_calls"]
         assert (call["type"], call["function"]["name"]) == ("function", "weather")
@@ -90,7 +90,7 @@ def test_the_official_node_client(
         assert trip["city"] in cities
         assert trip["days"] in days
 
-    assert found["errors"] == {
+    assert outcome["errors"] == {
         "NotFoundError": "not_found_error",
         "BadRequestError": "invalid_request_error",
         "AuthenticationError": "authentication_error",

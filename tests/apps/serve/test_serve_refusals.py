@@ -1,9 +1,12 @@
 """What the server refuses: bad input, bodies without end, clients too many or unknown."""
 
+import hashlib
 import json
 import logging
 import re
+import socket
 import time
+from base64 import b64encode
 from dataclasses import replace
 from typing import Any
 
@@ -59,25 +62,32 @@ BAD = [
     (CHAT, chat("hi", n=99), 400, "n"),
     (CHAT, chat("hi", n=True), 400, "n"),
     (CHAT, chat("hi", stop=list("abcde" * 13)), 400, "stop"),
-    (CHAT, chat("hi", stop=[""]), 400, "stop"),
+    (CHAT, chat("hi", stop=[3]), 400, "stop"),
     (CHAT, chat("hi", max_tokens=-2), 400, "max_tokens"),
-    (CHAT, chat("hi", max_tokens=0), 400, "max_tokens"),
     (CHAT, chat("hi", max_completion_tokens=1.5), 400, "max_completion_tokens"),
     (CHAT, chat("hi", temperature="hot"), 400, "temperature"),
     (CHAT, b'{"messages":[{"role":"user","content":"x"}],"temperature":1e999}', 400, "temperature"),
-    (CHAT, chat("hi", top_p=0), 400, "top_p"),
+    (CHAT, chat("hi", top_p=-0.1), 400, "top_p"),
     (CHAT, chat("hi", stream="yes"), 400, "stream"),
-    (CHAT, chat("hi", logit_bias={"9999": 1}), 400, "logit_bias.9999"),
+    (CHAT, chat("hi", logit_bias={"9999": 1}), 400, "logit_bias"),
     (CHAT, chat("hi", logit_bias=[1]), 400, "logit_bias"),
+    (CHAT, chat("hi", logit_bias=[[1, 2], [3, True]]), 400, "logit_bias[1].bias"),
+    (CHAT, chat("hi", logit_bias=[[{}, 2]]), 400, "logit_bias"),
+    (CHAT, chat("hi", logit_bias=[["\ud800", 2]]), 400, "logit_bias"),
     (CHAT, chat("hi", top_logprobs=2), 400, "top_logprobs"),
     (CHAT, chat("hi", presence_penalty=2.5), 400, "presence_penalty"),
     (CHAT, chat("hi", x_kvq={"priority": "now"}), 400, "x_kvq.priority"),
     (COMPLETIONS, {}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": ""}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": []}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": ["x", True]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": ["x", 9999]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": [["x", []]]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": "x", "n": 2, "best_of": 1}, 400, "best_of"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 2, "stream": True}, 400, "best_of"),
+    (COMPLETIONS, {"prompt": "x", "suffix": "y", "echo": True}, 400, "echo"),
     (COMPLETIONS, {"prompt": [9999]}, 400, "prompt"),
     (COMPLETIONS, {"prompt": {"a": 1}}, 400, "prompt"),
     (COMPLETIONS, {"prompt": "x", "echo": 1}, 400, "echo"),
-    (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
     ("/infill", {"input_prefix": 3}, 400, "input_prefix"),
     ("/infill", {"input_extra": [{"text": 3}]}, 400, "input_extra[0].text"),
     ("/completion", {"prompt": "x", "grammar": "root"}, 400, "grammar"),
@@ -195,13 +205,60 @@ def test_a_head_that_never_ends_is_given_up(rule: Rule) -> None:
             assert reply.json["choices"][0]["text"] == rule.text("hi", 3)
 
 
+_HEAD = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+_CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+_REFUSED, _PASSED = b"Content-Type: text/plain\r\n", b"Content-Type: application/json\r\n"
+_PIPELINED = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "statuses"),
+    [
+        ([b"\x16\x03\x01\x02\x00\r\n\r\n"], [400]),
+        ([b"GET / HTTP/1.1\r\n\r\n"], [400]),
+        ([b"GET /\r\n\r\n"], [400]),
+        ([_HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc"], [400]),
+        ([_HEAD + b"Transfer-Encoding: gzip\r\n\r\n"], [400]),
+        ([_HEAD + b"X: " + b"a" * 100_000], [400]),
+        ([_HEAD + _REFUSED + _CHUNKED + b"ZZ\r\n"], [400]),
+        ([_HEAD + _REFUSED + _CHUNKED, b"ZZ\r\n"], [415]),
+        ([_HEAD + _PASSED + _CHUNKED + b"2\r\n{}\r\nZZ\r\n"], [400]),
+        ([_HEAD + _PASSED + _CHUNKED, b"2\r\n{}\r\nZZ\r\n"], [400]),
+        ([_PIPELINED, b"xxxx\r\n\r\n"], [200, 400]),
+        ([_HEAD + b"Connection: upgrade\r\nUpgrade: websocket\r\n" + _REFUSED + b"\r\n"], [415]),
+    ],
+)
+def test_what_is_no_http_is_one_line_of_the_log(
+    parts: list[bytes], statuses: list[int], rule: Rule, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(rule.load, head_s=0.5) as server:
+        caplog.clear()
+        with connect(server) as connection:
+            for part in parts[:-1]:
+                connection.sendall(part)
+                time.sleep(0.1)
+            connection.sendall(parts[-1])
+            connection.shutdown(socket.SHUT_WR)
+            raw = read_all(connection)
+        # Later than the time for a head, nothing more is done for this connection.
+        time.sleep(0.7)
+        assert ask(server, "/health").status == 200
+    assert [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", raw)] == statuses
+    if statuses[-1] == 400:
+        assert b'"type": "invalid_request_error"' in raw
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert lines[0].exc_info is None
+    assert "\n" not in lines[0].getMessage()
+
+
 def test_a_connection_too_many_is_refused(rule: Rule) -> None:
     with running(rule.load, sessions=1, queue=1, spare_connections=1) as server:
-        held = [connect(server) for _ in range(3)]
+        connections = [connect(server) for _ in range(3)]
         reply = ask(server, "/health")
         assert (reply.status, reply.json["error"]["code"]) == (503, "too_many_connections")
         assert reply.headers["retry-after"] == "1"
-        for connection in held:
+        for connection in connections:
             connection.close()
         wait_until(lambda: ask(server, "/health").status == 200)
 
@@ -272,7 +329,12 @@ def test_a_browser_is_told_what_is_served_and_how_to_connect(rule: Rule) -> None
         assert reply.headers["content-type"] == "text/html; charset=utf-8"
         assert "default-src 'none'" in reply.headers["content-security-policy"]
         assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in text
-        assert "<script" not in text
+        # The one script is the page's own, and no other is let run.
+        (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+        digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy = reply.headers["content-security-policy"]
+        assert re.findall("script-src[^;]*", policy) == [f"script-src 'sha256-{digest}'"]
+        assert text.count("<script") == 1
         assert f"{server.address}/v1" in text
         assert "secret" not in text
         assert not re.search("(src|href)=.(?!/)", text)  # nothing from elsewhere
@@ -331,7 +393,27 @@ def test_web_pages_are_kept_out(rule: Rule) -> None:
         assert "access-control-allow-credentials" not in flight.headers
         allowed = ask(server, COMPLETIONS, body, {"Origin": good})
         assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, good)
-        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        for kind in ("text/plain", "multipart/form-data; boundary=x"):
             assert ask(server, COMPLETIONS, body, {"Content-Type": kind}).status == 415
         kind = "application/json; charset=utf-8"
         assert ask(server, COMPLETIONS, body, {"Content-Type": kind}).status == 200
+
+
+@pytest.mark.parametrize("kind", ["-", "application/x-www-form-urlencoded"])
+def test_json_without_its_type_is_read_and_no_page_may_send_it(kind: str, rule: Rule) -> None:
+    """As `curl -d` sends it, with or without its own type."""
+    body, typed = {"prompt": "hi", "max_tokens": 2}, {"Content-Type": kind}
+    with running(rule.load) as server:
+        reply = ask(server, COMPLETIONS, body, typed)
+        assert reply.json["choices"][0]["text"] == rule.text("hi", 2)
+        origin = {"Origin": "http://127.0.0.1", "Sec-Fetch-Site": "same-origin"}
+        assert ask(server, COMPLETIONS, body, typed | origin).status == 200
+        for foreign in (
+            {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
+            {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://127.0.0.1:1"},
+        ):  # fmt: skip
+            reply = ask(server, COMPLETIONS, body, typed | foreign)
+            assert (reply.status, reply.json["error"]["code"]) == (403, "foreign_origin"), foreign
+        # What a form itself sends is no JSON.
+        form = ask(server, COMPLETIONS, b"prompt=hi&max_tokens=2", typed)
+        assert (form.status, form.json["error"]["type"]) == (400, "invalid_request_error")

@@ -1,5 +1,6 @@
 """Sessions reach the disk on a thread of their own: order and counts on a disk held back."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvq.errors import SnapshotError
-from kvq_runtime import snapshot
 from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.saving import SavedSessions, as_ids
-from kvq_runtime.session import Session
+from kvq_runtime.session import snapshot
+from kvq_runtime.session.session import Session
 from serving import COMPLETIONS, PATIENCE_S, Reply, Rule, ask, read_all, running, send, wait_until
 
 
@@ -190,25 +191,96 @@ def test_a_captured_session_is_that_moments(tmp_path: Path) -> None:
     rule = Rule()
     session, other = rule.session(), rule.session()
     session.prefill([70] * 40)
-    taken = session.capture()
+    snapshot = session.capture()
     session.rollback(30)
     session.prefill([71] * 5)
-    other.restore(taken)
+    other.restore(snapshot)
     assert other.tokens == (70,) * 40
-    taken.write(tmp_path / "one.kvq")
+    snapshot.write(tmp_path / "one.kvq")
     session.load(tmp_path / "one.kvq")
     assert session.tokens == other.tokens
     narrow = Rule(context_tokens=64).session()
     with pytest.raises(SnapshotError, match="another context_tokens"):
-        narrow.restore(taken)
+        narrow.restore(snapshot)
 
 
 def test_servers_that_share_a_folder_resume_each_others_sessions(tmp_path: Path) -> None:
-    one, other = Rule(folder=tmp_path), Rule(folder=tmp_path)
+    rule, other = Rule(folder=tmp_path), Rule(folder=tmp_path)
     with running(other.load, sessions=1) as second:
         ask(second, COMPLETIONS, prompt(1))  # it has looked, and found nothing
-        with running(one.load, sessions=1, idle_save_s=3600) as first:
+        with running(rule.load, sessions=1, idle_save_s=3600) as first:
             whole = ask(first, COMPLETIONS, prompt(0, 3))
-        found = ask(second, COMPLETIONS, prompt(0, 3))
-        assert found.cached_tokens == 99
-        assert found.json["choices"] == whole.json["choices"]
+        reply = ask(second, COMPLETIONS, prompt(0, 3))
+        assert reply.cached_tokens == 99
+        assert reply.json["choices"] == whole.json["choices"]
+
+
+def plant(kind: str, path: Path) -> None:
+    """What another program may leave in the place of a session's file."""
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "link":
+        path.symlink_to(path.parent.parent / "kept")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(100 << 30)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("suffix", [".ids", ".kvq"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "link", "folder", "sparse"])
+def test_what_is_no_file_of_a_session_is_told_once_and_never_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, suffix: str
+) -> None:
+    rule = Rule(folder=tmp_path)
+    with running(rule.load, sessions=1) as server:
+        first = ask(server, COMPLETIONS, prompt(0))
+    (path,) = tmp_path.rglob(f"*{suffix}")
+    (tmp_path / "kept").write_bytes(path.read_bytes())
+    plant(kind, path)
+    caplog.clear()
+    with running(rule.load, sessions=1, idle_save_s=0.01) as server:
+        saved = server.pool.served.slots.saved
+        reply = ask(server, COMPLETIONS, prompt(0))
+        assert reply.cached_tokens == 0
+        assert reply.json["choices"] == first.json["choices"]
+        wait_until(lambda: saved.saved == 1)
+        # The folder has changed, and is looked at again.
+        assert ask(server, COMPLETIONS, prompt(1)).status == 200
+    lines = [line for line in caplog.messages if line.startswith("a saved session")]
+    assert len(lines) == 1, caplog.text
+
+
+def test_another_users_sessions_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = SavedSessions(tmp_path, "key", 1 << 20)
+    session = Rule(folder=tmp_path).session()
+    session.prefill([70] * 100)
+    row = saved.save(session, as_ids(session.tokens), None)
+    saved.writer.close()
+    assert len(SavedSessions(tmp_path, "key", 1 << 20)) == 1
+    assert len(SavedSessions(tmp_path, "key", 1 << 20, context_tokens=98)) == 0
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    assert len(SavedSessions(tmp_path, "key", 1 << 20)) == 0
+    assert [line.partition(": ")[0] for line in caplog.messages] == [
+        "a saved session is ignored"
+    ] * 2
+    # What is not ours is neither counted nor deleted.
+    SavedSessions(tmp_path, "other", 0)._make_room(tmp_path / "none")
+    assert row.path.exists()
+
+
+def test_making_room_follows_no_link(tmp_path: Path) -> None:
+    private, shared = tmp_path / "own", tmp_path / "shared"
+    private.mkdir()
+    shared.mkdir()
+    (private / "talk.kvq").write_bytes(b"0" * 100)
+    (shared / "planted").symlink_to(private)
+    SavedSessions(shared, "key", 10)._make_room(shared / "none")
+    assert (private / "talk.kvq").exists()

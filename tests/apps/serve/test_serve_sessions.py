@@ -18,7 +18,7 @@ from kvq_apps.serve.server import Server
 from kvq_runtime.serving.pool import Counts
 from kvq_runtime.serving.saving import SavedSessions, as_ids
 from kvq_runtime.serving.slots import Slot, Slots
-from kvq_runtime.snapshot import SnapshotError
+from kvq_runtime.session.snapshot import SnapshotError
 from serving import (
     CHAT,
     COMPLETIONS,
@@ -97,16 +97,16 @@ def test_a_prompt_is_found_again_by_its_owner_only(sessions: int, tmp_path: Path
     rule = Rule(folder=tmp_path)
     prompt = [70] * 50 + [71] * 50
 
-    def found(salt: str) -> int:
+    def cached_tokens(salt: str) -> int:
         body = {"prompt": prompt, "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
         return ask(server, COMPLETIONS, body).cached_tokens
 
     with running(rule.load, sessions=sessions, idle_save_s=0.0) as server:
-        assert [found(salt) for salt in ("a", "a", "b", "", "b")] == [0, 100, 0, 0, 100]
+        assert [cached_tokens(salt) for salt in ("a", "a", "b", "", "b")] == [0, 100, 0, 0, 100]
         # with one slot the text comes back from the disk, and from its owner's file
         wait_until(lambda: metric(server, "sessions_saved_total") >= 1)
-        assert found("c") == 0
-        assert found("a") == 100
+        assert cached_tokens("c") == 0
+        assert cached_tokens("a") == 100
 
 
 def test_a_short_common_beginning_does_not_destroy_a_long_session(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_an_editors_keystrokes_leave_the_chats_alone(tmp_path: Path) -> None:
             body = {"input_prefix": f"x{number} = ", "input_suffix": "\nprint(x)" * 20}
             assert ask(server, "/infill", {**body, "n_predict": 3}).json["tokens_predicted"] == 3
         assert metric(server, "sessions_saved_total") == 0
-        held = [slot for slot in server.pool.served.slots.all if len(slot.tokens)]
-        assert [slot.transient for slot in held].count(True) == 1
+        filled = [slot for slot in server.pool.served.slots.all if len(slot.tokens)]
+        assert [slot.transient for slot in filled].count(True) == 1
         for talk in talks:
             reply = ask(server, CHAT, {**talk, "max_tokens": 2})
             assert reply.cached_tokens == reply.json["usage"]["prompt_tokens"] - 1
@@ -182,7 +182,7 @@ def test_a_full_disk_costs_time_only(
     def full(*_: Any) -> None:
         raise SnapshotError("the session cannot be saved: No space left on device")
 
-    monkeypatch.setattr("kvq_runtime.snapshot.write", full)
+    monkeypatch.setattr("kvq_runtime.session.snapshot.write", full)
     rule = Rule(folder=tmp_path)
     with running(rule.load, sessions=1, idle_save_s=0.01) as server:
         for _ in range(2):
@@ -239,8 +239,8 @@ def test_half_written_files_of_a_killed_process_are_removed(tmp_path: Path) -> N
 
 def test_a_squeezed_session_is_not_reused_for_what_fits(rule: Rule) -> None:
     session = rule.session()
-    held: Any = SimpleNamespace(whole_tokens=100)
-    session.sequence.config = replace(session.sequence.config, arena=held)
+    arena: Any = SimpleNamespace(whole_tokens=100)
+    session.sequence.config = replace(session.sequence.config, arena=arena)
     slot = Slot(session)
 
     def reused(length: int) -> int:
@@ -262,7 +262,7 @@ def test_what_an_editor_changed_is_found_once(rule: Rule, monkeypatch: pytest.Mo
     text = [*range(70, 150)]
     edited = [*text[:20], 60, 61, *text[20:]]
 
-    def taken(ids: list[int]) -> int:
+    def reuse(ids: list[int]) -> int:
         slot = slots.lease(ids, owner="me", reuse=True, transient=True)
         assert slot is not None
         kept = slot.align(ids, edits=True)
@@ -271,10 +271,10 @@ def test_what_an_editor_changed_is_found_once(rule: Rule, monkeypatch: pytest.Mo
         slots.release(slot)
         return kept
 
-    assert taken(text) == 0
+    assert reuse(text) == 0
     with monkeypatch.context() as patched:
-        patched.setattr("kvq_runtime.sequence.hunks", None)
-        assert taken(edited) > 60
+        patched.setattr("kvq_runtime.sequence.sequence.hunks", None)
+        assert reuse(edited) > 60
     (slot,) = (slot for slot in slots.all if len(slot.tokens))
     assert slot.align(text, edits=True) > 60
     assert slot.session.tokens == tuple(text)
@@ -343,20 +343,20 @@ def test_what_has_a_slot_and_has_not_begun_is_answered_while_leaving(
 ) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(running(rule.load, sessions=1, grace_s=PATIENCE_S))
-        held, begin = Event(), server.pool._begin
+        release, begin = Event(), server.pool._begin
 
         def late(*job_and_model: Any) -> None:
-            assert held.wait(PATIENCE_S)
+            assert release.wait(PATIENCE_S)
             begin(*job_and_model)
 
         monkeypatch.setattr(server.pool, "_begin", late)
-        stack.callback(held.set)
+        stack.callback(release.set)
         stream = stack.enter_context(send(server, COMPLETIONS, {"prompt": "abc", "max_tokens": 4}))
         wait_until(lambda: server.pool.queue == (0, 1))
         server.stop()
         wait_until(lambda: server.pool.draining)
         assert server.pool.busy
-        held.set()
+        release.set()
         assert Reply(read_all(stream)).json["choices"][0]["text"] == rule.text("abc", 4)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from kvq_apps.serve.server import Server
-from kvq_apps.serve.tools import answered_calls
+from kvq_apps.serve.tools import attach_results
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
 from serving import CHAT, Rule, ask, client, running
@@ -113,47 +113,47 @@ def streamed(server: Server, **more: Any) -> tuple[str, str, list[Any], dict[str
 def test_a_thought_is_told_apart_and_counted(open_mark: bool, special: bool) -> None:
     said = f"{'' if open_mark else '<think>'}\n{THOUGHT}\n</think>\n\nSeven."
     with served(said, open_mark=open_mark, special=special) as server:
-        found = message(server)
-        assert (found["reasoning_content"], found["content"]) == (THOUGHT, "Seven.")
+        answer = message(server)
+        assert (answer["reasoning_content"], answer["content"]) == (THOUGHT, "Seven.")
         count = len(server.rule.tokenizer.encode(THOUGHT))  # type: ignore[attr-defined]
-        assert found["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
-        assert found["usage"]["completion_tokens"] > count
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+        assert answer["usage"]["completion_tokens"] > count
         thought, content, _, usage = streamed(server)
         assert (thought, content) == (THOUGHT, "Seven.")
         assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
         # The official client hands it on.
         with client(server) as sdk:
-            told = sdk.chat.completions.create(**user()).choices[0].message
-            assert told.reasoning_content == THOUGHT  # type: ignore[attr-defined]
+            chat_message = sdk.chat.completions.create(**user()).choices[0].message
+            assert chat_message.reasoning_content == THOUGHT  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("special", [False, True])
 def test_a_channel_of_analysis_is_a_thought(special: bool) -> None:
-    own = {"special": special, "template": CHANNELS, "marks": CHANNEL_MARKS}
-    with served(f"{ANALYSIS}Seven.", **own) as server:
-        found = message(server)
-        assert (found["reasoning_content"], found["content"]) == (THOUGHT, "Seven.")
+    options = {"special": special, "template": CHANNELS, "marks": CHANNEL_MARKS}
+    with served(f"{ANALYSIS}Seven.", **options) as server:
+        answer = message(server)
+        assert (answer["reasoning_content"], answer["content"]) == (THOUGHT, "Seven.")
         assert streamed(server)[:2] == (THOUGHT, "Seven.")
-    with served(f"{FINAL}Seven.", **own) as server:
-        found = message(server)
-        assert (found.get("reasoning_content"), found["content"]) == (None, "Seven.")
+    with served(f"{FINAL}Seven.", **options) as server:
+        answer = message(server)
+        assert (answer.get("reasoning_content"), answer["content"]) == (None, "Seven.")
     for said, thought in ((ANALYSIS, THOUGHT), (FINAL, None)):
-        with served(f'{said}{{"a": 7}}', **own) as server:
-            found = message(server, response_format={"type": "json_object"})
-            assert json.loads(found["content"]) == {"a": 7}
-            assert found.get("reasoning_content") == thought
-    with served(f"{ANALYSIS}Seven.", **own) as server:
-        found = message(server, reasoning_budget_tokens=4, max_tokens=40)
-        assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 4
-        assert THOUGHT.startswith(found["reasoning_content"])
+        with served(f'{said}{{"a": 7}}', **options) as server:
+            answer = message(server, response_format={"type": "json_object"})
+            assert json.loads(answer["content"]) == {"a": 7}
+            assert answer.get("reasoning_content") == thought
+    with served(f"{ANALYSIS}Seven.", **options) as server:
+        answer = message(server, reasoning_budget_tokens=4, max_tokens=40)
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 4
+        assert THOUGHT.startswith(answer["reasoning_content"])
 
 
 def test_a_cut_thought_is_no_answer() -> None:
     with served(f"<think>\n{THOUGHT}\n</think>\n\nSeven.", open_mark=False) as server:
-        found = message(server, max_tokens=6)
-        assert found["content"] == ""
-        assert THOUGHT.startswith(found["reasoning_content"])
-        assert found["reasoning_content"]
+        answer = message(server, max_tokens=6)
+        assert answer["content"] == ""
+        assert THOUGHT.startswith(answer["reasoning_content"])
+        assert answer["reasoning_content"]
 
 
 def test_what_is_told_of_a_thought() -> None:
@@ -182,28 +182,28 @@ def test_thinking_is_switched_by_the_template() -> None:
         whole = ask(server, "/apply-template", user(chat_template_kwargs={"mood": "<think>"}))
         assert whole.json["prompt"].startswith("<think>user")
         # Switched off, what comes is the answer.
-        found = message(server, reasoning_effort="none")
-        assert found["content"].endswith("</think>Seven.")
-        assert found["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+        answer = message(server, reasoning_effort="none")
+        assert answer["content"].endswith("</think>Seven.")
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_earlier_thoughts_are_the_templates_to_keep() -> None:
     with served("Seven.", open_mark=False) as server:
-        one = {"role": "assistant", "content": "A", "reasoning_content": "B"}
+        thoughtful = {"role": "assistant", "content": "A", "reasoning_content": "B"}
         other = {"role": "assistant", "content": "C", "reasoning": "D"}
-        body = user() | {"messages": [one, other], "add_generation_prompt": False}
+        body = user() | {"messages": [thoughtful, other], "add_generation_prompt": False}
         prompt = ask(server, "/apply-template", body).json["prompt"]
-        assert prompt.startswith("assistant: A\nassistant: (D) C\n")
+        assert prompt == "assistant: A\nassistant: (D) C"
 
 
 @pytest.mark.parametrize("open_mark", [False, True])
 def test_calls_come_after_a_thought(open_mark: bool) -> None:
     said = f"{'' if open_mark else '<think>'}Call <tool_call>?\n</think>\n\nNow.\n{CALL}"
     with served(said, open_mark=open_mark) as server:
-        found = message(server, tools=[WEATHER])
-        assert found["reasoning_content"] == "Call <tool_call>?"
-        assert found["content"] == "Now."
-        assert found["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"q": 1}'}
+        answer = message(server, tools=[WEATHER])
+        assert answer["reasoning_content"] == "Call <tool_call>?"
+        assert answer["content"] == "Now."
+        assert answer["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"q": 1}'}
         thought, content, calls, _ = streamed(server, tools=[WEATHER])
         assert (thought, content, len(calls)) == ("Call <tool_call>?", "Now.", 1)
 
@@ -230,14 +230,14 @@ def test_a_call_may_be_a_message_of_its_own_behind_a_thought(special: bool, befo
         (call, None, None),
         (f"{thought}{FINAL}It rains.", "It rains.", THOUGHT),
     ):
-        own = {"special": special, "template": CALLING, "marks": marks}
-        with served(said, **own) as server:  # type: ignore[arg-type]
-            found = message(server, tools=[WEATHER], max_tokens=200)
-            assert (found.get("reasoning_content"), found["content"] or None) == (thinks, content)
-            functions = [call["function"] for call in found.get("tool_calls", [])]
+        options = {"special": special, "template": CALLING, "marks": marks}
+        with served(said, **options) as server:  # type: ignore[arg-type]
+            answer = message(server, tools=[WEATHER], max_tokens=200)
+            assert (answer.get("reasoning_content"), answer["content"] or None) == (thinks, content)
+            functions = [call["function"] for call in answer.get("tool_calls", [])]
             assert functions == [{"name": "weather", "arguments": '{"q": 1}'}] * (FINAL not in said)
-            told, text, calls, _ = streamed(server, tools=[WEATHER], max_tokens=200)
-            assert (told or None, text or None) == (thinks, content)
+            reasoning, text, calls, _ = streamed(server, tools=[WEATHER], max_tokens=200)
+            assert (reasoning or None, text or None) == (thinks, content)
             assert len(calls) == len(functions)
 
 
@@ -290,14 +290,14 @@ def test_a_call_comes_behind_a_thought_that_a_budget_cuts(
     with served(said, special=special, template=CALLING, marks=marks) as server:
         rule = server.rule  # type: ignore[attr-defined]
         rule.backend.rule = thinking_first(rule.tokenizer, said)
-        found = message(server, tools=[FORECAST], reasoning_budget_tokens=budget, **more)
+        answer = message(server, tools=[FORECAST], reasoning_budget_tokens=budget, **more)
         encode, decode = rule.tokenizer.encode, rule.tokenizer.decode
         kept = decode(encode(THOUGHT)[:4]) if budget == 4 else THOUGHT
         content = "I look." if said.startswith(ASIDE) else said.partition(FINAL)[2]
         calls = [{"name": "weather", "arguments": '{"q": 1}'}] * (FINAL not in said)
-        assert found["reasoning_content"] == kept.strip()
-        assert (found["content"] or "") == content
-        assert [call["function"] for call in found.get("tool_calls", [])] == calls
+        assert answer["reasoning_content"] == kept.strip()
+        assert (answer["content"] or "") == content
+        assert [call["function"] for call in answer.get("tool_calls", [])] == calls
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -306,11 +306,11 @@ def test_a_budget_ends_a_thought(open_mark: bool, special: bool) -> None:
     said = f"{'' if open_mark else '<think>'}{THOUGHT}</think>Seven."
     with served(said, open_mark=open_mark, special=special) as server:
         assert message(server, reasoning_budget_tokens=500)["reasoning_content"] == THOUGHT
-        found = message(server, reasoning_budget_tokens=4, max_tokens=40)
+        answer = message(server, reasoning_budget_tokens=4, max_tokens=40)
         tokens = server.rule.tokenizer.encode(THOUGHT)  # type: ignore[attr-defined]
         kept = server.rule.tokenizer.decode(tokens[:4])  # type: ignore[attr-defined]
-        assert found["reasoning_content"] == kept.strip()
-        assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 4
+        assert answer["reasoning_content"] == kept.strip()
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 4
         # Without a thought the budget asks nothing of the answer.
         off = message(server, reasoning_budget_tokens=4, reasoning_effort="none", max_tokens=40)
         assert "reasoning_content" not in off
@@ -320,15 +320,15 @@ def test_a_budget_ends_a_thought(open_mark: bool, special: bool) -> None:
 def test_an_answers_form_begins_after_the_thought(open_mark: bool) -> None:
     said = f'{"" if open_mark else "<think>"}{THOUGHT}\n</think>\n\n{{"a": 7}}'
     with served(said, open_mark=open_mark) as server:
-        found = message(server, response_format={"type": "json_object"})
-        assert (found["reasoning_content"], json.loads(found["content"])) == (THOUGHT, {"a": 7})
-        found = message(server, response_format={"type": "json_object"}, tools=[WEATHER])
-        assert (found["reasoning_content"], json.loads(found["content"])) == (THOUGHT, {"a": 7})
+        answer = message(server, response_format={"type": "json_object"})
+        assert (answer["reasoning_content"], json.loads(answer["content"])) == (THOUGHT, {"a": 7})
+        answer = message(server, response_format={"type": "json_object"}, tools=[WEATHER])
+        assert (answer["reasoning_content"], json.loads(answer["content"])) == (THOUGHT, {"a": 7})
         grammar = 'root ::= thought\nthought ::= "{" behind "}"\nbehind ::= [^}]*'
         assert json.loads(message(server, grammar=grammar)["content"]) == {"a": 7}
-        found = message(server, regex="[0-9]{2}", reasoning_budget_tokens=3)
-        assert found["content"].isdigit()
-        assert found["reasoning_content"]
+        answer = message(server, regex="[0-9]{2}", reasoning_budget_tokens=3)
+        assert answer["content"].isdigit()
+        assert answer["reasoning_content"]
 
 
 @pytest.mark.parametrize(
@@ -353,12 +353,12 @@ def test_what_cannot_be_asked_is_refused_by_name(field: str, value: Any, said: s
 
 def test_results_go_where_the_template_looks_for_them() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    asked = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    call_turn = {"role": "assistant", "content": "", "tool_calls": [call, call]}
     results = [{"role": "tool", "name": "f", "content": text} for text in ('{"b": 2}', "sunny")]
     rest = [{"role": "user", "content": "so?"}, {"role": "tool", "name": "", "content": "lost"}]
-    messages = [asked, *results, *rest]
-    merged = answered_calls(messages, "{{ message.tool_responses }}")
-    told = [{"name": "f", "response": {"b": 2}}, {"name": "f", "response": "sunny"}]
-    assert merged == [{**asked, "tool_responses": told}, *rest]
+    messages = [call_turn, *results, *rest]
+    merged = attach_results(messages, "{{ message.tool_responses }}")
+    responses = [{"name": "f", "response": {"b": 2}}, {"name": "f", "response": "sunny"}]
+    assert merged == [{**call_turn, "tool_responses": responses}, *rest]
     for template in (None, "{{ messages }}", "{{ tool_responses }}{% if role == 'tool' %}"):
-        assert answered_calls(messages, template) == messages
+        assert attach_results(messages, template) == messages

@@ -1,4 +1,4 @@
-"""Tiny GGUF files and engines over them, for all that llama.cpp is asked."""
+"""Tiny GGUF files and engines over them, for the tests of llama.cpp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shelf import Shelf
 
 @pytest.fixture(scope="session", autouse=True)
 def _computing() -> None:
-    """A build that would end this process skips, and says so."""
+    """Skips where llama.cpp is not installed."""
     if reason := llama_library.missing():
         pytest.skip(reason)
 
@@ -29,7 +29,7 @@ def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="session")
 def make(shelf: Shelf) -> Callable[..., Path]:
-    """Tiny files, each made once; to read only."""
+    """Makes tiny files, each once; they are only read."""
     from tiny_gguf import write_gguf
 
     def file(**options: Any) -> Path:
@@ -48,7 +48,7 @@ def engine(make: Callable[..., Path]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def windowed(make: Callable[..., Path]) -> Iterator[Engine]:
-    """Six layers of seven see 24 tokens."""
+    """Opens a model of seven layers, six of which see 24 tokens."""
     from tiny_gguf import open_engine
 
     with open_engine(make(architecture="gemma3", num_layers=7)) as engine:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvq_apps import model_path
 from kvq_apps.cli import main
+from kvq_apps.names import model_path
 from kvq_runtime.backends import llama_trial
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -29,7 +29,7 @@ def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 
 @pytest.fixture
 def tried(make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A file the trial is spared."""
+    """Returns a file that needs no trial."""
     monkeypatch.setattr(llama_trial, "check", lambda file: None)
     return str(make())
 
@@ -39,8 +39,8 @@ ON_LLAMA = ("--backend", "llama.cpp")
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file is of an architecture that kvq computes: llama.cpp is given them all."""
-    monkeypatch.setattr(model_path, "_computed", lambda file, _: file)
+    """Counts every architecture as one that kvq cannot compute, so llama.cpp gets the file."""
+    monkeypatch.setattr(model_path, "_gguf_bundle", lambda file, _: file)
 
 
 def test_run_streams_and_reports(tried: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_inspect_shows_metadata_and_bytes(make: Make, capsys: pytest.CaptureFixt
     assert report["weights"]["types"]["Q5_1"]["tensors"] == 16
     assert report["bytes_per_token_at"] == {"fp": 1024, "8:8": 544, "4:4": 288}
     assert (report["bytes_per_token"], report["context_length"]) == (544, 1024)
-    code, out, _ = command(capsys, "inspect", str(make(kind="Q5_1")))
+    code, out, _ = command(capsys, "inspect", str(make(kind="Q5_1")), "-v")
     assert code == 0
     assert "KV per token, 4:4" in out
 
@@ -74,7 +74,7 @@ def test_inspect_lets_no_text_of_a_stranger_at_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_gguf(tmp_path / "one.gguf", keys={"general.name": "\x1b[2Jname\nnext"})
-    code, out, _ = command(capsys, "inspect", str(path))
+    code, out, _ = command(capsys, "inspect", str(path), "-v")
     assert code == 0
     assert "\x1b" not in out
     assert "\ufffd[2Jname next" in out
@@ -101,12 +101,12 @@ def test_eval_and_bench_take_a_file(
         for context in (40, 80)
         for kv, num_bytes in (("8:8", 544), ("fp", 1024), ("8:4", 416))
     ]
-    code, _, err = command(capsys, "bench", tried, "--peer", "onnxruntime")
+    code, _, err = command(capsys, "bench", tried, "--peer", "transformers")
     assert code == 2
     assert "has no ONNX graph, and peers run on its weights" in err
     code, _, err = command(capsys, "bench", tried, "--kv-policy", "h2o", "--kv-budget", "9%")
     assert code == 2
-    assert "runs on llama.cpp, whose cache gives nothing up" in err
+    assert "has no ONNX graph, and llama.cpp's cache gives nothing up" in err
 
 
 def test_doctor_shows_the_backend(capsys: pytest.CaptureFixture[str]) -> None:

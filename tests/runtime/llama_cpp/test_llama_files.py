@@ -1,4 +1,4 @@
-"""GGUF files of strangers: what is damaged, impossible or ends llama.cpp is refused by name."""
+"""GGUF files from elsewhere: what is damaged, impossible or ends llama.cpp is refused by name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from kvq.errors import ModelError
 from kvq_runtime.backends.llama_layout import CACHE_TYPES
+from kvq_runtime.bundle.gguf_file import GgufFile
+from kvq_runtime.bundle.gguf_format import TENSOR_TYPES, is_gguf, read_gguf
 from kvq_runtime.engine import Engine
-from kvq_runtime.gguf_file import GgufFile
-from kvq_runtime.gguf_format import TENSOR_TYPES, is_gguf, read_gguf
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -97,8 +97,8 @@ import random, sys
 from pathlib import Path
 from kvq.errors import KvqError
 from kvq_runtime.engine import Engine
-from kvq_runtime.gguf_file import GgufFile
-from kvq_runtime.gguf_format import read_gguf
+from kvq_runtime.bundle.gguf_file import GgufFile
+from kvq_runtime.bundle.gguf_format import read_gguf
 content, path = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2])
 header, outcomes = read_gguf(Path(sys.argv[1])).header_bytes, {}
 for number in range(int(sys.argv[3])):
@@ -108,7 +108,7 @@ for number in range(int(sys.argv[3])):
         data[at] = rng.choice((0, 255, rng.randrange(256), data[at] ^ 1 << rng.randrange(8)))
     path.write_bytes(data)
     try:
-        with Engine(GgufFile.open(path).vouched_for(), threads=1) as engine:
+        with Engine(GgufFile.open(path).trusted(), threads=1) as engine:
             with engine.session(context_tokens=32, k_bits=16, v_bits=16) as session:
                 session.prefill([1, 2, 3])
         outcome = "computed"
@@ -130,7 +130,7 @@ def test_flipped_bytes_never_end_the_program(make: Make, tmp_path: Path) -> None
 
 
 def test_a_file_that_ends_llama_cpp_is_refused(tmp_path: Path) -> None:
-    """qwen3 computes whole rotations only and asserts so: the trial ends, not this program."""
+    """Ends the trial, not this program: llama.cpp asserts that a qwen3 rotates whole heads."""
     path = write_gguf(
         tmp_path / "one.gguf", architecture="qwen3", keys={"qwen3.rope.dimension_count": 32}
     )

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: texts are cut as by its tokenizer, by llama.cpp itself."""
+"""The vocabulary of a GGUF file: llama.cpp cuts texts as the file's tokenizer does."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ def test_control_tokens_come_from_the_file_and_not_from_users(engine: Engine) ->
     assert ids == expected.chat(messages)
 
 
+@pytest.mark.parametrize("token", [384, 0xFFFFFFFF])
+def test_an_id_that_no_token_has_is_absent(make: Make, token: int) -> None:
+    """Checks that llama.cpp's own guess for it, which here is a word, is not used."""
+    keys = {f"tokenizer.ggml.{key}_token_id": token for key in ("bos", "padding", "fim_pad")}
+    with open_engine(make(keys=keys | {"tokenizer.ggml.add_bos_token": True})) as engine:
+        assert (engine.tokenizer.control.bos, engine.tokenizer.control.start) == (None, ())
+        assert engine.tokenizer.control.eos == (0, 2)
+
+
 def test_any_bytes_can_be_cut(engine: Engine) -> None:
     backend = engine.backend
     assert isinstance(backend, LlamaCppBackend)
@@ -80,7 +89,7 @@ def test_any_bytes_can_be_cut(engine: Engine) -> None:
 
 @pytest.mark.parametrize("unit", ["a", " ", "!", "\n", "家"])
 def test_a_long_run_does_not_end_the_program(make: Make, unit: str) -> None:
-    """Without a cut within runs this ends in a stack overflow."""
+    """Overflows the stack if runs are not cut."""
     text = unit * 40_000
     with open_engine(make(num_layers=1, keys={"tokenizer.ggml.pre": "deepseek-llm"})) as engine:
         ids = engine.tokenizer.encode(text)

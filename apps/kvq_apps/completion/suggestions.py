@@ -1,0 +1,229 @@
+"""What a completion is, and the rules for which part of it is worth showing.
+
+The rules apply in a fixed order, after tabby's for a completion of one line. Nothing slow is
+imported, since `kvq lsp` begins with this module.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from kvq_apps.completion.document import TextDocument
+
+DEFAULT_DRAFTS = 3
+DEFAULT_TOKENS = 16
+# Most tokens of a suggestion that is a block's body.
+BLOCK_TOKENS = 48
+# Lines after the cursor that a suggestion must not repeat, and blank lines before it with which a
+# block may begin.
+_LINES_BELOW = _LINES_ABOVE = 3
+_DOCSTRING = re.compile(r"""\s*(\"{3}|'{3}).+\1\s*$""")
+# What ends a line that opens a block, and what begins a line that does not.
+_OPENERS, _COMMENTS = (":", "{"), ("#", "//", "/*", "*", '"', "'")
+MIN_CHARACTERS = 2
+_CLOSERS = {")": "(", "]": "[", "}": "{"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suggestion:
+    """Holds a suggestion to show, and the model's log-probability of all that it wrote."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """Holds suggestions, the greedy one first, and their cost.
+
+    `why_not` says why there are none.
+    """
+
+    drafts: tuple[Suggestion, ...]
+    reused_tokens: int = 0
+    encoded_tokens: int = 0
+    ms: float = 0.0
+    why_not: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CursorContext:
+    """Holds the cursor's line before and after the cursor, and the lines that follow.
+
+    `indent`: the lines of a block that begins here have so many spaces at least; 0: none begins.
+    """
+
+    before: str
+    rest: str
+    next_lines: tuple[str, ...] = ()
+    indent: int = 0
+
+    @property
+    def next_filled_line(self) -> str:
+        """Returns the next line that is not blank, or an empty one."""
+        return next((line for line in self.next_lines if line.strip()), "")
+
+
+def first_line(draft: str, context: CursorContext) -> str:
+    """Returns the first line; nothing if that is empty, since the line is complete then."""
+    return draft.split("\n", maxsplit=1)[0].rstrip("\r")
+
+
+def without_cut_character(draft: str, context: CursorContext) -> str:
+    """Cuts the text at a character that is incomplete."""
+    return draft.split("\ufffd", maxsplit=1)[0]
+
+
+def without_repetition(draft: str, context: CursorContext) -> str:
+    """Keeps one of what is repeated at the end: `ab, ab, ab` becomes `ab`.
+
+    Letters and digits alone, and rows of one sign, stay: `1000`, `lalala` and three quotation marks
+    are meant.
+    """
+    for size in range(2, len(draft) // 3 + 1):
+        unit = draft[-size:]
+        one_sign = unit == unit[0] * size
+        if not one_sign and not unit.isalnum() and unit.strip() and draft.endswith(unit * 3):
+            while draft.endswith(unit * 2):
+                draft = draft[:-size]
+            return draft
+    return draft
+
+
+def without_rest_of_line(draft: str, context: CursorContext) -> str:
+    """Drops what the rest of the line says already: before `)`, `a, b)` becomes `a, b`.
+
+    What closes a bracket of the suggestion itself stays: `len(x)` is whole.
+    """
+    rest = context.rest.rstrip()
+    for size in range(min(len(rest), len(draft)), 0, -1):
+        kept = draft[:-size]
+        if kept + rest[:size] == draft and len(_open_brackets(kept)) <= len(_open_brackets(draft)):
+            return kept
+    return draft
+
+
+def without_closed_bracket(draft: str, context: CursorContext) -> str:
+    """Cuts at a bracket that is already closed after the cursor: in `foo(|)`, `a) + b` becomes `a`.
+
+    Brackets that the rest of the line closes may have been opened before the cursor. Those that the
+    next line begins with were opened above.
+    """
+    closed_by_rest = _count_unopened(context.rest)
+    unclosed = len(_open_brackets(context.before)) - closed_by_rest
+    if not context.rest.strip() and context.next_filled_line.lstrip()[:1] in _CLOSERS:
+        closed_by_rest += 1
+    opened = 0
+    for place, character in enumerate(draft):
+        opened += character in _CLOSERS.values()
+        if character not in _CLOSERS:
+            continue
+        if opened:
+            opened -= 1
+        elif unclosed > 0:
+            unclosed -= 1
+        elif closed_by_rest:
+            return draft[:place]
+    return draft
+
+
+def without_next_line(draft: str, context: CursorContext) -> str:
+    """Returns nothing when the next line that is not blank says the same."""
+    line = (context.before + draft + context.rest).strip()
+    return "" if line == context.next_filled_line.strip() and len(line) > 3 else draft
+
+
+def trim(draft: str, context: CursorContext) -> str:
+    """Drops white space at the end; returns nothing when hardly anything remains."""
+    draft = draft.rstrip()
+    return draft if len(draft.strip()) >= MIN_CHARACTERS else ""
+
+
+# A rule gets the suggestion and the cursor's context, and returns what remains of it.
+RULES: tuple[Callable[[str, CursorContext], str], ...] = (
+    first_line, without_cut_character, without_repetition, without_rest_of_line,
+    without_closed_bracket, without_next_line, trim,
+)  # fmt: skip
+# Rules for a block's body, which has several lines.
+BLOCK_RULES = (without_cut_character, without_repetition, trim)
+
+
+def apply_rules(draft: str, context: CursorContext) -> str:
+    """Applies all rules to a suggestion."""
+    for rule in BLOCK_RULES if context.indent else RULES:
+        draft = rule(draft, context)
+        if not draft:
+            return ""
+    return draft
+
+
+def filter_suggestions(
+    context: CursorContext, drafts: Iterable[tuple[str, float]]
+) -> list[Suggestion]:
+    """Applies the rules to texts with their log-probabilities.
+
+    Of texts that differ only in white space the first is kept.
+    """
+    kept: dict[str, Suggestion] = {}
+    for text, logprob in drafts:
+        if filtered := apply_rules(text, context):
+            kept.setdefault("".join(filtered.split()), Suggestion(text=filtered, logprob=logprob))
+    return list(kept.values())
+
+
+def cursor_context(document: TextDocument, place: tuple[int, int]) -> CursorContext:
+    """Returns the context of a place that the rules need."""
+    number, column = place
+    line = document.line(number)
+    below = tuple(document.line(number + 1 + i) for i in range(_LINES_BELOW))
+    context = CursorContext(before=line[:column], rest=line[column:], next_lines=below)
+    above = (document.line(number - 1 - i) for i in range(min(number, _LINES_ABOVE)))
+    return replace(context, indent=_block_indent(context, above))
+
+
+def _block_indent(context: CursorContext, above: Iterable[str]) -> int:
+    """Returns `CursorContext.indent`: above 0 where the line at or above the cursor opens a block.
+
+    A block that already has lines below the cursor does not begin here.
+    """
+    lines = (context.before, *above)
+    code = (line for line in lines if line.strip() and not _DOCSTRING.match(line))
+    opener = next(code, "").rstrip()
+    if context.rest.strip() or not opener.endswith(_OPENERS):
+        return 0
+    margin = _margin(opener)
+    has_lines = context.next_filled_line and _margin(context.next_filled_line) > margin
+    return 0 if has_lines or opener.lstrip().startswith(_COMMENTS) else margin + 1
+
+
+def _margin(line: str) -> int:
+    return len(line) - len(line.lstrip(" \t"))
+
+
+def whole_lines(text: str) -> str:
+    """Drops the last line of a body that was cut at its limit, unless it is the first."""
+    lines = text.rstrip().rpartition("\n")[0]
+    return lines if lines.strip() else text
+
+
+def _open_brackets(text: str) -> list[str]:
+    """Returns the brackets of a line that are still open at its end."""
+    opened = list[str]()
+    for character in text:
+        if character in "([{":
+            opened.append(character)
+        elif character in _CLOSERS and opened and opened[-1] == _CLOSERS[character]:
+            opened.pop()
+    return opened
+
+
+def _count_unopened(text: str) -> int:
+    """Counts the brackets of a line that close what stands before it."""
+    opened = unopened = 0
+    for character in text:
+        if character in _CLOSERS.values():
+            opened += 1
+        elif character in _CLOSERS:
+            unopened += opened == 0
+            opened = max(0, opened - 1)
+    return unopened

@@ -1,0 +1,72 @@
+"""The settings of `kvq lsp` that a client may change, checked field by field. Knows no server."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvq.json_values import is_array, is_object
+
+MOST_DRAFTS = 9
+# Files that usually hold secrets: they are never given to a model.
+SECRETS = (".env", ".env.*", "*.pem", "*.key", "id_rsa*", "id_ed25519*", ".netrc", ".pgpass")
+_SCHEMES = ("file", "untitled", "vscode-userdata", "vscode-remote")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LspSettings:
+    """Holds the settings: `enabled`, most `drafts` shown, and `ignore` globs of names or paths."""
+
+    enabled: bool = True
+    drafts: int = MOST_DRAFTS
+    ignore: tuple[str, ...] = SECRETS
+
+    def updated(self, values: object, log: Callable[[str], None]) -> "LspSettings":
+        """Returns settings with `values`; an impossible value is logged and changes nothing."""
+        if not is_object(values):
+            return self
+        settings = self
+        for name, value in values.items():
+            check = _CHECKS.get(name)
+            if check is None:
+                continue
+            try:
+                settings = replace(settings, **{name: check(value)})
+            except (TypeError, ValueError):
+                log(f"{name} = {value!r} is not possible and stays {getattr(self, name)!r}")
+        return settings
+
+    def why_not(self, uri: str) -> str | None:
+        """Says why a document of this address is not completed, or None."""
+        parts = urlsplit(uri)
+        if parts.scheme not in _SCHEMES:
+            return f"{parts.scheme}: documents are left alone"
+        path = unquote(parts.path)
+        name = path.rpartition("/")[2]
+        if any(fnmatchcase(name, glob) or fnmatchcase(path, glob) for glob in self.ignore):
+            return "this file is ignored"
+        return None
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _drafts(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_DRAFTS:
+        raise ValueError
+    return value
+
+
+def _globs(value: Any) -> tuple[str, ...]:
+    if not is_array(value) or not all(isinstance(item, str) for item in value):
+        raise TypeError
+    return tuple(value)
+
+
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "enabled": _boolean, "drafts": _drafts, "ignore": _globs
+}  # fmt: skip

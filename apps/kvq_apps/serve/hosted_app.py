@@ -1,0 +1,94 @@
+"""The HTTP routes over a session pool, for code that has an event loop of its own.
+
+`server` connects them to sockets, a batch calls them without one, a replica of a fleet serves them.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Scope
+
+from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.http_app import make_app
+from kvq_apps.serve.loading import ServedModel
+from kvq_runtime.serving.pool import SessionPool
+
+
+class HostedApp:
+    """Holds a `pool` and the routes over it, `app`. One event loop uses it."""
+
+    def __init__(self, load: Callable[[], ServedModel], config: ServeConfig) -> None:
+        self.pool = SessionPool(load, config, self.notify)
+        self.app = make_app(self.pool, config)
+        self._config = config
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+
+    def start(self) -> None:
+        """Begins to load the model."""
+        self._loop = asyncio.get_running_loop()
+        self.pool.start()
+
+    async def ready(self) -> ServedModel:
+        """Waits for the model and returns it. Raises what loading it raised."""
+        await self.until(lambda: self.pool.ready or self.pool.ended)
+        if self.pool.error is not None:
+            raise self.pool.error
+        assert self.pool.served is not None
+        return self.pool.served
+
+    async def leave(self, hurried: Callable[[], bool] = lambda: False) -> None:
+        """Takes no more requests, gives running ones `grace_s` unless `hurried`, then stops."""
+        self.pool.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.grace_s):
+                await self.until(lambda: not self.pool.busy or hurried())
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends what runs with an error, saves the sessions, frees the model."""
+        await asyncio.to_thread(self.pool.stop)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until `holds` returns True; it is called after each change."""
+        while not holds():
+            await self._changed.wait()
+            self._changed.clear()
+
+    def notify(self) -> None:
+        """Wakes the event loop, from any thread or a signal's handler."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: there is nobody to wake
+                self._loop.call_soon_threadsafe(self._changed.set)
+
+
+async def ask(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """Sends one POST without a socket; returns the status and the whole body of the answer."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    status, parts = 0, list[bytes]()
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Future[None]()  # this client never hangs up
+        return messages.pop()
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        parts.append(message.get("body", b""))
+
+    scope: Scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": path, "raw_path": path.encode(), "root_path": "",
+        "query_string": b"", "client": None, "server": None,
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }  # fmt: skip
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        # Starlette raises an error again after it has sent its answer.
+        if not status:
+            raise
+    return status, b"".join(parts)

@@ -1,0 +1,327 @@
+"""Ollama's API on top of the chat and completion routes.
+
+One model is served for as long as the server runs. So `keep_alive` is read and has no effect, and
+options of how a model is loaded have none either: the answer names them in `x_kvq.ignored`.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
+from kvq_apps.serve.embeddings_api import (
+    dimensions_of,
+    embedding_of,
+    prompts_request,
+    texts_of,
+)
+from kvq_apps.serve.errors import RequestError, error_body
+from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.loading import ServedModel
+from kvq_apps.serve.logprobs import chat_rows
+from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.protocol import sampling_fields
+from kvq_apps.serve.requests import AnswerRequest, chat_request, check_name, completion_request
+from kvq_apps.serve.thinking_fields import EFFORTS
+from kvq_apps.serve.unsupported import UNSUPPORTED
+from kvq_apps.serve.wire import Json, Translation, VectorRequest
+from kvq_models.thinking import Thinking
+from kvq_models.tools import tool_form
+from kvq_runtime.serving.outbox import Report
+
+# Every route of this API begins so.
+OLLAMA = "/api/"
+# Fields and options that mean the same in a chat completion.
+_COPIED_FIELDS = (*("tools", "logprobs", "top_logprobs", "x_kvq", "images", "template", "context"),)
+_COPIED_OPTIONS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty", "repeat_last_n"),
+    *("presence_penalty", "frequency_penalty", *UNSUPPORTED),
+)
+_MOST_TOKENS = 1 << 31
+# A model that is served stays; clients read this as for ever.
+_EXPIRES = "2318-01-01T00:00:00Z"
+_DETAILS = {
+    **{"format": "kvq", "family": "kvq", "families": ["kvq"]},
+    **dict.fromkeys(("parent_model", "parameter_size", "quantization_level"), ""),
+}
+
+
+def chat(fields: Fields, view: ModelView) -> Translation | Json:
+    """Translates `POST /api/chat`; without messages it only loads the model, which is loaded."""
+    rows = fields.objects("messages")
+    body = _body(fields, view)
+    if not rows:
+        return _loaded(fields, view) | {"message": {"role": "assistant", "content": ""}}
+    return Fields(body | {"messages": [*_conversation(rows)]}), chat_request, OllamaChatShape
+
+
+def generate(fields: Fields, view: ModelView) -> Translation | Json:
+    """Translates `POST /api/generate` to a chat of one message, or to a completion.
+
+    With `raw`, with a `suffix`, and for a model without a chat template the prompt is the whole
+    text. Without a prompt it only loads the model, which is loaded.
+    """
+    body = _body(fields, view)
+    prompt, system, suffix = (fields.text(name) for name in ("prompt", "system", "suffix"))
+    whole = fields.flag("raw") or bool(suffix) or view.tokenizer.chat_template is None
+    if not prompt and not suffix:
+        return _loaded(fields, view) | {"response": ""}
+    if whole:
+        body |= {"prompt": prompt, "suffix": suffix}
+        return Fields(body), completion_request, OllamaTextShape
+    messages = [{"role": "system", "content": system}] if system else []
+    body["messages"] = [*messages, {"role": "user", "content": prompt}]
+    return Fields(body), chat_request, OllamaTextShape
+
+
+def _body(fields: Fields, view: ModelView) -> Json:
+    """Returns what both routes have in common, as fields of a chat completion."""
+    options = fields.object("options")
+    body: Json = {name: options.get(name) for name in _COPIED_OPTIONS}
+    body |= {name: fields.get(name) for name in _COPIED_FIELDS}
+    body |= {
+        "model": _name(fields, view),
+        "stream": fields.flag("stream", True),
+        "max_tokens": max(-1, options.whole("num_predict", -2, _MOST_TOKENS, -1)),
+    }
+    answer_form = fields.get("format")
+    if answer_form == "json":
+        body["response_format"] = {"type": "json_object"}
+    elif isinstance(answer_form, dict):
+        body["json_schema"] = answer_form
+    elif answer_form not in (None, ""):
+        fields.refuse("format", "json or a JSON schema, an object")
+    return body | _thinking(fields, view)
+
+
+def _thinking(fields: Fields, view: ModelView) -> Json:
+    """Returns how much to think; nothing leaves it to the model's template."""
+    think = fields.get("think")
+    if think is None:
+        return {}
+    if think is not True and think is not False and think not in EFFORTS:
+        fields.refuse("think", f"true, false, {', '.join(EFFORTS)}")
+    if think and Thinking.of(view.tokenizer) is None:
+        fields.refuse_with("think", f"{view.name} does not support thinking; leave think out")
+    return {"reasoning_effort": {"True": "medium", "False": "none"}.get(str(think), think)}
+
+
+def _name(fields: Fields, view: ModelView) -> str:
+    """Returns the name of the model, without the tag that clients add to names without one."""
+    name = fields.text("model") or fields.text("name") or view.name
+    return name if name in view.names else name.removesuffix(":latest")
+
+
+def _loaded(fields: Fields, view: ModelView) -> Json:
+    """Returns the answer to a request that only loads the model, or only unloads it: it stays."""
+    name = _name(fields, view)
+    check_name(name, view)
+    return {"model": name, "created_at": _now(), "done": True, "done_reason": "load"}
+
+
+def _conversation(rows: Sequence[Fields]) -> Iterator[Json]:
+    """Yields the messages of a chat. A result names its tool; in a chat it names the call."""
+    numbers = count()
+    unanswered: dict[str, str] = {}
+    for row in rows:
+        if row.get("images"):
+            row.refuse_with("images", "images is not supported; send text only", "unsupported")
+        message: Json = {"role": row.text("role"), "content": row.text("content")}
+        if thought := row.text("thinking"):
+            message["reasoning_content"] = thought
+        if calls := row.objects("tool_calls"):
+            # Mistral's templates require nine letters or digits.
+            pairs = [(call.text("id") or f"{next(numbers):09}", call) for call in calls]
+            message["tool_calls"] = [
+                {"id": identity, "function": call.get("function")} for identity, call in pairs
+            ]
+            unanswered |= {
+                identity: call.object("function").text("name") for identity, call in pairs
+            }
+        if message["role"] == "tool":
+            name = row.text("tool_name")
+            fitting = (key for key, tool in unanswered.items() if name in ("", tool))
+            message["tool_call_id"] = row.text("tool_call_id") or next(fitting, "")
+            unanswered.pop(message["tool_call_id"], None)
+        yield message
+
+
+class OllamaChatShape(BlockShape):
+    """Shapes an answer of `/api/chat`: a stream of lines, each an object."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, served: ServedModel, request: AnswerRequest) -> None:
+        super().__init__(served, request)
+        self._began_ns = time.monotonic_ns()
+
+    def frame(self, row: Json) -> str:
+        """Returns a line."""
+        return json.dumps(row) + "\n"
+
+    def comment(self, text: str) -> str:
+        """Returns nothing, since every line is an object."""
+        return ""
+
+    def failed(self, error: RequestError) -> Json:
+        """Returns the line that ends a stream after an error."""
+        return ollama_error(error)
+
+    def growth_events(self, block: AnswerBlock, text: str) -> Iterator[Json]:
+        """Yields a line with some more thought or text; a call is written whole."""
+        if block.kind != "call":
+            yield self._line({block.kind: text}, [])
+
+    def close_events(self, block: AnswerBlock) -> Iterator[Json]:
+        """Yields a line with a call."""
+        if block.kind == "call":
+            yield self._line({}, [self._call(block)])
+
+    def closing(self, report: Report) -> Iterator[Json]:
+        """Yields the last line, with the reason, the counts and the times."""
+        yield self._line({}, []) | self._ending(report)
+
+    def answer(self, report: Report) -> Json:
+        """Returns the whole answer."""
+        texts: dict[str, str] = {}
+        for block in self.blocks:
+            texts[block.kind] = texts.get(block.kind, "") + block.text
+        calls = [self._call(block) for block in self.blocks if block.kind == "call"]
+        return self._line(texts, calls) | self._ending(report)
+
+    def _line(self, texts: Mapping[str, str], calls: list[Json]) -> Json:
+        line = {"model": self.served.name, "created_at": _now(), **self._said(texts, calls)}
+        if self.logs:
+            line["logprobs"] = chat_rows(self.served.tokenizer, self.logs)
+            self.logs = []
+        return line | {"done": False}
+
+    def _said(self, texts: Mapping[str, str], calls: list[Json]) -> Json:
+        message: Json = {"role": "assistant", "content": texts.get("text", "")}
+        message |= {"thinking": texts["thought"]} if "thought" in texts else {}
+        return {"message": message | ({"tool_calls": calls} if calls else {})}
+
+    def _call(self, block: AnswerBlock) -> Json:
+        """Returns a call, whose arguments are an object here."""
+        index = sum(earlier.kind == "call" for earlier in self.blocks[: block.index])
+        function = {"index": index, "name": block.name, "arguments": json.loads(block.text or "{}")}
+        return {"id": block.call_id, "function": function}
+
+    def _ending(self, report: Report) -> Json:
+        return {
+            "done": True,
+            # A call ends an answer as a text does.
+            "done_reason": "length" if self.reason == "length" else "stop",
+            "total_duration": time.monotonic_ns() - self._began_ns,
+            "load_duration": _nanoseconds(report.queued_ms),
+            "prompt_eval_count": report.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(report.prompt_ms),
+            "eval_count": report.new_tokens,
+            "eval_duration": _nanoseconds(report.decode_ms),
+            **self.measures(report),
+        }
+
+
+class OllamaTextShape(OllamaChatShape):
+    """Shapes an answer of `/api/generate`."""
+
+    def _said(self, texts: Mapping[str, str], calls: list[Json]) -> Json:
+        thought = {"thinking": texts["thought"]} if "thought" in texts else {}
+        return {"response": texts.get("text", ""), **thought}
+
+
+def ollama_error(error: RequestError) -> Json:
+    """Returns an error in the form of this API."""
+    return {"error": error_body(error)["error"]["message"]}
+
+
+def tags(served: ServedModel) -> Json:
+    """Returns the answer of `/api/tags`: the served model; its size is what a step reads of it."""
+    row = {
+        "name": served.name,
+        "model": served.name,
+        "modified_at": datetime.fromtimestamp(served.loaded_at, UTC).isoformat(),
+        "size": served.backend.weight_bytes_per_step,
+        "digest": hashlib.sha256(served.backend.model.fingerprint.encode()).hexdigest(),
+        "details": _DETAILS,
+    }
+    return {"models": [row]}
+
+
+def running(served: ServedModel) -> Json:
+    """Returns the answer of `/api/ps`: the served model, which stays."""
+    (row,) = tags(served)["models"]
+    loaded = {"size_vram": 0, "context_length": served.context_tokens, "expires_at": _EXPIRES}
+    return {"models": [row | loaded]}
+
+
+def show(fields: Fields, view: ModelView) -> Json:
+    """Answers `POST /api/show` with what is known of the served model."""
+    check_name(_name(fields, view), view)
+    template = view.tokenizer.chat_template
+    can = {
+        "completion": True,
+        "tools": tool_form(template) is not None,
+        "insert": view.tokenizer.fim is not None,
+        "embedding": view.embedding is not None,
+        "thinking": Thinking.of(view.tokenizer) is not None,
+    }
+    sampling = sampling_fields(view.sampling)
+    return {
+        "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
+        "template": template or "",
+        "details": _DETAILS,
+        "model_info": {
+            "general.architecture": "kvq",
+            "general.basename": view.name,
+            "kvq.context_length": view.context_tokens,
+            "kvq.vocab_size": view.vocab_size,
+        },
+        "capabilities": [name for name, holds in can.items() if holds],
+    }
+
+
+def embed(fields: Fields, view: ModelView) -> VectorRequest | Json:
+    """Answers `POST /api/embed`; without an input it only loads the model, which is loaded."""
+    check_name(_name(fields, view), view)
+    embedding, began_ns = embedding_of(view), time.monotonic_ns()
+    cuts, dimensions = fields.flag("truncate", True), dimensions_of(fields, view)
+    if fields.get("input") in (None, "", []):
+        return {"model": view.name, "embeddings": []}
+
+    def answer(rows: Sequence[NDArray[np.float32]], report: Report) -> Json:
+        return {
+            "model": view.name,
+            "embeddings": [embedding.vector(row, dimensions).tolist() for row in rows],
+            "total_duration": time.monotonic_ns() - began_ns,
+            "load_duration": _nanoseconds(report.queued_ms),
+            "prompt_eval_count": report.prompt_tokens,
+        }
+
+    prompts = texts_of(fields, "input", view, cuts=cuts)
+    return VectorRequest(generation=prompts_request(fields, view, prompts), answer=answer)
+
+
+def embed_one(fields: Fields, view: ModelView) -> VectorRequest:
+    """Answers `POST /api/embeddings`, the older form for one text."""
+    check_name(_name(fields, view), view)
+    embedding = embedding_of(view)
+    prompts = texts_of(fields, "prompt", view, cuts=True)[:1]
+    return VectorRequest(
+        generation=prompts_request(fields, view, prompts),
+        answer=lambda rows, _: {"embedding": embedding.vector(rows[0]).tolist()},
+    )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(milliseconds: float) -> int:
+    return int(milliseconds * 1e6)

@@ -1,0 +1,128 @@
+"""Reads the sampling fields of a request, by the names of OpenAI and of other servers."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from kvq.errors import DataError
+from kvq.json_values import is_array, is_object
+from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.model_view import ModelView
+from kvq_runtime.config import Sampling
+
+_DECIMAL = re.compile("[0-9]+")
+# Ids have fewer digits.
+_MOST_DIGITS = 12
+_LARGEST_BIAS = 1e6
+# So small that only the likeliest token is left.
+_LEAST_TOP_P = 1e-9
+_MOST_MIN_P = 0.999
+_MOST_BIASED, _MOST_SAMPLERS = 1 << 16, 64
+# llama-server's samplers, and the values that switch off those that are not in a list of them.
+_SAMPLERS: Mapping[str, Mapping[str, float]] = {
+    "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    **{"top_k": {"top_k": 0}, "top_p": {"top_p": 1.0}, "min_p": {"min_p": 0.0}},
+    "temperature": {"temperature": 1.0},
+}
+# Samplers that do nothing here, since the fields that switch them on are refused.
+_IDLE_SAMPLERS = ("dry", "typ_p", "typical_p", "xtc", "top_n_sigma", "adaptive_p")
+# It joins tokens of a common beginning, which is not possible here.
+_INFILL_SAMPLER = "infill"
+
+
+def sampling_of(fields: Fields, model: ModelView) -> Sampling:
+    """Returns how tokens are sampled; fields that the request does not have are the model's."""
+    default = model.sampling
+    penalty = fields.number("repetition_penalty", 0.01, 100, default.repeat_penalty)
+    window = fields.whole("repeat_last_n", -1, 1 << 20, default.repeat_window_tokens)
+    sampling = replace(
+        default,
+        temperature=fields.number("temperature", 0, 100, default.temperature),
+        top_k=max(0, fields.whole("top_k", -1, 1 << 31, default.top_k)),
+        top_p=max(_LEAST_TOP_P, fields.number("top_p", 0, 1, default.top_p)),
+        min_p=min(_MOST_MIN_P, fields.number("min_p", 0, 1, default.min_p)),
+        repeat_penalty=fields.number("repeat_penalty", 0.01, 100, penalty),
+        repeat_window_tokens=model.context_tokens if window < 0 else window,
+        presence_penalty=fields.number("presence_penalty", -2, 2, default.presence_penalty),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, default.frequency_penalty),
+        logit_bias=_logit_bias(fields, model),
+    )
+    return replace(sampling, **_without_samplers(fields))
+
+
+def _without_samplers(fields: Fields) -> Mapping[str, Any]:
+    """Returns what switches off the samplers that a list of `samplers` leaves out.
+
+    The order of the list has no effect, and neither has a list with the sampler `infill`.
+    """
+    names = fields.texts("samplers", _MOST_SAMPLERS)
+    known = (*_SAMPLERS, *_IDLE_SAMPLERS, _INFILL_SAMPLER)
+    if not {*names} <= {*known}:
+        fields.refuse_with("samplers", f"samplers may have these names: {', '.join(known)}")
+    if _INFILL_SAMPLER in names:
+        fields.ignore("samplers")
+    if not names or _INFILL_SAMPLER in names:
+        return {}
+    absent = (values for name, values in _SAMPLERS.items() if name not in names)
+    return {name: value for values in absent for name, value in values.items()}
+
+
+def _logit_bias(fields: Fields, model: ModelView) -> Mapping[int, float]:
+    """Returns what is added to the logits of tokens; `ignore_eos` forbids tokens that end."""
+    ends = model.tokenizer.eos_ids if fields.flag("ignore_eos") else ()
+    bias = dict.fromkeys(ends, -inf)
+    rows = list(_bias_rows(fields))
+    for place, (token, value) in enumerate(rows):
+        added = _bias(fields, place, value)
+        for token_id in _token_ids(fields, token, model):
+            bias[token_id] = added
+        if len(bias) > _MOST_BIASED:
+            fields.refuse("logit_bias", f"at most {_MOST_BIASED} tokens")
+    return bias
+
+
+def _bias_rows(fields: Fields) -> Iterable[tuple[Any, Any]]:
+    """Returns tokens, by id or text, with their values, from an object or a list of pairs."""
+    rows = fields.get("logit_bias")
+    if is_object(rows):
+        return ((_bias_key(key), rows[key]) for key in rows)
+    if rows is not None and not (
+        is_array(rows) and all(is_array(row) and len(row) == 2 for row in rows)
+    ):
+        fields.refuse(
+            "logit_bias", "an object from tokens to numbers, or a list of [token, number]"
+        )
+    return ((row[0], row[1]) for row in rows or ())
+
+
+def _bias_key(key: str) -> int | str:
+    """Returns the id that a key writes, -1 if it is too long; other keys are texts."""
+    if not _DECIMAL.fullmatch(key):
+        return key
+    return int(key) if len(key) <= _MOST_DIGITS else -1
+
+
+def _bias(fields: Fields, place: int, value: Any) -> float:
+    """Returns a bias; false forbids the token."""
+    if value is False:
+        return -inf
+    row = Fields({"bias": value}, f"logit_bias[{place}].")
+    return row.number("bias", -_LARGEST_BIAS, _LARGEST_BIAS, 0.0)
+
+
+def _token_ids(fields: Fields, token: Any, model: ModelView) -> list[int]:
+    """Returns the id that names a token, or the ids of all tokens of a text."""
+    if isinstance(token, int) and not isinstance(token, bool):
+        if not 0 <= token < model.vocab_size:
+            last = model.vocab_size - 1
+            message = f"logit_bias names a token that there is not; ids are 0 to {last}"
+            fields.refuse_with("logit_bias", message)
+        return [token]
+    if not isinstance(token, str):
+        fields.refuse_with("logit_bias", "logit_bias names a token by its id or its text")
+    try:
+        return model.tokenizer.encode(token, special=True)
+    except DataError as error:
+        fields.refuse_with("logit_bias", str(error))

@@ -1,0 +1,1 @@
+"""Input from and output to the terminal."""

@@ -1,0 +1,210 @@
+"""Rounds with error feedback: later columns make up for the rounding errors of earlier ones.
+
+GPTQ (Frantar et al., arXiv 2210.17323) rounds a matrix W to Q column by column so that products
+with its inputs X change least: sum |(W - Q) X|^2, which is |(W - Q) L|^2 for the Cholesky factor L
+of the inputs' second moments. Here columns are taken from the last to the first, which needs L
+alone and no inverse: Babai's nearest plane (arXiv 2507.18553), the same numbers as GPTQ's in the
+opposite order of columns. Departures from GPTQ: a block's grid is fitted when its turn comes, to
+what would be best without rounding, each column weighed by what an error there costs; and columns
+keep their order.
+
+What was rounded before a matrix has changed its inputs; `compensate` makes up for that.
+
+Owns the arithmetic on one matrix; knows no model, and not where moments come from.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvq.errors import CheckpointError
+from kvq.reference.linear import SCALE_UNIT, BlockFormat, Blocks, zero_points
+from kvq_export.write.weights import codes_of, fit, half_scales
+
+# Share of the diagonal's mean that damping counts each channel larger by: one that the text hardly
+# used is not free.
+LEAST_CHANNEL = 0.01
+# Rows rounded in one go. Steps are many and short: neither threads nor fewer rows are faster.
+_ROWS = 2048
+# Columns factored in one go.
+_PANEL = 512
+# Tokens whose inputs are compared in one go.
+_TOKENS = 512
+
+
+class Moments(NamedTuple):
+    """Holds sums over the inputs x of a matrix W [N, K]; those of two texts can be added.
+
+    `inputs` float32 [K, K] is the sum of x x^T. `drift` float32 [N or K, K] is the sum of
+    W (unrounded - x) x^T, what products lack; where W is taller than wide, of that without W. It is
+    None where no inputs were compared.
+    """
+
+    inputs: np.ndarray
+    drift: np.ndarray | None = None
+
+    def add(self, other: "Moments") -> None:
+        """Adds the sums of `other` to these, in place."""
+        np.add(self.inputs, other.inputs, out=self.inputs)
+        if self.drift is not None and other.drift is not None:
+            np.add(self.drift, other.drift, out=self.drift)
+
+    def lack(self, rows: np.ndarray, picked: slice = slice(None)) -> np.ndarray | None:
+        """Returns what products with the `picked` of all `rows` [N, K] lack, float32 [n, K]."""
+        if self.drift is None or not self.drift.any():
+            return None
+        tall = len(rows) > rows.shape[1]
+        return rows[picked] @ self.drift if tall else self.drift[picked]
+
+
+def factor(moments: np.ndarray, block: int, damping: float) -> np.ndarray:
+    """Returns the lower Cholesky factor float32 [K', K'] of damped `moments` [K, K].
+
+    K' is K rounded up to whole blocks. `moments` is the sum of x x^T over inputs x; `damping` is
+    the share of their diagonal that is added to it.
+    """
+    columns, lower = len(moments), _root(moments, damping)
+    spare = -columns % block
+    if not spare:
+        return lower
+    padded = np.eye(columns + spare, dtype=np.float32)
+    padded[:columns, :columns] = lower
+    return padded
+
+
+def input_moments(rows: np.ndarray, unrounded: np.ndarray, inputs: np.ndarray) -> Moments:
+    """Sums the moments of `inputs` float32 [T, K] of a matrix `rows` [N, K].
+
+    `unrounded` [T, K] is what the inputs were before anything was rounded.
+    """
+    tall = len(rows) > inputs.shape[1]
+    starts = range(0, len(inputs), _TOKENS)
+    changes = ((unrounded[at : at + _TOKENS] - inputs[at : at + _TOKENS]).T for at in starts)
+    drift = np.concatenate([change if tall else rows @ change for change in changes], axis=1)
+    return Moments(inputs.T @ inputs, drift @ inputs)
+
+
+def compensate(rows: np.ndarray, moments: Moments, damping: float) -> np.ndarray:
+    """Returns rows float32 [N, K] whose products with the inputs are most like the unrounded ones.
+
+    This is W (X X'^T) (X' X'^T)^-1 of GPTAQ (Li et al., arXiv 2504.02692), with damping that draws
+    it to W; GPTAQ finds it column by column.
+    """
+    lack = moments.lack(rows)
+    return rows if lack is None else rows + solve(_root(moments.inputs, damping), lack.copy())
+
+
+def solve(lower: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Solves x L L^T = `rows` for x [N, K], with L = `lower` [K, K]; `rows` is overwritten."""
+    panels = _panels(lower)
+    inverses = [np.linalg.inv(lower[panel, panel]) for panel in panels]
+    for panel, inverse in zip(panels, inverses, strict=True):
+        known = slice(panel.start)
+        rows[:, panel] = (rows[:, panel] - rows[:, known] @ lower[panel, known].T) @ inverse.T
+    for panel, inverse in zip(reversed(panels), reversed(inverses), strict=True):
+        known = slice(panel.stop, None)
+        rows[:, panel] = (rows[:, panel] - rows[:, known] @ lower[known, panel]) @ inverse
+    return rows
+
+
+def _root(moments: np.ndarray, damping: float) -> np.ndarray:
+    """Returns the lower Cholesky factor float32 [K, K] of damped `moments`.
+
+    The share `damping` of the diagonal is added to it, and ten times that as often as rounding
+    leaves no factor. Raises `CheckpointError` for moments that are not finite.
+    """
+    diagonal = np.diag(moments)
+    mean = float(diagonal.mean())
+    if not np.isfinite(mean):
+        raise CheckpointError(
+            "what this model computes of the calibration text is no number, or too large for "
+            "float32; compare the checkpoint's files with their source, or give another text"
+        )
+    channels = np.maximum(diagonal, 0) + np.float32(max(LEAST_CHANNEL * mean, 1e-12))
+    while True:
+        damped = moments.astype(np.float32)
+        damped[np.diag_indices(len(damped))] += np.float32(damping) * channels
+        try:
+            return _cholesky(damped)
+        except np.linalg.LinAlgError:
+            damping *= 10
+
+
+def _cholesky(a: np.ndarray) -> np.ndarray:
+    """Overwrites `a` with its Cholesky factor and returns it; twice as fast as numpy's own.
+
+    Right-looking, a panel of columns at a time, so that nearly all of it is products of matrices;
+    what is above the diagonal is neither read nor computed. Raises `LinAlgError`.
+    """
+    for panel in _panels(a):
+        rest = slice(panel.stop, None)
+        a[panel, panel] = np.linalg.cholesky(a[panel, panel])
+        a[rest, panel] = a[rest, panel] @ np.linalg.inv(a[panel, panel]).T
+        a[panel, rest] = 0
+        for later in _panels(a, panel.stop):
+            below = slice(later.start, None)
+            a[below, later] -= a[below, panel] @ a[later, panel].T
+    return a
+
+
+def _panels(a: np.ndarray, start: int = 0) -> list[slice]:
+    """Returns the panels of the columns from `start` on."""
+    return [slice(at, min(at + _PANEL, len(a))) for at in range(start, len(a), _PANEL)]
+
+
+def quantize_with(rows: np.ndarray, lower: np.ndarray, form: BlockFormat) -> Blocks:
+    """Rounds `rows` float32 [N, K] for inputs whose moments have the factor `lower` [K', K'].
+
+    Returns blocks as `weights.quantize` does, with scales as they will be stored.
+    """
+    blocks = len(lower) // form.block
+    codes = np.empty((len(rows), len(lower)), np.uint8)
+    scales = np.empty((len(rows), blocks), np.float32)
+    offsets = None if form.grid.offset_type is None else np.empty((len(rows), blocks), np.uint8)
+    starts = range(0, len(lower), form.block)
+    corners = np.stack([lower[i : i + form.block, i : i + form.block] for i in starts])
+    inverses = np.linalg.inv(corners)
+
+    for start in range(0, len(rows), _ROWS):
+        part = slice(start, start + _ROWS)
+        columns = np.zeros((len(lower), len(rows[part])), np.float32)
+        columns[: rows.shape[1]] = rows[part].T
+        errors = np.zeros_like(columns)
+        for index in reversed(range(blocks)):
+            place = slice(index * form.block, (index + 1) * form.block)
+            after = slice(place.stop, None)
+            carried = lower[after, place].T @ errors[after]
+            best = columns[place] + inverses[index].T @ carried
+            scale, zero = fit(best, form, np.diag(corners[index]) ** 2)
+            scale = half_scales(scale).astype(np.float32) * SCALE_UNIT
+            rounded = _round_block(
+                columns[place], carried, corners[index], (scale, zero), form.bits
+            )
+            codes[part, place], errors[place] = rounded[0].T, rounded[1]
+            scales[part, index] = scale
+            if offsets is not None and zero is not None:
+                offsets[part, index] = zero
+
+    return Blocks(codes, scales, offsets)
+
+
+def _round_block(
+    columns: np.ndarray,
+    carried: np.ndarray,
+    diagonal: np.ndarray,
+    grid: tuple[np.ndarray, np.ndarray | None],
+    bits: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns codes uint8 and errors float32, [block, n], of a block of columns [block, n].
+
+    `carried` [block, n] is the error of the columns after it, times the factor; it is overwritten.
+    `diagonal` is the factor's part on the diagonal.
+    """
+    scale, zero = grid
+    middle = np.float32(1 << (bits - 1)) if zero is None else zero_points(zero, bits)
+    codes, errors = np.empty(columns.shape, np.uint8), np.empty_like(columns)
+    for j in reversed(range(len(columns))):
+        codes[j] = codes_of(columns[j] + carried[j] / diagonal[j, j], scale, zero, bits)
+        errors[j] = columns[j] - (codes[j] - middle) * scale
+        carried[:j] += diagonal[j, :j, None] * errors[j]
+    return codes, errors

@@ -1,0 +1,1 @@
+"""Reads and writes GGUF files, and knows what llama.cpp calls things."""

@@ -1,0 +1,308 @@
+"""Maps canonical weights to the tensors of a GGUF file, in llama.cpp's names and orders.
+
+It serves files that are read and files that are written. A tensor is rows of a canonical weight.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import UnsupportedModelError
+from kvq_export.gguf.gguf_architectures import ARCHITECTURES, Architecture
+from kvq_models.config import Attention, DeltaNet, Experts, ModelConfig, ShortConv
+from kvq_models.family import is_stack, layer_shapes
+
+_FUSED_EXPERTS = "ffn_gate_up_exps"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DealtHeads:
+    """Orders the value heads of a delta net, `size` numbers of each, as llama.cpp wants them.
+
+    Canonical weights have all heads that share the keys of one of `key_heads` side by side;
+    llama.cpp has the first of each, then the second of each. Other rows in runs of `size` may be
+    dealt out in the same way.
+    """
+
+    key_heads: int
+    value_heads: int
+    size: int
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Returns the canonical numbers of the heads in llama.cpp's order."""
+        order = np.arange(self.value_heads).reshape(self.key_heads, -1)
+        return tuple(order.T.reshape(-1).tolist())
+
+    def runs(self, rows: range) -> tuple[range, ...]:
+        """Returns canonical `rows` in llama.cpp's order; those before the heads stay first."""
+        before = len(rows) - self.value_heads * self.size
+        starts = (before + place * self.size for place in self.places)
+        heads = tuple(rows[start : start + self.size] for start in starts)
+        return (rows[:before], *heads) if before else heads
+
+    @property
+    def columns(self) -> np.ndarray:
+        """Returns the canonical numbers of columns in llama.cpp's order."""
+        starts = np.array(self.places)[:, None] * self.size
+        return (starts + np.arange(self.size)).reshape(-1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufTensor:
+    """Takes rows [start, stop) of a canonical weight, times `factor`, under a name of llama.cpp's.
+
+    `interleave` is 0, or the rows of a head whose pairs (i, i + interleave/2) become neighbours.
+    `experts` is 0, or how many there are: the canonical weight has `stretch` rows of each, of which
+    [start, stop) are taken, and the shape begins with their number. `dealt`: rows are in the order
+    of these heads; `dealt_columns`: columns are. `decays`: it holds -exp of the weight.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    start: int = 0
+    interleave: int = 0
+    factor: float = 1.0
+    experts: int = 0
+    stretch: int = 0
+    dealt: DealtHeads | None = None
+    dealt_columns: DealtHeads | None = None
+    decays: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Returns its shape in a file, which has no axes of length 1 between the others."""
+        return (*self.shape[:1], *(n for n in self.shape[1:-1] if n > 1), *self.shape[1:][-1:])
+
+    @property
+    def rows(self) -> tuple[range, ...]:
+        """Returns which rows of the canonical weight are taken, in their order."""
+        count = self.shape[1] if self.experts else self.shape[0]
+        starts = (expert * self.stretch + self.start for expert in range(max(1, self.experts)))
+        runs = tuple(range(start, start + count) for start in starts)
+        return runs if self.dealt is None else self.dealt.runs(*runs)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Returns the names of what is read of it as one matrix each, as `GgufRows.parts` does."""
+        if self.dealt is not None:
+            return tuple(f"{self.name}.{start}" for start in sorted(run.start for run in self.rows))
+        return part_names(self.name, self.experts)
+
+    def arrange(self, rows: np.ndarray) -> np.ndarray:
+        """Puts whole heads of the canonical rows [n, ...] in this tensor's order, scaled."""
+        if self.interleave:
+            heads = rows.reshape(-1, 2, self.interleave // 2, *rows.shape[1:])
+            rows = heads.swapaxes(1, 2).reshape(rows.shape)
+        if self.dealt_columns is not None:
+            rows = rows[:, self.dealt_columns.columns]
+        if self.decays:
+            rows = -np.exp(rows)
+        return rows if self.factor == 1 else rows * np.float32(self.factor)
+
+
+def part_names(name: str, experts: int) -> tuple[str, ...]:
+    """Returns a name for the matrix of each expert in a tensor; else the tensor's own."""
+    return tuple(f"{name}.{expert}" for expert in range(experts)) if experts else (name,)
+
+
+def tensors_of(
+    config: ModelConfig, architecture: str, names: Collection[str]
+) -> tuple[GgufTensor, ...]:
+    """Returns the tensors of a model in a file of this architecture, without its rotary table's.
+
+    `names` are those of the file: gate and up of experts are one tensor there, or two.
+    """
+    fused = any(name.endswith(f".{_FUSED_EXPERTS}.weight") for name in names)
+    return tuple(model_tensors(config, replace(ARCHITECTURES[architecture], fused_experts=fused)))
+
+
+def expert_factors(layer: int) -> str:
+    """Names the tensor of the factors of experts' outputs, which a file may have."""
+    return f"blk.{layer}.ffn_down_exps.scale"
+
+
+def spare_tensors(config: ModelConfig) -> frozenset[str]:
+    """Returns tensors that a file may have although nothing reads them, as `Family.spare` does."""
+    return frozenset(
+        f"blk.{index}.{name}.weight"
+        for index, layer in enumerate(config.layers)
+        if layer.attends and not layer.owns_keys
+        for name in ("attn_k", "attn_v", "attn_k_norm")
+    )
+
+
+def model_tensors(config: ModelConfig, architecture: Architecture) -> Iterator[GgufTensor]:
+    """Yields the tensors of a model in a file of this architecture, without its rotary table's."""
+    hidden = config.hidden_size
+    table = (config.vocab_size, hidden)
+    yield GgufTensor(name="token_embd.weight", source="embed", shape=table)
+    if not config.tied_head:
+        yield GgufTensor(name="output.weight", source="head", shape=table)
+    final_norm = architecture.called.get("output_norm", "output_norm")
+    yield GgufTensor(name=f"{final_norm}.weight", source="final_norm", shape=(hidden,))
+    if config.norm == "layer":
+        yield GgufTensor(name="output_norm.bias", source="final_norm_bias", shape=(hidden,))
+    if config.head_bias:
+        yield GgufTensor(name="output.bias", source="head_bias", shape=(config.vocab_size,))
+    yield from _per_layer_tensors(config)
+    for layer in range(config.num_layers):
+        shapes = layer_shapes(config, layer)
+        for source, parts in _parts(config, layer, architecture).items():
+            feed, row = config.layers[layer].feed, 0
+            experts = feed.count if isinstance(feed, Experts) and is_stack(source) else 0
+            stretch = shapes[source][0] // max(1, experts)
+            for part in parts:
+                rows = part.shape[0] or stretch
+                name = f"blk.{layer}.{architecture.called.get(part.name, part.name)}"
+                end = ".bias" if source.endswith("bias") else ".weight"
+                yield replace(
+                    part,
+                    name=name if part.decays or name.endswith(".scale") else f"{name}{end}",
+                    source=f"layers.{layer}.{source}",
+                    shape=(*([experts] if experts else []), rows, *shapes[source][1:]),
+                    start=row,
+                    experts=experts,
+                    stretch=stretch,
+                )
+                row += rows
+            assert row == stretch
+
+
+def _per_layer_tensors(config: ModelConfig) -> Iterator[GgufTensor]:
+    """Yields the tensors of all layers' own embeddings; llama.cpp scales them itself."""
+    if config.per_layer is None:
+        return
+    width, columns = config.per_layer.width, config.num_layers * config.per_layer.width
+    yield GgufTensor(
+        name="per_layer_token_embd.weight",
+        source="per_layer_embed",
+        shape=(config.per_layer.rows, columns),
+    )
+    yield GgufTensor(
+        name="per_layer_model_proj.weight",
+        source="per_layer_model",
+        shape=(columns, config.hidden_size),
+        factor=config.hidden_size**0.5,
+    )
+    yield GgufTensor(
+        name="per_layer_proj_norm.weight",
+        source="per_layer_norm",
+        shape=(width,),
+        factor=2**0.5,
+    )
+
+
+def _part(name: str, rows: int = 0, **order: Any) -> GgufTensor:
+    """Returns a tensor of a layer before its place is known, with its rows (0: all)."""
+    return GgufTensor(name=name, source="", shape=(rows,), **order)
+
+
+# Canonical weights of a layer that are one tensor.
+_WHOLE_PARTS = {
+    "attn_norm": "attn_norm", "attn_norm_bias": "attn_norm", "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm", "o": "attn_output", "o_bias": "attn_output",
+    "sink_logits": "attn_sinks", "post_attn_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm", "mlp_norm_bias": "ffn_norm", "up": "ffn_up", "up_bias": "ffn_up",
+    "down": "ffn_down", "down_bias": "ffn_down", "post_mlp_norm": "post_ffw_norm",
+    "router": "ffn_gate_inp", "router_bias": "ffn_gate_inp", "choice_bias": "exp_probs_b",
+    "moe_norm": "pre_ffw_norm_2", "experts_down": "ffn_down_exps",
+    "experts_down_bias": "ffn_down_exps", "post_dense_norm": "post_ffw_norm_1",
+    "post_moe_norm": "post_ffw_norm_2", "shared_down": "ffn_down_shexp",
+    "shared_gate": "ffn_gate_inp_shexp", "per_layer_gate": "inp_gate", "per_layer_up": "proj",
+    "post_per_layer_norm": "post_norm", "scalar": "layer_output_scale",
+}  # fmt: skip
+
+
+def _parts(
+    config: ModelConfig, layer: int, architecture: Architecture
+) -> dict[str, tuple[GgufTensor, ...]]:
+    """Returns the tensors of each canonical weight of a layer, in the order of its rows.
+
+    Raises `UnsupportedModelError` for a weight that llama.cpp has no tensor for.
+    """
+    mixer, feed = config.layers[layer].mixer, config.layers[layer].feed
+    gate_up = (_part("ffn_gate", feed.width), _part("ffn_up", feed.width))
+    if architecture.fused:
+        gate_up = (_part("ffn_up"),)
+    shared = feed.shared.width if isinstance(feed, Experts) and feed.shared else 0
+    if isinstance(feed, Experts) and feed.beside is not None:
+        gate_up = (_part("ffn_gate", feed.beside.width), _part("ffn_up", feed.beside.width))
+    experts_up = (_part("ffn_gate_exps", feed.width), _part("ffn_up_exps", feed.width))
+    if architecture.fused_experts:
+        experts_up = (_part(_FUSED_EXPERTS),)
+    names = {source: (_part(name),) for source, name in _WHOLE_PARTS.items()}
+    names |= {
+        "gate_up": gate_up,
+        "gate_up_bias": gate_up,
+        # llama.cpp divides by this root itself.
+        "router_norm": (_part("ffn_gate_inp.scale", factor=config.hidden_size**0.5),),
+        "experts_gate_up": experts_up,
+        "experts_gate_up_bias": experts_up,
+        "shared_gate_up": (_part("ffn_gate_shexp", shared), _part("ffn_up_shexp", shared)),
+    }
+    match mixer:
+        case Attention():
+            names |= _attention_parts(mixer, architecture)
+        case ShortConv():
+            parts = ("in_proj", "conv", "out_proj")
+            names |= {name: (_part(f"shortconv.{name}"),) for name in parts}
+        case DeltaNet():
+            names |= _delta_parts(mixer, architecture)
+    shapes = layer_shapes(config, layer)
+    if unknown := shapes.keys() - names.keys():
+        raise UnsupportedModelError(f"it has no tensor for {min(unknown)}")
+    return {name: names[name] for name in shapes}
+
+
+def _attention_parts(
+    mixer: Attention, architecture: Architecture
+) -> dict[str, tuple[GgufTensor, ...]]:
+    interleave = mixer.head_dim if architecture.interleaved else 0
+    query, key = mixer.projected_width - 2 * mixer.kv_width, mixer.kv_width
+    qkv = (_part("attn_q", query, interleave=interleave),)
+    if key:
+        values = "attn_k" if mixer.values == "keys" else "attn_v"
+        qkv = (*qkv, _part("attn_k", key, interleave=interleave), _part(values, key))
+    if architecture.fused:
+        qkv = (_part("attn_qkv"),)
+    return {"qkv": qkv, "qkv_bias": qkv}
+
+
+def _delta_parts(net: DeltaNet, architecture: Architecture) -> dict[str, tuple[GgufTensor, ...]]:
+    """Returns the parts of a delta net, whose heads llama.cpp may want in another order.
+
+    It does where several value heads share the keys of one.
+    """
+
+    def dealt(size: int) -> DealtHeads | None:
+        if net.value_heads == net.key_heads or architecture.by_key_head:
+            return None
+        return DealtHeads(key_heads=net.key_heads, value_heads=net.value_heads, size=size)
+
+    heads, shape = dealt(net.value_dim), net.shape(1)
+    single = dealt(1)
+    gates = (
+        _part("ssm_beta", net.value_heads, dealt=single),
+        _part("ssm_alpha", net.value_heads, dealt=single),
+    )
+    if architecture.by_key_head:
+        # For each key head what its value heads take in, then what they forget.
+        per_key_head = net.value_heads // net.key_heads
+        both = DealtHeads(key_heads=2, value_heads=2 * net.key_heads, size=per_key_head)
+        gates = (_part("ssm_ba", dealt=both),)
+    return {
+        "in_proj": (
+            _part("attn_qkv", shape.conv_width, dealt=heads),
+            _part("attn_gate", shape.value_width, dealt=heads),
+        ),
+        "gates": gates,
+        "conv": (_part("ssm_conv1d", dealt=heads),),
+        "decay": (_part("ssm_a", dealt=single, decays=True),),
+        "dt_bias": (_part("ssm_dt", dealt=single),),
+        "head_scale": (_part("ssm_norm"),),
+        "out_proj": (_part("ssm_out", dealt_columns=heads),),
+    }

@@ -1,0 +1,291 @@
+"""Reads the vocabulary of a GGUF file as the tokenizer.json of a checkpoint.
+
+Knows the vocabularies that decoders have: byte-level BPE (`gpt2`), whose cut has a name, and pieces
+with marked spaces that merge by score (`llama`) or as a list says (`gemma4`). The other way is
+`gguf_vocabulary`.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import CheckpointError, UnsupportedModelError
+from kvq_export.gguf.gguf_config import Metadata
+from kvq_export.gguf.gguf_pre import Row, pre_tokenizer, row_called
+from kvq_export.gguf.gguf_vocabulary import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    WORD_MARK,
+)
+from kvq_models.control import FIM_ORDER, SUFFIX_FIRST
+from kvq_models.pieces import distinct_pieces
+from kvq_models.tokenizer import TokenizerFiles
+
+logger = logging.getLogger(__name__)
+
+_KEYS = "tokenizer.ggml."
+KINDS = ("gpt2", "llama", "gemma4")
+# Kinds of tokens that no text becomes, whatever it spells.
+_NEVER_MADE = (UNKNOWN, CONTROL, BYTE)
+# Trained vocabularies have pieces of some dozens; the splits of a piece are as many as its square.
+_LONGEST_PIECE = 256
+# What llama.cpp takes for the end of an answer, also where a file (Phi-3's) calls it text.
+_END = "</s>"
+# Tokens of a Phi-3 file after which spaces belong to the token; the file cannot say so.
+_PHI3_BARE = ("<unk>", "<s>", "<|endoftext|>")
+
+
+def read_tokens(metadata: Metadata) -> tuple[list[str], np.ndarray]:
+    """Returns the text and the kind of every token; empty for a file that has none.
+
+    Of a text that several tokens have, all but the first are marked: see `distinct_pieces`. Raises
+    `CheckpointError` for lists that do not belong together.
+    """
+    raw = metadata.values.get(f"{_KEYS}tokens", [])
+    if not isinstance(raw, list):
+        raise CheckpointError(f"{metadata.path} is damaged: its tokens are no texts")
+    types = metadata.values.get(f"{_KEYS}token_type", np.full(len(raw), NORMAL))
+    if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu" or len(types) != len(raw):
+        raise CheckpointError(f"{metadata.path} is damaged: its tokens are not all of some kind")
+    try:
+        pieces = [piece.decode("utf-8") for piece in raw]
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{metadata.path} is damaged: the token {error.object!r} is no UTF-8 text"
+        ) from error
+    if len(set(pieces)) < len(pieces):
+        logger.warning(
+            "%s has %d tokens whose text an earlier token has too: texts are read as the earlier",
+            metadata.path,
+            len(pieces) - len(set(pieces)),
+        )
+    return list(distinct_pieces(pieces)), types
+
+
+def read_tokenizer(metadata: Metadata, tokens: list[str], types: np.ndarray) -> TokenizerFiles:
+    """Returns the tokenizer files of a checkpoint folder.
+
+    Raises `UnsupportedModelError` for a vocabulary of another kind or cut, `CheckpointError` for a
+    damaged one.
+    """
+    kind = metadata.values.get(f"{_KEYS}model")
+    if kind not in KINDS or not tokens:
+        none = kind in (None, "no_vocab")
+        tokenizer = "no tokenizer" if none else f"a tokenizer of kind {kind!r}"
+        supported = ", ".join(KINDS)
+        raise UnsupportedModelError(f"{metadata.path} has {tokenizer}; supported: {supported}")
+    pieces = _pieces(tokens, types)
+    row, parts = None, dict[str, Any]()
+    match kind:
+        case "gpt2":
+            row = _cut(metadata)
+            parts = _byte_level(metadata, pieces, row)
+        case "llama":
+            merges = _merges_by_score(metadata, pieces, types)
+            parts = _marked_words(metadata, pieces, types, merges, prefix=True)
+        case _:
+            parts = _marked_words(metadata, pieces, types, _merges(metadata, pieces), prefix=False)
+    definition = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": list(_added(metadata, tokens, types)),
+        "post_processor": None,
+        **parts,
+    }
+    template = metadata.values.get("tokenizer.chat_template")
+    return TokenizerFiles(
+        definition=json.dumps(definition, ensure_ascii=False),
+        settings=_settings(metadata, tokens, starts=row is None or row.starts),
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _pieces(tokens: list[str], types: np.ndarray) -> dict[str, int]:
+    """Returns the ids of all texts but the placeholders that fill a vocabulary up."""
+    used = np.flatnonzero(types != UNUSED)
+    size = int(used[-1]) + 1 if len(used) else 0
+    return {token: index for index, token in enumerate(tokens[:size])}
+
+
+def _added(metadata: Metadata, tokens: list[str], types: np.ndarray) -> Iterator[dict[str, Any]]:
+    strips = metadata.architecture == "phi3" and metadata.values.get(f"{_KEYS}model") == "llama"
+    for token in np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, USER_DEFINED))).tolist():
+        yield {
+            "id": token,
+            "content": tokens[token],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": strips and tokens[token] not in _PHI3_BARE,
+            "normalized": False,
+            "special": int(types[token]) != USER_DEFINED or tokens[token] == _END,
+        }
+
+
+def _settings(metadata: Metadata, tokens: list[str], *, starts: bool) -> dict[str, Any]:
+    named = {
+        f"{name}_token": metadata.token(key, len(tokens))
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    settings: dict[str, Any] = {
+        name: tokens[token] for name, token in named.items() if token is not None
+    }
+    settings["add_bos_token"] = bool(metadata.values.get(f"{_KEYS}add_bos_token", starts))
+    if metadata.values.get("kvq.fim.suffix_first") is True:
+        settings[FIM_ORDER] = SUFFIX_FIRST
+    return settings
+
+
+def _cut(metadata: Metadata) -> Row:
+    name = metadata.values.get(f"{_KEYS}pre", "default")
+    try:
+        return row_called(str(name))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{metadata.path}: {error}") from error
+
+
+def _merges(metadata: Metadata, pieces: dict[str, int]) -> list[list[str]]:
+    """Returns the pairs of pieces that a file lists, the first to merge first.
+
+    Those of texts that are no tokens, as where a file has another's text twice, are left out.
+    """
+    raw = metadata.values.get(f"{_KEYS}merges", [])
+    if not isinstance(raw, list):
+        raise CheckpointError(f"{metadata.path} is damaged: its merges are no texts")
+    merges = [merge.decode("utf-8", errors="replace").split(" ") for merge in raw if merge]
+    if any(len(merge) != 2 for merge in merges):
+        raise CheckpointError(f"{metadata.path} is damaged: a merge is not of two pieces")
+    valid = [merge for merge in merges if pieces.keys() >= {*merge, "".join(merge)}]
+    if len(valid) < len(merges):
+        logger.warning(
+            "%s lists %d merges of texts that are none of its tokens: they are left out",
+            metadata.path,
+            len(merges) - len(valid),
+        )
+    return valid
+
+
+def _byte_level(metadata: Metadata, pieces: dict[str, int], row: Row) -> dict[str, Any]:
+    return {
+        "normalizer": {"type": "NFC"} if row.composed else None,
+        "pre_tokenizer": pre_tokenizer(row),
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "model": {
+            "type": "BPE",
+            "byte_fallback": False,
+            "ignore_merges": row.whole_words,
+            "vocab": pieces,
+            "merges": _merges(metadata, pieces),
+        },
+    }
+
+
+def _marked_words(
+    metadata: Metadata,
+    pieces: dict[str, int],
+    types: np.ndarray,
+    merges: Sequence[Sequence[str]],
+    *,
+    prefix: bool,
+) -> dict[str, Any]:
+    """Returns the parts of a tokenizer whose pieces have marked spaces.
+
+    `prefix`: a file that does not say whether a text begins with a space means that it does.
+    """
+    prefix = bool(metadata.values.get(f"{_KEYS}add_space_prefix", prefix))
+    single = bool(metadata.values.get(f"{_KEYS}remove_extra_whitespaces", False))
+    unknown = np.flatnonzero(types == UNKNOWN).tolist()
+    names = list(pieces)
+    space = {"String": " "}
+    return {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                *([_replaced({"Regex": " {2,}"}, " ")] if single else []),
+                *([{"type": "Prepend", "prepend": WORD_MARK}] if prefix else []),
+                _replaced(space, WORD_MARK),
+            ],
+        },
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                _replaced({"String": WORD_MARK}, " "),
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": names[unknown[0]] if unknown else None,
+            "fuse_unk": True,
+            "byte_fallback": bool((types == BYTE).any()),
+            "vocab": pieces,
+            "merges": merges,
+        },
+    }
+
+
+def _replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _merges_by_score(
+    metadata: Metadata, pieces: dict[str, int], types: np.ndarray
+) -> list[Sequence[str]]:
+    """Returns every pair of pieces that make a third, the one of the highest score first.
+
+    llama.cpp joins any pair whose text is a token, however low its score, and of equal scores the
+    leftmost in the text. A list ranks pairs, not places: with the longest piece and left part
+    first, a run of one character, such as an indentation, grows from its left end as well.
+    """
+    scores = metadata.values.get(f"{_KEYS}scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(types) or np.isnan(scores).any():
+        raise CheckpointError(f"{metadata.path} is damaged: its tokens have no scores")
+    texts = {piece for piece, token in pieces.items() if types[token] not in _NEVER_MADE}
+    longest = max(map(len, texts), default=0)
+    if longest > _LONGEST_PIECE:
+        raise CheckpointError(
+            f"{metadata.path} is damaged: a piece of its vocabulary has {longest} "
+            f"characters, more than {_LONGEST_PIECE}"
+        )
+    merges = sorted(
+        (-float(scores[pieces[piece]]), -len(piece), -at, (piece[:at], piece[at:]))
+        for piece in texts
+        for at in range(1, len(piece))
+        if piece[:at] in texts and piece[at:] in texts
+    )
+    _warn_of_ties(metadata, [(score, pair) for score, _, _, pair in merges])
+    return [pair for _, _, _, pair in merges]
+
+
+def _warn_of_ties(metadata: Metadata, merges: Sequence[tuple[float, tuple[str, str]]]) -> None:
+    """Logs how many pairs stand before one of equal score that may be left of them in a text."""
+    pieces = Counter(score for score, _ in {(score, "".join(pair)) for score, pair in merges})
+    last = {(score, right): place for place, (score, (_, right)) in enumerate(merges)}
+    ties = sum(
+        # All pairs of one piece are in order, and so are those of runs of one character.
+        pieces[score] > 1 and len({*left, *right}) > 1 and place < last.get((score, left), place)
+        for place, (score, (left, right)) in enumerate(merges)
+    )
+    if ties:
+        logger.warning(
+            "%s gives %d pairs of pieces the score of a pair they overlap with: llama.cpp joins "
+            "the leftmost in the text, kvq always the same, so it cuts some texts otherwise",
+            metadata.path,
+            ties,
+        )

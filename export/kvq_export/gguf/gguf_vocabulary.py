@@ -1,0 +1,206 @@
+"""Reads a tokenizer.json as the keys of a GGUF file's vocabulary.
+
+Knows the two vocabularies of decoders that llama.cpp has too: byte-level BPE, and pieces with
+marked spaces that merge by score. Knows no tensors.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvq.errors import CheckpointError, UnsupportedModelError, argument, reason_of
+from kvq.json_values import is_object
+from kvq_export.gguf.gguf_pre import pre_tokenizer_name
+from kvq_models.family import Family
+from kvq_models.tokenizer import Tokenizer, TokenizerFiles
+from kvq_runtime.bundle.manifest import TOKENIZER_FILE
+
+logger = logging.getLogger(__name__)
+
+# llama.cpp's numbers of what a token is.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+WORD_MARK = "▁"
+# Less than the rank of any merge: llama.cpp joins a piece that no merge makes last.
+NO_MERGE = -1e9
+
+
+def read_vocabulary(
+    files: TokenizerFiles, tokenizer: Tokenizer, family: Family, vocab_size: int
+) -> dict[str, Any]:
+    """Returns the keys of a checkpoint's vocabulary, with placeholders up to `vocab_size`.
+
+    Raises `UnsupportedModelError` for one llama.cpp has no form of, `CheckpointError` for a file
+    that is not one.
+    """
+    try:
+        definition = json.loads(files.definition)
+        by_bytes = _is_byte_level(definition)
+        tokens, types = _entries(definition, tokenizer, vocab_size)
+        start = tokenizer.control.start
+        if start not in ((), (tokenizer.bos_id,)):
+            logger.warning(
+                "a text of this model starts with the tokens %s, of which a GGUF file can only "
+                "name the first",
+                list(start),
+            )
+        keys: dict[str, Any] = {
+            "model": "gpt2" if by_bytes else "llama",
+            "pre": pre_tokenizer_name(definition) if by_bytes else "default",
+            "tokens": tokens,
+            "token_type": types,
+            "add_bos_token": bool(start) and start[0] == tokenizer.bos_id,
+            "add_eos_token": False,
+        }
+        if by_bytes:
+            # A key without a merge is left out, and a file without the key is refused.
+            keys["merges"] = list(_merges(definition)) or [""]
+        else:
+            keys["scores"] = _scores(definition, vocab_size)
+            before = json.dumps([definition.get("normalizer"), definition.get("pre_tokenizer")])
+            keys["add_space_prefix"] = '"Prepend"' in before or (
+                '"Metaspace"' in before and '"prepend_scheme": "never"' not in before
+            )
+            keys["remove_extra_whitespaces"] = '" {2,}"' in before
+        ids = _ids(definition, files.settings, tokenizer, family)
+        keys |= {f"{key}_token_id": token for key, token in ids.items() if token is not None}
+        named = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+        if tokenizer.fim is not None and tokenizer.fim.suffix_first:
+            named["kvq.fim.suffix_first"] = True
+        if tokenizer.chat_template is not None:
+            named["tokenizer.chat_template"] = tokenizer.chat_template
+        return named
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{TOKENIZER_FILE} is not as expected ({reason_of(error)}); save the tokenizer again"
+        ) from error
+
+
+def _is_byte_level(definition: Mapping[str, Any]) -> bool:
+    """Tells the two kinds of vocabularies apart. Raises `UnsupportedModelError` for others."""
+    model = definition["model"]
+    if model["type"] == "BPE" and '"ByteLevel"' in json.dumps(definition.get("decoder")):
+        return True
+    if model["type"] != "BPE" or not model.get("byte_fallback"):
+        raise UnsupportedModelError(
+            f"kvq writes no GGUF file with this {model['type']} tokenizer; possible are byte-level "
+            f"BPE and BPE with a byte fallback. Export it with {argument('format', 'onnx')}"
+        )
+    missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in model["vocab"]]
+    if missing:
+        raise UnsupportedModelError(
+            f"the tokenizer has no piece <0x{missing[0]:02X}>, which llama.cpp needs for text "
+            f"outside of its vocabulary; export it with {argument('format', 'onnx')}"
+        )
+    return False
+
+
+def _entries(
+    definition: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int
+) -> tuple[list[str], list[int]]:
+    """Returns text and kind per id.
+
+    llama.cpp needs every text to be there and to be no other's: a placeholder takes the place of
+    one that is missing, empty, cut by a NUL or there already.
+    """
+    model = definition["model"]
+    unknown = model.get("unk_token")
+    texts: dict[int, tuple[str, int]] = {}
+    for piece, token in model["vocab"].items():
+        kind = NORMAL
+        if piece == unknown:
+            kind = UNKNOWN
+        elif tokenizer.is_control(token):
+            kind = CONTROL
+        elif model.get("byte_fallback") and _BYTE_PIECE.fullmatch(piece):
+            kind = BYTE
+        texts[token] = piece, kind
+    for added in _added(definition):
+        token, content = added["id"], added["content"]
+        if tokenizer.is_control(token):
+            texts[token] = content, UNKNOWN if content == unknown else CONTROL
+        else:
+            # Found in the text before its spaces are marked.
+            texts[token] = content.replace(WORD_MARK, " "), USER_DEFINED
+    tokens, types = list[str](), list[int]()
+    texts_used = {text for text, _ in texts.values()}
+    free = texts_used - {""}
+    for token in range(vocab_size):
+        text, kind = texts.get(token, ("", UNUSED))
+        if text not in free or "\0" in text:
+            text, kind = f"[PAD{token}]", UNUSED
+            while text in texts_used:
+                text = f"[{text}]"
+        free.discard(text)
+        tokens.append(text)
+        types.append(kind)
+    return tokens, types
+
+
+def _added(definition: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return definition.get("added_tokens") or []
+
+
+def _scores(definition: Mapping[str, Any], vocab_size: int) -> list[float]:
+    """Returns what decides which pieces join: minus the rank of the merge that makes a piece."""
+    scores = [0.0] * vocab_size
+    pieces: dict[str, int] = definition["model"]["vocab"]
+    for piece, token in pieces.items():
+        scores[token] = NO_MERGE if len(piece) > 1 else 0.0
+    for rank, merge in enumerate(_merges(definition)):
+        token: int = pieces[merge.replace(" ", "", 1)]
+        scores[token] = max(scores[token], -float(rank))
+    count = sum(
+        any(piece[:at] in pieces and piece[at:] in pieces for at in range(1, len(piece)))
+        for piece in pieces.keys() - {token["content"] for token in _added(definition)}
+        if scores[pieces[piece]] == NO_MERGE
+    )
+    if count:
+        logger.warning(
+            "no merge of the tokenizer makes %d of its pieces, and llama.cpp joins whatever is a "
+            "token: from the GGUF file some words are cut otherwise",
+            count,
+        )
+    return scores
+
+
+def _merges(definition: Mapping[str, Any]) -> Iterator[str]:
+    """Yields each merge as one text, which files spell as a pair or as a text."""
+    for merge in definition["model"]["merges"]:
+        yield merge if isinstance(merge, str) else " ".join(merge)
+
+
+def _ids(
+    definition: Mapping[str, Any], settings: Mapping[str, Any], tokenizer: Tokenizer, family: Family
+) -> dict[str, int | None]:
+    control, fim = tokenizer.control, tokenizer.fim
+    first_end = next(iter(control.eos), None)
+    turn_ends = (tokenizer.token_id(name) for name in family.turn_ends)
+    pad: Any = settings.get("pad_token")
+    unknown: Any = definition["model"].get("unk_token")
+    ids: dict[str, int | None] = {
+        "bos": control.bos,
+        "eos": first_end,
+        "eot": next((end for end in turn_ends if end in control.eos and end != first_end), None),
+        "padding": _named(tokenizer, pad),
+        "unknown": _named(tokenizer, unknown),
+    }
+    if fim is not None:
+        ids |= {
+            "fim_pre": fim.prefix,
+            "fim_suf": fim.suffix,
+            "fim_mid": fim.middle,
+            "fim_pad": fim.pad,
+            "fim_rep": fim.repo,
+            "fim_sep": fim.file,
+        }
+    return ids
+
+
+def _named(tokenizer: Tokenizer, token: Any) -> int | None:
+    """Returns the id of a token as a file names it, by its content or by a dict that has it."""
+    content = token.get("content") if is_object(token) else token
+    return tokenizer.token_id(content) if isinstance(content, str) else None

@@ -1,0 +1,1 @@
+"""Reads models: checkpoint folders, hub repositories, weights that were quantised before."""

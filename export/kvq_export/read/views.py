@@ -1,0 +1,105 @@
+"""Reads tensors that hold several weights as one tensor of each.
+
+A family says which rows or columns are which weight's (`kvq_models.family.View`); nothing here
+knows one.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from kvq.errors import CheckpointError
+from kvq.reference.linear import BlockFormat, Blocks
+from kvq_export.read.checkpoint import Checkpoint, Tensor
+from kvq_export.read.mxfp4 import Mxfp4Matrix
+from kvq_models.family import View
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorView:
+    """Reads some rows of a tensor in their order or, `across`, some columns as rows."""
+
+    name: str
+    tensor: Tensor
+    rows: range
+    across: bool
+
+    def __str__(self) -> str:
+        return f"{self.name!r} in {self.tensor}"
+
+    @property
+    def file(self) -> Path:
+        return self.tensor.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        _, *rest = self.tensor.shape[::-1] if self.across else self.tensor.shape
+        return len(self.rows), *rest
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def grid(self) -> BlockFormat | None:
+        """Returns the tensor's grid where rows are rows: blocks lie along them."""
+        return None if self.across else self.tensor.grid
+
+    @property
+    def exact(self) -> bool:
+        return self.tensor.exact
+
+    def check(self) -> None:
+        self.tensor.check()
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        rows = self.rows[start:stop]
+        if self.across:
+            return np.ascontiguousarray(
+                _whole(self.tensor)[:, rows.start : rows.stop : rows.step].T
+            )
+        return self.tensor.read(rows.start, rows[-1] + 1)[:: rows.step] if rows else self._none()
+
+    def read_blocks(self, start: int, stop: int) -> Blocks:
+        rows = self.rows[start:stop]
+        blocks = self.tensor.read_blocks(rows.start, rows[-1] + 1)
+        return blocks.picked(slice(None, None, rows.step))
+
+    def _none(self) -> np.ndarray:
+        return np.zeros((0, *self.shape[1:]), np.float32)
+
+
+@lru_cache(maxsize=1)
+def _whole(tensor: Tensor) -> np.ndarray:
+    """Reads a tensor whose columns are asked for chunk after chunk."""
+    return tensor.read(0, tensor.shape[0])
+
+
+def apply_views(checkpoint: Checkpoint, views: Mapping[str, View]) -> Checkpoint:
+    """Returns the checkpoint with every tensor that `views` are of replaced by these.
+
+    A tensor that is not there leaves its views out. Raises `CheckpointError` for one of another
+    size than its views together.
+    """
+    tensors, counts = dict(checkpoint.tensors), Counter[tuple[str, bool]]()
+    for name, view in views.items():
+        tensor = checkpoint.tensors.get(view.tensor)
+        if tensor is None:
+            continue
+        across = view.across and not isinstance(tensor, Mxfp4Matrix)
+        tensors.pop(view.tensor, None)
+        tensors[name] = TensorView(name=name, tensor=tensor, rows=view.rows, across=across)
+        counts[view.tensor, across] += len(view.rows)
+    for (name, across), count in counts.items():
+        tensor = checkpoint.tensors[name]
+        rank, axis = (2, 1) if across else (len(tensor.shape), 0)
+        if len(tensor.shape) != rank or tensor.shape[axis : axis + 1] != (count,):
+            raise CheckpointError(
+                f"wrong shape: {tensor} {list(tensor.shape)}; {checkpoint.described_by} asks for "
+                f"{count} {'columns' if across else 'rows'}"
+            )
+    return replace(checkpoint, tensors=tensors)

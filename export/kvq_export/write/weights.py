@@ -1,0 +1,263 @@
+"""Quantises weight rows in blocks.
+
+Owns the search for each block's scale and offset. Knows no file, no graph and no layout of bytes:
+codes leave here one per byte. `kvq.reference.linear` says what codes, scales and offsets mean.
+
+A symmetric scale may be negative: the weight of the largest magnitude takes the longer side of the
+code range. A zero point lies within the range of codes, so that zero is near a code.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq.errors import CheckpointError, argument
+from kvq.reference.linear import (
+    E2M1_BIAS,
+    E2M1_TOP,
+    PANEL_ROWS,
+    SCALE_UNIT,
+    ZERO_PARTS,
+    BlockFormat,
+    Blocks,
+    Grid,
+    zero_points,
+)
+
+Rows = tuple[Any, ...]
+"""Holds arrays of the same rows; None stands for one that is not there."""
+
+# Candidate code magnitudes of a block's largest weight, as shares of half the range of codes. Below
+# the range's end the whole block is stretched less than it could be; above it the largest weight is
+# clipped.
+_SHARES = {
+    4: np.linspace(0.75, 1.125, 14, dtype=np.float32),
+    8: np.linspace(115 / 128, 130 / 128, 9, dtype=np.float32),
+}
+# Shares of a block's range that the codes of a grid with a zero point span at first. 1 is among
+# them, so that weights which are on such a grid stay as they are.
+_SPANS = {
+    4: np.linspace(0.7, 1.0, 7, dtype=np.float32),
+    5: np.linspace(0.8, 1.0, 5, dtype=np.float32),
+    6: np.linspace(0.88, 1.0, 4, dtype=np.float32),
+    8: np.ones(1, np.float32),
+}
+_REFITS = {4: 2, 5: 2, 6: 1, 8: 1}
+# Weights per pass: the few float32 arrays of a pass stay in a core's own cache.
+_PASS_WEIGHTS = 1 << 17
+
+
+def quantize(rows: np.ndarray, form: BlockFormat) -> Blocks:
+    """Rounds `rows`, float32 [N, K], each block by itself; constants are in weights' units.
+
+    Codes are uint8 [N, ceil(K / block) * block].
+    """
+    num_rows, columns = rows.shape
+    blocks = -(-columns // form.block)
+    codes = np.empty((num_rows, blocks * form.block), np.uint8)
+    scales = np.empty((num_rows, blocks), np.float32)
+    zeros = np.empty((num_rows, blocks), np.uint8) if form.grid is Grid.ZERO_POINT else None
+    step = max(1, _PASS_WEIGHTS // (blocks * form.block))
+    for start in range(0, num_rows, step):
+        part = slice(start, start + step)
+        block_columns = by_block(rows[part], form.block)
+        scale, zero = fit(block_columns, form)
+        scales[part] = scale.reshape(-1, blocks)
+        if zeros is not None and zero is not None:
+            zeros[part] = zero.reshape(-1, blocks)
+        rounded = codes_of(block_columns, scale, zero, form.bits)
+        codes[part] = rounded.T.reshape(-1, blocks * form.block)
+    return Blocks(codes, scales, zeros)
+
+
+def quantize_chunks(
+    chunks: Iterable[np.ndarray], form: BlockFormat, threads: int
+) -> Iterator[Blocks]:
+    """Yields `quantize` of each chunk, in order; at most `threads` + 1 chunks are in flight."""
+    pending: deque[Future[Blocks]] = deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="kvq-quantize")
+    try:
+        for chunk in chunks:
+            pending.append(pool.submit(quantize, chunk, form))
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def by_block(rows: np.ndarray, block: int) -> np.ndarray:
+    """Turns rows float32 [N, K] into blocks [block, N * ceil(K / block)], zero-padded."""
+    spare = -rows.shape[1] % block
+    if spare:
+        rows = np.pad(rows, ((0, 0), (0, spare)))
+    return np.ascontiguousarray(rows.reshape(-1, block).T)
+
+
+def fit(
+    blocks: np.ndarray, form: BlockFormat, importance: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns scales float32 [n], and zero points uint8 [n] or None, for `blocks` [block, n].
+
+    They make the squared errors least, each weighed by its place's `importance` [block], or 1 where
+    it is None. The format's grid is symmetric or has a zero point.
+    """
+    assert form.grid in (Grid.SYMMETRIC, Grid.ZERO_POINT), (
+        f"{form} is of weights that were quantised before"
+    )
+    weight = np.ones(len(blocks), np.float32) if importance is None else importance
+    weight = (weight / max(float(weight.max()), 1e-30)).astype(np.float32)[:, None]
+    if form.grid is Grid.SYMMETRIC:
+        return _symmetric(blocks, form.bits, weight), None
+    return _with_zero(blocks, form.bits, weight)
+
+
+def codes_of(
+    values: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, bits: int
+) -> np.ndarray:
+    """Returns the nearest codes, uint8, of values [..., n] on the grids of n blocks."""
+    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
+    places = values * inverse
+    places += np.float32(1 << (bits - 1)) if zeros is None else zero_points(zeros, bits)
+    np.rint(places, out=places)
+    return np.clip(places, 0, (1 << bits) - 1, out=places).astype(np.uint8)
+
+
+def whole_panels(chunks: Iterable[Rows]) -> Iterator[Rows]:
+    """Yields the same rows of the arrays of each chunk, cut where panels end."""
+    rest: Rows | None = None
+    for chunk in chunks:
+        rows = chunk if rest is None else join_rows((rest, chunk))
+        whole = len(rows[0]) // PANEL_ROWS * PANEL_ROWS
+        if whole:
+            yield _part(rows, slice(whole))
+        rest = _part(rows, slice(whole, None)) if whole < len(rows[0]) else None
+    if rest is not None:
+        yield rest
+
+
+def join_rows(chunks: Iterable[Rows]) -> Rows:
+    """Joins the rows of all chunks."""
+    arrays = zip(*chunks, strict=True)
+    return tuple(None if pieces[0] is None else np.concatenate(pieces) for pieces in arrays)
+
+
+def _part(arrays: Rows, rows: slice) -> Rows:
+    return tuple(None if array is None else array[rows] for array in arrays)
+
+
+def half_scales(scales: np.ndarray) -> np.ndarray:
+    """Returns scales as a panel stores them, float16. Raises `CheckpointError` beyond its range."""
+    with np.errstate(over="ignore"):
+        halves = (scales / SCALE_UNIT).astype(np.float16)
+    if not np.isfinite(halves).all():
+        raise CheckpointError(
+            f"a block of weights needs a scale of {np.abs(scales).max():.4g}, and "
+            f"{np.finfo(np.float16).max * SCALE_UNIT:.4g} is the largest that can be stored; "
+            f"scales are smaller at more {argument('bits')}"
+        )
+    return halves
+
+
+def stored_exponents(scales: np.ndarray) -> np.ndarray:
+    """Returns e2m1 scales, float32 in units of the weights, as a panel stores them: uint8.
+
+    Raises `CheckpointError` for one that is no power of two, or too large.
+    """
+    parts, powers = np.frexp(scales)
+    exponents = powers - 1 + E2M1_BIAS
+    if not ((parts == 0.5) & (exponents >= 0) & (exponents <= E2M1_TOP)).all():
+        raise CheckpointError(
+            f"scales of blocks in MXFP4, here {scales.min():.4g} to {scales.max():.4g}, are powers "
+            f"of two up to {2.0 ** (E2M1_TOP - E2M1_BIAS):.4g}; export with {argument('bits')} 8"
+        )
+    return exponents.astype(np.uint8)
+
+
+def _symmetric(blocks: np.ndarray, bits: int, weight: np.ndarray) -> np.ndarray:
+    """Returns the best scale of each block on a symmetric grid.
+
+    For fixed levels q the best scale is (x.q)/(q.q), and it removes (x.q)^2/(q.q) of the error. So
+    a candidate is judged by that gain alone, and every scale that is kept is already refitted.
+    """
+    top: NDArray[np.float32] = blocks.max(axis=0)
+    bottom: NDArray[np.float32] = blocks.min(axis=0)
+    extreme = np.where(top > -bottom, top, bottom)
+    # A block this small is stored as zeros: the squares below would underflow.
+    alive = np.abs(extreme) > np.float32(1e-18)
+    unit = np.divide(-1, extreme, out=np.zeros_like(extreme), where=alive)
+    levels = np.empty_like(blocks)
+    best_gain = np.zeros_like(extreme)
+    best_scale = np.zeros_like(extreme)
+    for share in _SHARES[4 if bits < 8 else 8]:
+        scale, gain = _regressed(blocks, unit * share * (1 << (bits - 1)), levels, bits, weight)
+        better = gain > best_gain
+        np.copyto(best_gain, gain, where=better)
+        np.copyto(best_scale, scale, where=better)
+    for _ in range(_REFITS[bits] - 1):
+        inverse = np.divide(1, best_scale, out=np.zeros_like(extreme), where=best_scale != 0)
+        best_scale, _ = _regressed(blocks, inverse, levels, bits, weight)
+    return best_scale
+
+
+def _regressed(
+    blocks: np.ndarray, inverse: np.ndarray, levels: np.ndarray, bits: int, weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the scale that fits the levels of `blocks * inverse` best, and its gain."""
+    half = 1 << (bits - 1)
+    np.multiply(blocks, inverse, out=levels)
+    np.rint(levels, out=levels)
+    np.clip(levels, -half, half - 1, out=levels)
+    cross = np.einsum("bn,bn,b->n", blocks, levels, weight[:, 0])
+    square = np.einsum("bn,bn,b->n", levels, levels, weight[:, 0])
+    scale = np.divide(cross, square, out=np.zeros_like(cross), where=square > 0)
+    return scale, cross * scale
+
+
+def _with_zero(blocks: np.ndarray, bits: int, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns scale and zero point by regression of weights on codes, from several spans."""
+    low, high = np.minimum(blocks.min(axis=0), 0), np.maximum(blocks.max(axis=0), 0)
+    alive = high - low > np.float32(1e-18)
+    total = weight.sum()
+    centred = blocks - (weight * blocks).sum(axis=0) / total
+    mean = (weight * blocks).sum(axis=0) / total
+    best = np.full(blocks.shape[1], np.inf, np.float32)
+    best_scale = np.zeros_like(best)
+    best_zero = np.zeros(len(best), np.uint8)
+    for span in _SPANS[bits]:
+        scale = np.where(alive, (high - low) * span / ((1 << bits) - 1), 1).astype(np.float32)
+        zero = _offsets(-low * span / scale, bits)
+        for _ in range(_REFITS[bits]):
+            codes = _rounded(blocks, scale, zero, bits)
+            middle = (weight * codes).sum(axis=0) / total
+            codes -= middle
+            spread = (weight * codes * codes).sum(axis=0)
+            cross = (weight * codes * centred).sum(axis=0)
+            fits = (spread > 0) & (cross > 0) & alive
+            scale = np.where(fits, np.divide(cross, spread, where=fits, out=scale.copy()), scale)
+            zero = _offsets(middle - mean / scale, bits)
+        codes = _rounded(blocks, scale, zero, bits)
+        errors = (codes - zero_points(zero, bits)) * scale - blocks
+        error = (weight * errors * errors).sum(axis=0)
+        better = error < best
+        np.copyto(best, error, where=better)
+        np.copyto(best_scale, scale, where=better)
+        np.copyto(best_zero, zero, where=better)
+    best_scale[~alive] = 0
+    return best_scale, best_zero
+
+
+def _rounded(blocks: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int) -> np.ndarray:
+    codes = blocks / scale
+    codes += zero_points(zero, bits)
+    np.rint(codes, out=codes)
+    return np.clip(codes, 0, (1 << bits) - 1, out=codes)
+
+
+def _offsets(zero: np.ndarray, bits: int) -> np.ndarray:
+    return np.clip(np.rint(zero * (ZERO_PARTS / (1 << bits))), 0, ZERO_PARTS - 1).astype(np.uint8)

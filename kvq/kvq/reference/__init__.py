@@ -1,0 +1,1 @@
+"""What every stored form and every kernel means, in numpy."""

@@ -1,0 +1,93 @@
+"""Ends a stream of text at a stop string, or where its block ends."""
+
+from collections.abc import Iterable
+
+from kvq.errors import UsageError
+
+
+class StopStrings:
+    """Passes text on until one of `stops` appears; a stop string itself is never passed on.
+
+    Text that could be the beginning of a stop string waits until this is decided. `match` is the
+    stop string that appeared, if one did.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(stops)
+        if "" in self._stops:
+            raise UsageError("an empty stop string would stop before the first character; drop it")
+        self._buffer = ""
+        self.match: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Returns the text that is safe to show after `text` arrived; may set `match`."""
+        if not self._stops:
+            return text
+        self._buffer += text
+        hits = [
+            (place, -len(stop), stop)
+            for stop in self._stops
+            if (place := self._buffer.find(stop)) >= 0
+        ]
+        if hits:
+            place, _, self.match = min(hits)
+            shown, self._buffer = self._buffer[:place], ""
+            return shown
+        undecided = self._undecided()
+        cut = len(self._buffer) - undecided
+        shown, self._buffer = self._buffer[:cut], self._buffer[cut:]
+        return shown
+
+    def flush(self) -> str:
+        """Returns the text that still waits, once no more will come."""
+        shown, self._buffer = self._buffer, ""
+        return shown
+
+    def _undecided(self) -> int:
+        """Returns the length of the longest end of the waiting text that begins a stop string."""
+        longest = max(map(len, self._stops)) - 1
+        for length in range(min(longest, len(self._buffer)), 0, -1):
+            end = self._buffer[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class IndentLimit:
+    """Passes text on until a line begins with fewer than `spaces` spaces or tabs.
+
+    It ends an infilled text where its block ends, like llama-server's `n_indent`. The spaces of a
+    line wait until its first other character decides. Blank lines pass. The text's first line
+    continues a line that exists already and is never judged.
+    """
+
+    def __init__(self, spaces: int) -> None:
+        self._spaces = spaces
+        self._margin: list[str] = []
+        self._in_margin = False
+        self.reached = False
+
+    def feed(self, text: str) -> str:
+        """Returns the text that is safe to show after `text` arrived; may set `reached`."""
+        if self._spaces == 0:
+            return text
+        shown: list[str] = []
+        for character in text:
+            if not self._in_margin or character == "\n":
+                shown += [*self._margin, character]
+                self._margin = []
+                self._in_margin = character == "\n"
+            elif character in " \t":
+                self._margin.append(character)
+            elif len(self._margin) < self._spaces:
+                self.reached, self._margin = True, []
+                break
+            else:
+                shown += [*self._margin, character]
+                self._margin, self._in_margin = [], False
+        return "".join(shown)
+
+    def flush(self) -> str:
+        """Returns the spaces that still wait, once no more text will come."""
+        shown, self._margin = "".join(self._margin), []
+        return shown

@@ -1,0 +1,1 @@
+"""Models as files: bundles and GGUF files, read and checked."""

@@ -1,0 +1,1 @@
+"""The machine: its processor, its devices, and how to use both fast."""

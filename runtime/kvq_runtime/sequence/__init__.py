@@ -1,0 +1,1 @@
+"""Token sequences and their caches: passes, branches, edits, staleness."""

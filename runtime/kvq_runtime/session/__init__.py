@@ -1,0 +1,1 @@
+"""One user's sequence and what its answers use: drafts, prediction, measurements, saving."""

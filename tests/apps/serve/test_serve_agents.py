@@ -1,0 +1,236 @@
+"""Responses and Messages by the clients that agents use: text, thoughts, calls, streams, errors."""
+
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from chat_templates import TEMPLATES
+from kvq_apps.serve.errors import RequestError
+from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.messages_api import chat_body as messages_body
+from kvq_apps.serve.responses_api import StoredResponses
+from kvq_apps.serve.responses_api import chat_body as responses_body
+from kvq_apps.serve.server import Server
+from serving import Rule, ask, running, scripted_server
+
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.usefixtures("own_state")
+
+TEMPLATE = "qwen 3"
+WITH_TOOLS = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}" + TEMPLATES[TEMPLATE]
+)
+SAID = "<think>\nHm.\n</think>\n\nIt is Paris."
+CALLED = '<tool_call>\n{"name": "find", "arguments": {"q": "x"}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
+QUESTION = {"role": "user", "content": "The capital of France?"}
+
+
+def open_ai(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+
+def claude(server: Server, key: str = "none") -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.address, api_key=key, max_retries=0)
+
+
+def test_a_response_has_a_thought_and_a_text() -> None:
+    with scripted_server(TEMPLATE, SAID) as server, open_ai(server) as client:
+        response = client.responses.create(model="x", input="The capital of France?")
+    assert response.status == "completed"
+    assert response.output_text == "It is Paris."
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    usage = response.usage
+    assert usage is not None
+    assert usage.input_tokens > 10
+    assert usage.output_tokens == usage.total_tokens - usage.input_tokens > 10
+    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+
+
+def test_a_response_streams_in_the_order_that_clients_assert() -> None:
+    with (
+        scripted_server(TEMPLATE, SAID) as server,
+        open_ai(server) as client,
+        client.responses.stream(model="x", input="Hi") as stream,
+    ):
+        events = list(stream)
+        final = stream.get_final_response()
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(delta.delta for delta in deltas) == final.output_text == "It is Paris."
+    opened = kinds.index("response.output_item.added", 2)
+    assert kinds[opened + 1] == "response.content_part.added"
+    assert (
+        kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
+    )
+
+
+def test_a_response_calls_a_function_and_goes_on_from_its_result() -> None:
+    tool: Any = {"type": "function", "name": "find", "parameters": SCHEMA}
+    with scripted_server(WITH_TOOLS, CALLED) as server, open_ai(server) as client:
+        first = client.responses.create(model="x", input="Find x", tools=[tool])
+        (call,) = first.output
+        assert call.type == "function_call"
+        assert (call.name, call.arguments) == ("find", '{"q": "x"}')
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
+        second = client.responses.create(
+            model="x", input=[result], tools=[tool], previous_response_id=first.id
+        )
+        assert second.previous_response_id == first.id
+        assert second.usage is not None
+        assert first.usage is not None
+        assert second.usage.input_tokens > first.usage.input_tokens
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            client.responses.create(model="x", input="Hi", previous_response_id="resp_0")
+        unstored = client.responses.create(model="x", input="Hi", store=False)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(model="x", input="Hi", previous_response_id=unstored.id)
+
+
+def test_a_response_that_is_cut_says_so() -> None:
+    with scripted_server(TEMPLATE, "one two three four") as server, open_ai(server) as client:
+        response = client.responses.create(model="x", input="Hi", max_output_tokens=2)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+def test_input_items_are_the_conversation() -> None:
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "user", "content": "Find x"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "find", "arguments": '{"q": "x"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "found"},
+    ]
+    fields = Fields({"instructions": "Help.", "input": items, "max_output_tokens": 5})
+    body, conversation = responses_body(fields, StoredResponses(), "")
+    assert body["max_completion_tokens"] == 5
+    assert [message["role"] for message in body["messages"]] == [
+        *("system", "developer", "user", "assistant", "tool"),
+    ]
+    assistant = body["messages"][3]
+    assert assistant["reasoning_content"] == "Hm"
+    assert assistant["tool_calls"][0]["function"] == {"name": "find", "arguments": '{"q": "x"}'}
+    assert conversation == body["messages"][1:]
+
+
+def test_responses_are_kept_for_their_owner_and_the_oldest_go() -> None:
+    stored = StoredResponses()
+    for number in range(257):
+        stored.put("mine", str(number), [QUESTION])
+    assert stored.get("mine", "256") == [QUESTION]
+    for owner, identity in (("mine", "0"), ("", "256"), ("other", "256")):
+        with pytest.raises(RequestError, match="there is no response"):
+            stored.get(owner, identity)
+
+
+def test_a_message_has_a_thought_and_a_text() -> None:
+    with scripted_server(TEMPLATE, SAID) as server, claude(server) as client:
+        message = client.messages.create(
+            model="x", max_tokens=99, messages=[QUESTION], system="Be."
+        )
+        count = client.messages.count_tokens(model="x", messages=[QUESTION], system="Be.")
+        again = client.messages.create(model="x", max_tokens=99, messages=[QUESTION], system="Be.")
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert message.content[1].text == "It is Paris."
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert message.usage.input_tokens == count.input_tokens
+    read = again.usage
+    assert read.cache_read_input_tokens is not None
+    assert read.input_tokens + read.cache_read_input_tokens == count.input_tokens
+    assert read.cache_read_input_tokens > 0
+
+
+def test_a_message_streams_its_blocks() -> None:
+    with (
+        scripted_server(TEMPLATE, SAID) as server,
+        claude(server) as client,
+        client.messages.stream(model="x", max_tokens=99, messages=[QUESTION]) as stream,
+    ):
+        text = "".join(stream.text_stream)
+        message = stream.get_final_message()
+    assert text == "It is Paris."
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert message.stop_reason == "end_turn"
+    assert message.usage.output_tokens > 10
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_message_uses_a_tool(streams: bool) -> None:
+    tools: Any = [{"name": "find", "description": "Finds.", "input_schema": SCHEMA}]
+    request: Any = {"model": "x", "max_tokens": 99, "messages": [QUESTION], "tools": tools}
+    with scripted_server(WITH_TOOLS, CALLED) as server, claude(server) as client:
+        if streams:
+            with client.messages.stream(**request) as stream:
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(**request)
+        (block,) = message.content
+        assert block.type == "tool_use"
+        assert (block.name, block.input) == ("find", {"q": "x"})
+        assert message.stop_reason == "tool_use"
+        result: Any = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": [], "is_error": False},
+            {"type": "text", "text": "Go on."},
+        ]
+        turns = [
+            QUESTION,
+            {"role": "assistant", "content": [block.model_dump()]},
+            {"role": "user", "content": result},
+        ]
+        assert client.messages.create(**{**request, "messages": turns}).stop_reason == "tool_use"
+
+
+def test_blocks_are_the_conversation() -> None:
+    marked = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+    turns = [
+        QUESTION,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm", "signature": ""},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "t1", "name": "find", "input": {"q": "x"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "none", "is_error": True},
+                {"type": "text", "text": "Go on."},
+            ],
+        },
+    ]
+    body = messages_body(Fields({"system": [marked], "messages": turns, "max_tokens": 5}))
+    system, _, assistant, tool, user = body["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    assert (assistant["content"], assistant["reasoning_content"]) == ("I look.", "Hm")
+    assert tool == {"role": "tool", "tool_call_id": "t1", "content": "Error: none"}
+    assert user == {"role": "user", "content": "Go on."}
+
+
+def test_errors_are_said_in_each_form() -> None:
+    image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+    with scripted_server(TEMPLATE, SAID) as server, claude(server) as client:
+        with pytest.raises(anthropic.BadRequestError, match="'image' is not supported") as refused:
+            client.messages.create(model="x", max_tokens=9, messages=image)
+        body = refused.value.body
+        assert isinstance(body, dict)
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        empty = ask(server, "/v1/responses", {"input": []})
+        assert (empty.status, empty.json["error"]["param"]) == (400, "input")
+
+
+def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
+    rule = Rule()
+    with running(rule.load, sessions=1, api_key="secret") as server:
+        body = {"messages": [QUESTION], "max_tokens": 2}
+        assert ask(server, "/v1/messages", body).status == 401
+        assert ask(server, "/v1/messages", body, headers={"x-api-key": "wrong"}).status == 401
+        assert ask(server, "/v1/messages", body, headers={"x-api-key": "secret"}).status == 200
