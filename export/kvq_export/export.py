@@ -99,11 +99,13 @@ def export_model(
     destination: str | Path,
     options: ExportOptions | None = None,
     progress: Progress | Phases = no_progress,
+    finish: Callable[[Path, Manifest], None] | None = None,
 ) -> Bundle:
     """Exports the model `source` (a folder, a GGUF file or a hub id) to the folder `destination`.
 
     `progress` gets how much of the whole is done and what is being done; it may be the phases of a
-    job that has fetched the source already. Raises `ModelError` for the checkpoint and
+    job that has fetched the source already. `finish` may add files to the finished folder before it
+    gets its name, so that they come and go with it. Raises `ModelError` for the checkpoint and
     `BundleError` for the destination; then, and when it is interrupted, nothing is left behind.
     """
     options = options or ExportOptions()
@@ -137,6 +139,8 @@ def export_model(
         if tuned is not None:
             manifest = replace(manifest, quality={**(manifest.quality or {}), "tuning": tuned})
         write_manifest(partial, manifest)
+        if finish is not None:
+            finish(partial, manifest)
     bundle = Bundle.open(folder)
     job.end(MAKE)
     return bundle

@@ -6,6 +6,9 @@ too few shows there.
 """
 
 import itertools
+import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +61,7 @@ pytestmark = [
 KERNELS = native_library.isas() if native_library.available() else []
 ROWS = 8
 SINKS = 4
+EMULATOR = "qemu-x86_64-static"
 
 
 def assert_close(got: Float, want: Float, tolerance: Tolerance) -> None:
@@ -151,6 +155,22 @@ def test_kernels_are_chosen_by_name() -> None:
     ):
         native_library.select_isa("abacus")
     assert native_library.isa() == "generic"
+
+
+@pytest.mark.skipif(
+    shutil.which(EMULATOR) is None or platform.machine() not in ("x86_64", "AMD64"),
+    reason=f"needs {EMULATOR} and a library for such processors",
+)
+@pytest.mark.parametrize(
+    ("processor", "kernels"), [("Nehalem", ["generic"]), ("Haswell", ["avx2", "generic"])]
+)
+def test_older_processors_get_the_kernels_they_run(processor: str, kernels: list[str]) -> None:
+    """Looks for kernels on a processor without what others need, where an instruction may fault."""
+    code = "from kvq import native_library; print(*native_library.isas())"
+    command = [EMULATOR, "-cpu", processor, sys.executable, "-c", code]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert listed.returncode == 0, listed.stderr
+    assert listed.stdout.split() == kernels
 
 
 # ---- attention on data with a tolerance --------------------------------------------------------

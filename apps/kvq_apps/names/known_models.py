@@ -168,16 +168,8 @@ def _files(path: Path) -> list[Path]:
     """Returns the existing files of a bundle, the record of its pull first, or the GGUF file."""
     if not path.is_dir():
         return [path]
-    files = (
-        record_beside(path),
-        *(path / name for name in (RECORD_FILE, *BUNDLE_FILES)),
-    )
+    files = (path / name for name in (RECORD_FILE, *BUNDLE_FILES))
     return [file for file in files if os.path.lexists(file)]
-
-
-def record_beside(bundle: Path) -> Path:
-    """Returns the path of the record of a pulled bundle while another bundle replaces it."""
-    return bundle.with_name(f".{bundle.name}.{RECORD_FILE}")
 
 
 def _is_safe(file: Path) -> bool:

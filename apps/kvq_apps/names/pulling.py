@@ -1,6 +1,8 @@
 """Pulls a model: fetches it from the first source that works and exports a bundle."""
 
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvq.errors import BackendError, BundleError, ModelError, argument
@@ -15,6 +17,7 @@ from kvq_apps.terminal.output import TERMINAL, Reporter
 from kvq_export.phases import FETCH, Phases
 from kvq_models.embedded import installed_names
 from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.manifest import Manifest
 from kvq_runtime.machine.tuning import default_threads
 
 
@@ -38,7 +41,7 @@ def pull(request: PullRequest, reporter: Reporter = TERMINAL, *, replace: bool =
     reasons: list[str] = []
     for source, following in zip(request.sources, (*request.sources[1:], None), strict=True):
         reporter.note(f"pulling {request.name} from {source}")
-        with reporter.progress() as progress, pull_records.keep_record(folder):
+        with reporter.progress() as progress:
             job = Phases.of_making(progress, fetches=source.kind != "path")
             try:
                 checkpoint = fetch(source, job.of(FETCH))
@@ -48,8 +51,7 @@ def pull(request: PullRequest, reporter: Reporter = TERMINAL, *, replace: bool =
                 if following is not None:
                     reporter.note(f"{format_error(error)}; now from {following}")
                 continue
-            bundle = _export(checkpoint, request, folder, job)
-            _write_record(request, str(source), bundle)
+            bundle = _export(checkpoint, request, str(source), folder, job)
         discard(checkpoint)
         return bundle
     raise ModelError(f"{request.name} cannot be pulled {'; '.join(reasons)}{_local_models_hint()}")
@@ -100,27 +102,31 @@ def _usable_bundle(
         reporter.note(f"it is pulled again: {format_error(error)}")
         return None
     reporter.note(f"{request.name} is here already, from {record.source}")
-    _write_record(request, record.source, bundle)
+    with suppress(FileNotFoundError):  # another pull replaces the bundle, with a record of its own
+        _write_record(request, record.source, bundle.path, bundle.manifest)
     return bundle
 
 
-def _export(checkpoint: Checkpoint, request: PullRequest, folder: Path, job: Phases) -> Bundle:
+def _export(
+    checkpoint: Checkpoint, request: PullRequest, source: str, folder: Path, job: Phases
+) -> Bundle:
     from kvq_export.config import ExportOptions
     from kvq_export.export import export_model
 
-    # Only an interrupted pull leaves a bundle without a record.
+    # Other commands may have left a bundle without a record here.
     options = ExportOptions(
         name=request.name, quality=False, force=True, threads=default_threads()
     )  # fmt: skip
-    return export_model(checkpoint, folder, options, job)
+    write_record = partial(_write_record, request, source)
+    return export_model(checkpoint, folder, options, job, write_record)
 
 
-def _write_record(request: PullRequest, source: str, bundle: Bundle) -> None:
-    license = request.license or str(bundle.manifest.source.get("license", "unknown"))
+def _write_record(request: PullRequest, source: str, folder: Path, manifest: Manifest) -> None:
+    license = request.license or str(manifest.source.get("license", "unknown"))
     if (existing := known_models.exported_models().get(request.name)) is not None:
         known_models.unname(existing)
     pull_records.write_record(
-        bundle.path, pull_records.PullRecord(source=source, license=license, pulled_s=time.time())
+        folder, pull_records.PullRecord(source=source, license=license, pulled_s=time.time())
     )
 
 

@@ -12,8 +12,9 @@
 
 namespace kvq {
 const Kernels* avx2_kernels() {
-    static const Kernels table = kernels_named("avx2");
-    return platform::runs(platform::Instructions::kAvx2) ? &table : nullptr;
+    if (!platform::runs(platform::Instructions::kAvx2)) return nullptr;
+    static const Kernels table = kernels_named("avx2");  // after it: vectors fill the table
+    return &table;
 }
 }  // namespace kvq
 #else

@@ -12,8 +12,9 @@
 
 namespace kvq {
 const Kernels* avx512vnni_kernels() {
-    static const Kernels table = kernels_named("avx512vnni");
-    return platform::runs(platform::Instructions::kAvx512Vnni) ? &table : nullptr;
+    if (!platform::runs(platform::Instructions::kAvx512Vnni)) return nullptr;
+    static const Kernels table = kernels_named("avx512vnni");  // after it: vectors fill the table
+    return &table;
 }
 }  // namespace kvq
 #else

@@ -12,8 +12,9 @@
 
 namespace kvq {
 const Kernels* avxvnni_kernels() {
-    static const Kernels table = kernels_named("avxvnni");
-    return platform::runs(platform::Instructions::kAvxVnni) ? &table : nullptr;
+    if (!platform::runs(platform::Instructions::kAvxVnni)) return nullptr;
+    static const Kernels table = kernels_named("avxvnni");  // after it: vectors fill the table
+    return &table;
 }
 }  // namespace kvq
 #else

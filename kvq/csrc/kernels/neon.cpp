@@ -12,8 +12,9 @@
 
 namespace kvq {
 const Kernels* neon_kernels() {
-    static const Kernels table = kernels_named("neon");
-    return platform::runs(platform::Instructions::kDotProducts) ? &table : nullptr;
+    if (!platform::runs(platform::Instructions::kDotProducts)) return nullptr;
+    static const Kernels table = kernels_named("neon");  // after it: vectors fill the table
+    return &table;
 }
 }  // namespace kvq
 #else

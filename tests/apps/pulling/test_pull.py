@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -199,11 +200,11 @@ def test_an_interrupted_pull_leaves_nothing_and_can_be_repeated(
         patched.setattr("kvq_export.export.write_manifest", interrupted)
         assert main(["pull", "tiny"]) == 130
     assert list(models.iterdir()) == []
-    # Between the bundle and its record: it is not here yet, and no obstacle.
+    # Before the bundle has its name, whatever is written to it.
     with monkeypatch.context() as patched:
         patched.setattr("kvq_apps.names.pull_records.write_record", interrupted)
         assert main(["pull", "tiny"]) == 130
-    assert (models / "tiny" / "kvq.json").exists()
+    assert list(models.iterdir()) == []
     assert default_name() == DEFAULT
     assert main(["pull", "tiny"]) == 0
     assert default_name() == "tiny"
@@ -213,10 +214,8 @@ def test_a_model_stays_while_another_takes_its_place(
     offered: Offer, checkpoint: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
-        assert (
-            pull_records.pulled_bundle("tiny") == models / "tiny"
-        )  # as it would be found after a kill
-        assert not (models / "tiny" / "pulled.json").exists()
+        # A kill here leaves the older model, with its record.
+        assert pull_records.pulled_bundle("tiny") == models / "tiny"
         raise KeyboardInterrupt
 
     offered(path_source(checkpoint))
@@ -224,11 +223,32 @@ def test_a_model_stays_while_another_takes_its_place(
     with monkeypatch.context() as patched:
         patched.setattr("kvq_apps.names.pull_records.write_record", interrupted)
         assert main(["pull", "tiny", "--force"]) == 130
-    assert (models / "tiny" / "pulled.json").exists()
     assert [path.name for path in models.iterdir()] == ["tiny"]
     assert default_name() == "tiny"
     assert main(["models", "rm", "tiny", "--yes"]) == 0
     assert pull_records.pulled_bundle("tiny") is None
+
+
+def test_another_pull_at_the_same_moment_takes_no_record_away(
+    offered: Offer, checkpoint: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lets another pull replace the bundle while its record is written."""
+    replace_file = pull_records.replace_file
+
+    @contextmanager
+    def overtaken(path: Path) -> Generator[BinaryIO]:
+        with replace_file(path) as stream:
+            yield stream
+            if (folder := models / "tiny").exists():
+                folder.rename(models.parent / "old")
+                shutil.copytree(models.parent / "old", folder)
+                shutil.rmtree(models.parent / "old")
+
+    monkeypatch.setattr(pull_records, "replace_file", overtaken)
+    offered(path_source(checkpoint))
+    assert main(["pull", "tiny"]) == 0
+    assert main(["pull", "tiny", "--force"]) == 0
+    assert default_name() == "tiny"
 
 
 def test_a_damaged_checkpoint_is_refused_and_no_other_source_tried(
