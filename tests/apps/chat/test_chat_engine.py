@@ -1,6 +1,7 @@
 """The chat on a real tiny model in this process, and on a server over HTTP."""
 
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -56,15 +57,15 @@ def local(bundle: str, **session: Any) -> LocalClient:
     )
 
 
-def turn(*texts: str, max_tokens: int = 8) -> Turn:
+def turn(*texts: str, max_tokens: int = 8, sampling: Sampling = GREEDY) -> Turn:
     roles = ("user", "assistant")
     rows = [Message(role=roles[index % 2], text=text) for index, text in enumerate(texts)]
-    return Turn(messages=rows, sampling=GREEDY, max_tokens=max_tokens)
+    return Turn(messages=rows, sampling=sampling, max_tokens=max_tokens)
 
 
-def answer(client: LocalClient, *texts: str, max_tokens: int = 8) -> tuple[str, Any]:
+def answer(client: LocalClient, *texts: str, **options: Any) -> tuple[str, Any]:
     stream = Stream()
-    client.reply(turn(*texts, max_tokens=max_tokens), stream)
+    client.reply(turn(*texts, **options), stream)
     update = stream.take()
     return update.text, update.stats
 
@@ -243,7 +244,8 @@ def test_a_conversation_that_does_not_fit_is_refused_before_it_starts(bundle: st
     with pytest.raises(ContextFullError) as refused:
         answer(client, "word " * 100)
     assert refused.value.limit == 64 < refused.value.needed
-    _, stats = answer(client, "ho", max_tokens=200)
+    endless = replace(GREEDY, logit_bias=dict.fromkeys(range(len(CONTROL_TOKENS)), -math.inf))
+    _, stats = answer(client, "ho", max_tokens=200, sampling=endless)
     assert stats.context_tokens == 64
     client.close()
 
