@@ -60,6 +60,8 @@ def mixed_formats(
     is the table of per-layer embeddings, of which a token reads one row, and no mean counts it.
     `segments` int64 [S, T] are texts. Raises `UsageError` for a size that is too small.
     """
+    # Damages take long; a size that is too small is known before.
+    _sizes(original, weights, _forms(weights), _measured_names(original))
     texts = segments[np.linspace(0, len(segments) - 1, TEXTS).astype(int), :TOKENS]
     return allocate(original, damages(original, texts, weights, threads, progress), weights)
 
@@ -68,17 +70,11 @@ def allocate(
     original: Original, damage: Mapping[str, float], weights: WeightFormat
 ) -> dict[str, BlockFormat]:
     """Chooses formats as `mixed_formats` does, for these damages at 4 bits by canonical name."""
-    forms = [weights.at(bits) for bits in reversed(WIDTHS)]
+    forms = _forms(weights)
     steps = np.array([1 / ((1 << form.bits) - 1) for form in forms])
     expected = [nats * (1 if name in TABLES else FEEDBACK) for name, nats in damage.items()]
     costs = np.outer(expected, np.square(steps / steps[-1]))
     sizes, room = _sizes(original, weights, forms, [*damage])
-    if room < sizes[:, -1].sum():
-        raise UsageError(
-            f"{argument('size_bytes')} {weights.size_bytes} bytes is not possible: "
-            "with 4 bits everywhere it is "
-            f"{sizes[:, -1].sum() - room} bytes more; ask for those too, or take a smaller model"
-        )
     rungs, used, lost = np.zeros(len(sizes), np.intp), int(sizes[:, 0].sum()), costs[:, 0].sum()
     finer = np.tri(len(forms), dtype=bool).T
     moves: list[tuple[int, int, int]] = []
@@ -99,12 +95,18 @@ def allocate(
     return {name: forms[rung] for name, rung in zip(damage, rungs, strict=True)}
 
 
+def _forms(weights: WeightFormat) -> list[BlockFormat]:
+    """Returns the formats that a matrix may get, the widest first."""
+    return [weights.at(bits) for bits in reversed(WIDTHS)]
+
+
 def _sizes(
     original: Original, weights: WeightFormat, forms: Sequence[BlockFormat], names: Sequence[str]
 ) -> tuple[np.ndarray, int]:
     """Returns the size of each matrix in each form, int64 [n, forms], and their limit together.
 
-    Sizes are bits of codes where a mean of them is asked for, else bytes of the file.
+    Sizes are bits of codes where a mean of them is asked for, else bytes of the file. Raises
+    `UsageError` for a limit that 4 bits everywhere exceed.
     """
     shapes = [original.sources[name].shape for name in names]
     if weights.mean_bits is not None:
@@ -120,12 +122,24 @@ def _sizes(
     sizes = np.array([[matrix.panels * matrix.panel_bytes for matrix in row] for row in panels])
     narrow = WeightFormat(block=weights.block, overrides=dict.fromkeys(names, forms[-1]))
     layout = plan_layout(original.config, original.sources, narrow)
-    return sizes, weights.size_bytes - (layout.num_bytes - int(sizes[:, -1].sum()))
+    room = weights.size_bytes - (layout.num_bytes - int(sizes[:, -1].sum()))
+    if room < sizes[:, -1].sum():
+        raise UsageError(
+            f"{argument('size_bytes')} {weights.size_bytes} bytes is not possible: "
+            "with 4 bits everywhere it is "
+            f"{sizes[:, -1].sum() - room} bytes more; ask for those too, or take a smaller model"
+        )
+    return sizes, room
 
 
 def _matrices(original: Original) -> list[str]:
     """Returns the canonical names of what is quantised."""
     return [name for name, source in original.sources.items() if source.quantised]
+
+
+def _measured_names(original: Original) -> list[str]:
+    """Returns the canonical names of the matrices whose damage is measured."""
+    return [name for name in _matrices(original) if not (is_stack(name) or name == _PER_LAYER_TABLE)]
 
 
 def damages(
@@ -135,9 +149,7 @@ def damages(
 
     `texts` int64 [S, T]. A tied head counts with the embedding.
     """
-    names = [
-        name for name in _matrices(original) if not (is_stack(name) or name == _PER_LAYER_TABLE)
-    ]
+    names = _measured_names(original)
     lanes = max(1, _PASS_TOKENS // texts.size - 1)
     streams = _streams(original, texts, threads)
     nats: dict[str, float] = {}
