@@ -249,8 +249,8 @@ class Job:
             each = (
                 zip(alternative.ids, alternative.logprobs, strict=True) if request.logprobs else ()
             )
-            logs = tuple(TokenLog(token=token, logprob=logprob) for token, logprob in each)
-            self.outbox.put(Delta(index=choice, text=alternative.text, logs=logs))
+            logs = [TokenLog(token=token, logprob=logprob) for token, logprob in each]
+            self.outbox.put(Delta(index=choice, text=alternative.text, logs=tuple(logs)))
             self._finish(choice, alternative.finish_reason, stats=stats)
         for choice in range(index + len(alternatives), index + request.choices):
             self._finish(choice, "stop", stats=stats)
