@@ -221,10 +221,11 @@ def parse(argv: list[str]) -> Namespace:
     if unknown and unknown[0] in _flags_of(parser, chosen):
         raise UsageError(f"{unknown[0]} stands behind the command: kvq {chosen} {unknown[0]} ...")
     if unknown:
-        raise UsageError(
-            f"{unknown[0]} is not known to `kvq {chosen}`{_nearest(unknown[0], arguments)}; "
-            f"see `kvq {chosen} --help`"
-        )
+        problem = f"is not known to `kvq {chosen}`{_nearest(unknown[0], arguments)}"
+        if not unknown[0].startswith("-"):
+            flag = ", or belongs behind a flag such as --out" if hasattr(arguments, "out") else ""
+            problem = f"is a word too many for `kvq {chosen}`{flag}"
+        raise UsageError(f"{unknown[0]} {problem}; see `kvq {chosen} --help`")
 
     from kvq_apps.settings import configuration
 

@@ -312,10 +312,10 @@ class Cache:
         # All classes hold the same tokens.
         self._first = self.parts[0].storage
 
-    @property
+    @cached_property
     def handles(self) -> tuple[int, ...]:
         """Numbers by which the nodes of a graph name the classes' caches."""
-        return tuple([part.storage.handle for part in self.parts])
+        return tuple(part.handle for part in self.parts)
 
     @property
     def budget_bytes(self) -> int:

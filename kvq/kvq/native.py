@@ -8,7 +8,8 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from ctypes import c_int32, c_int64, c_uint8, c_uint64
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +68,11 @@ def layout(geometry: Geometry, num_bytes: int, columns: int) -> dict[str, Any]:
     return sizes | {"regions": Regions(*out.regions)}
 
 
+def _figure(name: str) -> int:
+    """Declares a count of an open cache, which is read without a call of Python."""
+    return cast(int, property(attrgetter(f"_open_stats.{name}")))
+
+
 class NativeCache:
     """The cache in native code; every method is one call of the C ABI.
 
@@ -75,6 +81,13 @@ class NativeCache:
     """
 
     device = HOST
+    tokens = _figure("tokens")
+    branch_rows = _figure("branch_rows")
+    used_bytes = _figure("used_bytes")
+    peak_bytes = _figure("peak_bytes")
+    tail_rows = _figure("tail_rows")
+    pages_seen = _figure("pages_seen")
+    pages_read = _figure("pages_read")
 
     def __init__(self, arena: ClassArena) -> None:
         self.arena = arena
@@ -113,34 +126,6 @@ class NativeCache:
             self.close()
 
     @property
-    def tokens(self) -> int:
-        return self._open_stats.tokens
-
-    @property
-    def branch_rows(self) -> int:
-        return self._open_stats.branch_rows
-
-    @property
-    def used_bytes(self) -> int:
-        return self._open_stats.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._open_stats.peak_bytes
-
-    @property
-    def tail_rows(self) -> int:
-        return self._open_stats.tail_rows
-
-    @property
-    def pages_seen(self) -> int:
-        return self._open_stats.pages_seen
-
-    @property
-    def pages_read(self) -> int:
-        return self._open_stats.pages_read
-
-    @property
     def tiers(self) -> Tiers:
         stats = self._open_stats
         return Tiers(stats.device_bytes, stats.offloaded_bytes, stats.streamed_bytes)
@@ -167,7 +152,7 @@ class NativeCache:
         at: int | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        rows = None if parents is None else (c_int32 * tokens)(*map(_int32, parents))
+        rows = None if parents is None else _int32_array(parents)
         first = -1 if at is None else at
         quiet = None
         if silent:
@@ -242,7 +227,7 @@ class NativeCache:
         return out
 
     def commit(self, rows: int | Sequence[int]) -> None:
-        path = None if isinstance(rows, int) else (c_int32 * len(rows))(*map(_int32, rows))
+        path = None if isinstance(rows, int) else _int32_array(rows)
         count = rows if isinstance(rows, int) else len(rows)
         self._change("commit", path, count)
 
@@ -336,7 +321,7 @@ class NativeCache:
     def page(self, layer: int, head: int, column: int) -> bytes:
         dim = self.arena.shape.head_dim
         out = np.zeros(constant_bytes(dim, self.arena.value_groups) + 128 * dim, np.uint8)
-        place = map(_int32, (layer, head, column))
+        place = _int32_array((layer, head, column))
         count = self._library.kvq_cache_page(self.handle, *place, pointer(out))
         if count < 0:
             raise CacheError(f"layer {layer}, head {head} has no page {column}")
@@ -400,11 +385,12 @@ def _second_tier(num_bytes: int) -> Generator[int]:
         ) from error
 
 
-def _int32(number: int) -> int:
-    """`number`, which ctypes would wrap without a word. Raises `CacheError` where it had to."""
-    if not -_MOST <= number < _MOST:
-        raise _beyond(number)
-    return number
+def _int32_array(numbers: Sequence[int]) -> "ctypes.Array[c_int32]":
+    """`numbers` for C. Raises `CacheError` where ctypes would wrap one without a word."""
+    for number in numbers:
+        if not -_MOST <= number < _MOST:
+            raise _beyond(number)
+    return (c_int32 * len(numbers))(*numbers)
 
 
 def _beyond(number: int) -> CacheError:

@@ -8,12 +8,14 @@ is switched off (null, false or empty), since ignoring it could mean wrong numbe
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from kvq.errors import CheckpointError, UnsupportedModelError
+from kvq.errors import CheckpointError, UnsupportedModelError, reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +140,15 @@ HARMLESS = frozenset(
     use_cache use_flash_attention use_flash_attn
     """.split()  # noqa: SIM905 - a list would take a line a word
 )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file. Raises CheckpointError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
+    if not isinstance(data, dict):
+        kind = type(cast(object, data)).__name__
+        raise CheckpointError(f"{path} should hold a JSON object; it holds a {kind}")
+    return cast(dict[str, Any], data)

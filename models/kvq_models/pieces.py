@@ -45,8 +45,10 @@ def is_byte_token(piece: str) -> bool:
     return _BYTE_TOKEN.fullmatch(piece) is not None
 
 
-def piece_decoder(decoder: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
-    """Returns how a piece becomes bytes, and whether a decoded text loses its first space.
+def piece_decoder(
+    decoder: Mapping[str, Any] | None,
+) -> tuple[Callable[[Iterable[str]], list[bytes]], bool]:
+    """Returns how `distinct_pieces` become bytes, and whether a decoded text loses its first space.
 
     `decoder` is this part of tokenizer.json. Raises ModelError for another kind of decoder.
     """
@@ -72,16 +74,27 @@ def _decoder_parts(decoder: Mapping[str, Any] | None) -> Iterable[Mapping[str, A
         yield decoder
 
 
-def _word_mark_bytes(piece: str) -> bytes:
-    byte = _BYTE_TOKEN.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace(_WORD_MARK, " ").encode("utf-8")
+# A whole vocabulary is read at once, so no function is called for each of its pieces.
+def _word_mark_bytes(pieces: Iterable[str]) -> list[bytes]:
+    contents: list[bytes] = []
+    for piece in pieces:
+        text = piece.partition(_SAME_TEXT)[0]
+        byte = _BYTE_TOKEN.fullmatch(text)
+        contents.append(
+            bytes([int(byte[1], 16)]) if byte else text.replace(_WORD_MARK, " ").encode("utf-8")
+        )
+    return contents
 
 
-def _byte_level_bytes(piece: str) -> bytes:
-    try:
-        return piece.translate(_CHARACTER_TO_BYTE).encode("latin-1")
-    except UnicodeEncodeError:
-        return piece.encode("utf-8")
+def _byte_level_bytes(pieces: Iterable[str]) -> list[bytes]:
+    contents: list[bytes] = []
+    for piece in pieces:
+        text = piece.partition(_SAME_TEXT)[0]
+        try:
+            contents.append(text.translate(_CHARACTER_TO_BYTE).encode("latin-1"))
+        except UnicodeEncodeError:
+            contents.append(text.encode("utf-8"))
+    return contents
 
 
 def _byte_alphabet() -> dict[int, str]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from kvq.errors import CheckpointError, UnsupportedModelError, reason_of
+from kvq.errors import CheckpointError, UnsupportedModelError
 from kvq_models.config import ModelConfig
 from kvq_models.decoder import token_ids
 from kvq_models.family import Family
+from kvq_models.keys import read_json
 
 FAMILIES: Mapping[str, str] = {
     "gemma": "kvq_models.gemma:FAMILY",
@@ -171,15 +171,3 @@ def read_checkpoint(
         ends = tuple(dict.fromkeys(config.eos_token_ids + more))
         config = dataclasses.replace(config, eos_token_ids=ends)
     return family, config, config_json
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises CheckpointError."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
-    if not isinstance(data, dict):
-        kind = type(cast(object, data)).__name__
-        raise CheckpointError(f"{path} should hold a JSON object; it holds a {kind}")
-    return cast(dict[str, Any], data)

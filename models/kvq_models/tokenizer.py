@@ -25,8 +25,8 @@ from kvq.errors import CheckpointError, DataError, ModelError, reason_of
 from kvq_models.config import ModelConfig
 from kvq_models.control import ControlTokens, FimTokens, find_control
 from kvq_models.family import Family
+from kvq_models.keys import read_json
 from kvq_models.pieces import PieceIndex, byte_pieces, piece_decoder, piece_text
-from kvq_models.registry import read_json
 from kvq_models.slices import SLICE_CHARACTERS, Slices, encoded_up_to
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ class JsonVocabulary:
         ]
         decoder: Any = self._library.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
-        self._piece_bytes, self.strips_space = piece_decoder(state)
+        self._bytes_of, self.strips_space = piece_decoder(state)
 
     @property
     def size(self) -> int:
@@ -421,15 +421,12 @@ class JsonVocabulary:
         if token in self._added:
             return self._added[token]
         piece = self._library.id_to_token(token)
-        return b"" if piece is None else self._piece_bytes(piece_text(piece))
+        return b"" if piece is None else self._bytes_of((piece,))[0]
 
     def every_piece(self) -> dict[int, bytes]:
         named = self._library.id_to_token  # the library has no faster list of pieces
-        pieces = ((token, named(token)) for token in range(self.size))
-        to_bytes = self._piece_bytes
-        return {
-            token: to_bytes(piece_text(piece)) for token, piece in pieces if piece is not None
-        } | self._added
+        pieces = {token: piece for token in range(self.size) if (piece := named(token)) is not None}
+        return dict(zip(pieces, self._bytes_of(pieces.values()), strict=True)) | self._added
 
     def piece(self, token: int) -> str | None:
         piece = self._library.id_to_token(token)

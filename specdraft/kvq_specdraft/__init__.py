@@ -7,10 +7,14 @@ To add one: write a dataclass that derives from `Drafter` in a file of its own, 
 table below.
 """
 
+from typing import TYPE_CHECKING
+
 from kvq.errors import argument
 from kvq.named import named
-from kvq_runtime.answer.alternatives import Writer
 from kvq_runtime.answer.drafter import Drafter
+
+if TYPE_CHECKING:
+    from kvq_runtime.answer.alternatives import Writer
 
 # What they guess from costs no pass.
 FREE_DRAFTERS = {
@@ -53,6 +57,6 @@ def drafter_named(text: str) -> Drafter:
     return Relay(named(argument("draft"), free, FREE_DRAFTERS), second)
 
 
-def writer_named(text: str) -> Writer:
+def writer_named(text: str) -> "Writer":
     """Returns the writer that `NAME` or `NAME:option=value,...` names. Raises `UsageError`."""
     return named(argument("method"), text, WRITERS)

@@ -82,9 +82,11 @@ def test_pages_show_commands() -> None:
 
 
 @pytest.mark.parametrize("page", page_parameters())
-def test_paragraphs_are_short(page: Path) -> None:
+def test_paragraphs_are_short_and_tables_have_heads(page: Path) -> None:
     for paragraph in re.split(r"\n\n|\n(?=- )", page.read_text()):
-        if not paragraph.startswith("|"):
+        if paragraph.startswith("|"):
+            assert "\n|-" in paragraph, paragraph
+        else:
             assert len(paragraph.split()) <= MOST_WORDS, paragraph
 
 

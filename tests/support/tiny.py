@@ -682,5 +682,6 @@ def write_tokenizer(folder: Path) -> None:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1] if len(sys.argv) > 1 else "demo")
-    make_llama_checkpoint(target, dtype="bfloat16", max_position_embeddings=8192)
-    print(f"wrote a random llama checkpoint to {target}")
+    case = sys.argv[2] if len(sys.argv) > 2 else "llama"
+    make_checkpoint(case, target, dtype="bfloat16")
+    print(f"wrote a random {case} checkpoint to {target}")

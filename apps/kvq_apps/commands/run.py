@@ -4,6 +4,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError, argument
@@ -67,7 +68,6 @@ def run(arguments: Namespace) -> int:
     session_options = options.session_options(arguments) | options.keywords(arguments, seed="seed")
 
     from kvq_apps.opening import open_engine
-    from kvq_runtime.machine.energy import EnergyMeter
 
     engine_options = options.engine_options(arguments)
     with (
@@ -80,7 +80,11 @@ def run(arguments: Namespace) -> int:
         _note_what_fits(len(ids) + bool(begin_with), session.config)
         if thoughts is not None:
             constraint = thoughts.constraint(thoughts.said(constraint))
-        meter = EnergyMeter() if arguments.usage or arguments.verbose or arguments.json else None
+        meter = None
+        if arguments.usage or arguments.verbose or arguments.json:
+            from kvq_runtime.machine.energy import EnergyMeter
+
+            meter = EnergyMeter()
         answer = _answer(
             session,
             ids,
@@ -155,7 +159,7 @@ def _pieces(arguments: Namespace) -> Callable[[str], None] | None:
     if arguments.json:
         return (lambda text: output.print_json_line({"text": text})) if arguments.stream else None
     whole = arguments.no_stream or arguments.extract
-    return None if whole else lambda text: output.print_data(text, end="")
+    return None if whole else partial(output.print_data, end="")
 
 
 def _print_whole(text: str) -> None:

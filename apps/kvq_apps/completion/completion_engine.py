@@ -147,7 +147,7 @@ class CompletionEngine:
         for event in self._events(job, changed, cancel):
             if isinstance(event, Delta):
                 texts[event.index] += event.text
-                logprobs[event.index] += sum(log.logprob or 0.0 for log in event.logs)
+                logprobs[event.index] += sum([log.logprob or 0.0 for log in event.logs])
             elif isinstance(event, Finished) and event.reason == "length" and context.indent:
                 texts[event.index] = whole_lines(texts[event.index])
             elif isinstance(event, Done):

@@ -32,7 +32,7 @@ from kvq.reference.linear import (
 )
 from kvq_models.config import MOST_EXPERTS
 from kvq_models.family import WeightSource
-from kvq_models.registry import read_json
+from kvq_models.keys import read_json
 
 logger = logging.getLogger(__name__)
 

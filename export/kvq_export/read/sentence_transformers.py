@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import CheckpointError, UnsupportedModelError, reason_of
-from kvq_models.registry import read_json
+from kvq_models.keys import read_json
 from kvq_runtime.text_embedding import Pooling, TextEmbedding
 
 _MODULES, _POOLING = "modules.json", "1_Pooling/config.json"

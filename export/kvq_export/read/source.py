@@ -23,7 +23,8 @@ from kvq_export.read.sentence_transformers import read_embedding
 from kvq_export.read.views import apply_views
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource
-from kvq_models.registry import is_wrapper, read_checkpoint, read_json, text_config
+from kvq_models.keys import read_json
+from kvq_models.registry import is_wrapper, read_checkpoint, text_config
 from kvq_models.tokenizer import TokenizerFiles
 from kvq_runtime.bundle.file_hashes import file_sha256
 from kvq_runtime.bundle.gguf_format import is_gguf

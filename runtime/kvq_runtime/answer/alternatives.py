@@ -195,10 +195,10 @@ def step(
 ) -> Work[C, tuple[list[Line], NDArray[np.float32]]]:
     """Runs the last token of each line; returns the lines and the logits float32 [lines, V] after.
 
-    `exact_rows`: see `SequencePass`.
+    Either all lines have tokens or none has. `exact_rows`: see `SequencePass`.
     """
     first = branch.rows
-    if not any(line.ids for line in lines):
+    if not lines[0].ids:
         result = yield from branch.extend((), rows=[-1] * len(lines))
         return lines, result.logits
     result = yield from branch.extend(

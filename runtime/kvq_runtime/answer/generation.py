@@ -260,7 +260,10 @@ class Continuation:
         if self.beginning is not None:
             if self.beginning.take(token) and self.room > 0:
                 return None
-            ended = self.beginning.ended
+            if isinstance(self.beginning, Beginning):
+                self.beginning = None
+            else:
+                ended = self.beginning.ended
         self.new += 1
         if token in self._stop_ids or self._stops.match is not None or ended:
             self.finish_reason = "stop"

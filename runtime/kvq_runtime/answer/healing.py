@@ -78,11 +78,6 @@ class Beginning:
         """Returns the allowed tokens that lie within the bytes, and the place where each ends."""
         return self._openings[self._place].ends if self.remaining_bytes else {}
 
-    @property
-    def ended(self) -> bool:
-        """Returns False: something may always follow."""
-        return False
-
     def take(self, token: int) -> bool:
         """Notes that the allowed `token` comes next; says whether it lies within the bytes."""
         beyond = len(self._openings)

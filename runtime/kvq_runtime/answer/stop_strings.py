@@ -1,5 +1,6 @@
 """Ends a stream of text at a stop string, or where its block ends."""
 
+import re
 from collections.abc import Iterable
 
 from kvq.errors import UsageError
@@ -16,6 +17,9 @@ class StopStrings:
         self._stops = tuple(stops)
         if "" in self._stops:
             raise UsageError("an empty stop string would stop before the first character; drop it")
+        # At one place the longest is the one that ends the text.
+        longest_first = sorted(self._stops, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._buffer = ""
         self.match: str | None = None
 
@@ -24,14 +28,9 @@ class StopStrings:
         if not self._stops:
             return text
         self._buffer += text
-        hits = [
-            (place, -len(stop), stop)
-            for stop in self._stops
-            if (place := self._buffer.find(stop)) >= 0
-        ]
-        if hits:
-            place, _, self.match = min(hits)
-            shown, self._buffer = self._buffer[:place], ""
+        if stop := self._pattern.search(self._buffer):
+            self.match = stop[0]
+            shown, self._buffer = self._buffer[: stop.start()], ""
             return shown
         undecided = self._undecided()
         cut = len(self._buffer) - undecided

@@ -50,6 +50,8 @@ class Job:
 
     def __init__(self, request: GenerationRequest, outbox: Outbox) -> None:
         self.request = request
+        # See `scheduler.PRIORITIES`.
+        self.rank = request.rank
         self.outbox = outbox
         self.cancelled = False
         self.waits = False
@@ -67,11 +69,6 @@ class Job:
         self._session: Session[Any] | None = None
         self._edits_before = 0
         self._rounds_before = NO_ROUNDS
-
-    @property
-    def rank(self) -> int:
-        """Returns its rank, see `scheduler.PRIORITIES`."""
-        return self.request.rank
 
     @property
     def brief(self) -> bool:
@@ -252,8 +249,8 @@ class Job:
             each = (
                 zip(alternative.ids, alternative.logprobs, strict=True) if request.logprobs else ()
             )
-            logs = tuple(TokenLog(token=token, logprob=logprob) for token, logprob in each)
-            self.outbox.put(Delta(index=choice, text=alternative.text, logs=logs))
+            logs = [TokenLog(token=token, logprob=logprob) for token, logprob in each]
+            self.outbox.put(Delta(index=choice, text=alternative.text, logs=tuple(logs)))
             self._finish(choice, alternative.finish_reason, stats=stats)
         for choice in range(index + len(alternatives), index + request.choices):
             self._finish(choice, "stop", stats=stats)

@@ -8,6 +8,7 @@ read once for all of them: the rows of every job that writes, and of one that re
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from threading import Condition, Thread
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -405,11 +406,11 @@ class SessionPool(Generic[S]):
 
         For each job that waits for a slot one ends after a shorter time, the longest stalled first.
         """
-        runs = sorted(self._runs.values(), key=lambda run: -run.job.outbox.stalled_s())
-        for place, run in enumerate(runs):
+        stalls = [(run.job.outbox.stalled_s(), run) for run in self._runs.values()]
+        for place, (stalled_s, run) in enumerate(sorted(stalls, key=itemgetter(0), reverse=True)):
             contended = place < num_waiting
             patience_s = self._config.contended_stall_s if contended else self._config.stall_s
-            if run.job.outbox.stalled_s() > min(patience_s, self._config.stall_s):
+            if stalled_s > min(patience_s, self._config.stall_s):
                 run.work.close()
                 self._cancelled(run.job)
                 self._end(run, served)

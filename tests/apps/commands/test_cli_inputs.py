@@ -86,6 +86,11 @@ def test_words(bundle: str, refused: Refused) -> None:
     assert "the prompt is empty" in refused("run", "-m", bundle, "")
     assert "the prompt is empty" in refused("run", "-m", bundle, "-")
     assert "at most two words; quote the prompt, or name the model" in refused("run", "a", "b", "c")
+    words = (
+        "folder.kvq is a word too many for `kvq export`, or belongs behind a flag such as --out; "
+    )
+    assert words in refused("export", "folder", "folder.kvq")
+    assert "error: x is a word too many for `kvq doctor`; see" in refused("doctor", "x")
     assert "there is no command 'exprt'; did you mean export?" in refused("exprt")
     assert "there is no command 'qqq'; `kvq --help` lists all" in refused("qqq")
 
