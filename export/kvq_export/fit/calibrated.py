@@ -60,6 +60,9 @@ MOST_TOKENS = 12288
 TOKENS_PER_COLUMN = 8
 # Tokens of a text that the constants of weights are trained on.
 TUNING_TOKENS = 256
+# Of so many layers one tries dampings, and the next ones take its: matrices of one kind need about
+# the same in neighbouring layers, and trials take a third of the time.
+TRIED_LAYERS = 4
 # Texts that a bundle is measured on, of all kinds together.
 REPORT_TEXTS = 6
 # Parts of the text whose products are computed in parallel.
@@ -173,6 +176,7 @@ class CalibratedWeights:
             }.items()
         ]
         self._limits: threadpool_limits | None = None
+        self._dampings: dict[str, Dampings] = {}
 
     def vector(self, name: str) -> np.ndarray:
         return self._plain.vector(name)
@@ -247,7 +251,7 @@ class CalibratedWeights:
         if kept is None:
             fitted, held_out = self._input_moments(matrix, unrounded, x)
             del unrounded  # As large as x; what follows takes as much again.
-            dampings = self._choose_dampings(matrix, fitted, held_out, form.format)
+            dampings = self._choose_dampings(name, matrix, fitted, held_out, form.format)
             fitted.add(held_out)
             blocks = self._round(matrix, fitted, dampings, form.format)
         else:
@@ -280,15 +284,19 @@ class CalibratedWeights:
         return fitted, sums[-1].result()
 
     def _choose_dampings(
-        self, rows: np.ndarray, fitted: Moments, held_out: Moments, form: BlockFormat
+        self, name: str, rows: np.ndarray, fitted: Moments, held_out: Moments, form: BlockFormat
     ) -> Dampings:
-        """Tries dampings in parallel."""
+        """Tries dampings in parallel, or takes those of the same matrix in a layer before."""
+        layer, kind = _layer_and_kind(name)
+        if layer > 1 and layer % TRIED_LAYERS and kind in self._dampings:
+            return self._dampings[kind]
         parts = (DAMPINGS[part::PARTS] for part in range(PARTS))
         tasks = [
             self._pool.submit(try_dampings, rows, fitted, held_out, form, part) for part in parts
         ]
         trials = [trial for task in tasks for trial in task.result()]
-        return choose(rows, held_out, form, trials)
+        self._dampings[kind] = choose(rows, held_out, form, trials)
+        return self._dampings[kind]
 
     def _round(
         self, rows: np.ndarray, moments: Moments, dampings: Dampings, form: BlockFormat
@@ -325,7 +333,7 @@ class CalibratedWeights:
         fitted, held_out = (Moments(rows.T @ rows) for rows in parts)
         busiest = max(range(len(inputs)), key=lambda expert: len(inputs[expert]))
         tried = self._expert(name, busiest, len(inputs))
-        damping = self._choose_dampings(tried, fitted, held_out, form).rounding
+        damping = self._choose_dampings(name, tried, fitted, held_out, form).rounding
         fitted.add(held_out)
         lower = None if damping is None else factor(fitted.inputs, form.block, damping)
         for expert in range(len(inputs)):
@@ -338,6 +346,12 @@ class CalibratedWeights:
         height = source.shape[0] // count
         rows = range(expert * height, (expert + 1) * height)
         return np.concatenate([*self._original.checkpoint.chunks(source, rows=rows)])
+
+
+def _layer_and_kind(name: str) -> tuple[int, str]:
+    """Returns the layer of a canonical name, 0 outside of layers, and the rest of the name."""
+    parts = name.split(".", 2)
+    return (int(parts[1]), parts[2]) if parts[0] == "layers" else (0, name)
 
 
 def _num_fitted(tokens: int) -> int:
