@@ -5,7 +5,8 @@ cached; the usage says how much of it was.
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
@@ -21,6 +22,9 @@ MESSAGES = "/v1/messages"
 _COPIED_FIELDS = (
     *("model", "stream", "temperature", "top_p", "top_k", "seed", "x_kvq", "chat_template_kwargs"),
 )
+# Says whom a request is billed to. It differs with every conversation, so a prompt that began with
+# it would share nothing with another.
+_ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
@@ -46,21 +50,23 @@ def chat_body(fields: Fields) -> Json:
         RequestError: names a field that cannot be read.
     """
     body: Json = {name: fields.get(name) for name in _COPIED_FIELDS}
-    system = _text(fields, "system")
+    system = _ATTRIBUTION.sub("", _text(fields, "system"))
     body["messages"] = [{"role": "system", "content": system}] if system else []
     body["messages"] += _conversation(fields)
     body["max_tokens"] = fields.whole("max_tokens", 1, 1 << 31, 1 << 31)
     body["stop"] = [*fields.texts("stop_sequences", 64)]
-    thinking = fields.object("thinking")
-    budget = thinking.whole("budget_tokens", 0, 1 << 31, None)
+    thinking, output = fields.object("thinking"), fields.object("output_config")
+    budget, effort = thinking.whole("budget_tokens", 0, 1 << 31, None), output.get("effort")
     if kind := thinking.text("type"):
-        body["reasoning_effort"] = "none" if kind == "disabled" else "medium"
+        body["reasoning_effort"] = "none" if kind == "disabled" else effort or "medium"
         body["reasoning_budget_tokens"] = budget
+    body["response_format"] = output.get("format")
     return body | _tools(fields)
 
 
 def _conversation(fields: Fields) -> Iterator[Json]:
     rows = fields.objects("messages")
+    deferred = {row.text("name"): row for row in fields.objects("tools") if _is_deferred(row)}
     if not rows:
         fields.refuse("messages", "a list with at least one message")
     for row in rows:
@@ -72,7 +78,7 @@ def _conversation(fields: Fields) -> Iterator[Json]:
         elif role == "assistant":
             yield _assistant(row)
         else:
-            yield from _user(row, role)
+            yield from _user(row, role, deferred)
 
 
 def _assistant(row: Fields) -> Json:
@@ -95,7 +101,7 @@ def _assistant(row: Fields) -> Json:
     return message
 
 
-def _user(row: Fields, role: str) -> Iterator[Json]:
+def _user(row: Fields, role: str, deferred: Mapping[str, Fields]) -> Iterator[Json]:
     """Yields the results of tools in a message, and then its text."""
     texts: list[str] = []
     for block in row.objects("content"):
@@ -103,13 +109,32 @@ def _user(row: Fields, role: str) -> Iterator[Json]:
             case "text":
                 texts.append(block.text("text"))
             case "tool_result":
-                text = ("Error: " if block.flag("is_error") else "") + _text(block, "content")
                 identity = block.text("tool_use_id")
-                yield {"role": "tool", "tool_call_id": identity, "content": text}
+                result = _result(block, deferred)
+                yield {"role": "tool", "tool_call_id": identity, "content": result}
             case _:
                 _refuse_kind(block, kind)
     if texts:
         yield {"role": role, "content": "\n\n".join(texts)}
+
+
+def _result(block: Fields, deferred: Mapping[str, Fields]) -> str | list[Json]:
+    """Returns the result of a tool; a reference to a deferred tool becomes its definition."""
+    start = "Error: " if block.flag("is_error") else ""
+    content = block.get("content") or ""
+    if isinstance(content, str):
+        return start + content
+    parts: list[Json] = [{"type": "text", "text": start}]
+    for part in block.objects("content"):
+        name = part.text("tool_name")
+        parts.append(_definition(deferred[name]) if name in deferred else dict(part.values))
+        parts.append({"type": "text", "text": "\n\n"})
+    return parts[:-1]
+
+
+def _definition(tool: Fields) -> Json:
+    """Returns a tool as text, in the form that clients announce to the model."""
+    return {"type": "text", "text": f"<function>{json.dumps(_function(tool))}</function>"}
 
 
 def _text(fields: Fields, name: str) -> str:
@@ -144,9 +169,18 @@ def _tool(row: Fields) -> Json:
     """Returns a tool of a chat; the chat route skips a tool that is not a function."""
     if (kind := row.text("type", "custom")) != "custom":
         return {"type": kind}
+    return _function(row) | ({"defer_loading": True} if _is_deferred(row) else {})
+
+
+def _function(row: Fields) -> Json:
     schema = row.object("input_schema").values
     function = {"name": row.text("name"), "description": row.text("description")}
     return {**function, "parameters": schema} if schema else function
+
+
+def _is_deferred(row: Fields) -> bool:
+    """Returns whether a tool is to be shown only where a result refers to it."""
+    return row.flag("defer_loading")
 
 
 def messages_error(error: RequestError) -> Json:
