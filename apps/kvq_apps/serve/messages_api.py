@@ -13,7 +13,7 @@ from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.model_view import ModelView
-from kvq_apps.serve.requests import chat_request
+from kvq_apps.serve.requests import chat_request, left_out
 from kvq_apps.serve.wire import Json, Translation
 from kvq_runtime.serving.outbox import Report
 
@@ -118,23 +118,21 @@ def _user(row: Fields, role: str, deferred: Mapping[str, Fields]) -> Iterator[Js
         yield {"role": role, "content": "\n\n".join(texts)}
 
 
-def _result(block: Fields, deferred: Mapping[str, Fields]) -> str | list[Json]:
+def _result(block: Fields, deferred: Mapping[str, Fields]) -> str:
     """Returns the result of a tool; a reference to a deferred tool becomes its definition."""
     start = "Error: " if block.flag("is_error") else ""
-    content = block.get("content") or ""
-    if isinstance(content, str):
-        return start + content
-    parts: list[Json] = [{"type": "text", "text": start}]
-    for part in block.objects("content"):
-        name = part.text("tool_name")
-        parts.append(_definition(deferred[name]) if name in deferred else dict(part.values))
-        parts.append({"type": "text", "text": "\n\n"})
-    return parts[:-1]
+    if isinstance(text := block.get("content") or "", str):
+        return start + text
+    parts = (_result_part(part, deferred) for part in block.objects("content"))
+    return start + "\n\n".join(parts)
 
 
-def _definition(tool: Fields) -> Json:
-    """Returns a tool as text, in the form that clients announce to the model."""
-    return {"type": "text", "text": f"<function>{json.dumps(_function(tool))}</function>"}
+def _result_part(part: Fields, deferred: Mapping[str, Fields]) -> str:
+    if (kind := part.text("type")) == "text":
+        return part.text("text")
+    tool = deferred.get(part.text("tool_name"))
+    # Clients tell the model that definitions come in this form.
+    return left_out(kind) if tool is None else f"<function>{json.dumps(_function(tool))}</function>"
 
 
 def _text(fields: Fields, name: str) -> str:

@@ -467,9 +467,16 @@ def _part_text(part: Fields, role: str) -> str:
     if kind in _TEXT_PARTS:
         return part.text(_TEXT_PARTS[kind])
     if role == "tool":
-        # A tool's result is not what the user wrote; refused, it would end the conversation.
-        return f"[{kind[:_KIND_CHARACTERS]} left out: this model reads text only]"
+        return left_out(kind)
     part.refuse_with("type", f"content of type {kind!r} is not supported; send text only")
+
+
+def left_out(kind: str) -> str:
+    """Returns what the model reads in place of a part of a tool's result that is no text.
+
+    Nobody chose that part, and refusing it would end the conversation.
+    """
+    return f"[{kind[:_KIND_CHARACTERS]} left out: this model reads text only]"
 
 
 def _infilled(param: str, model: ModelView, encode: Callable[[], T]) -> T:
