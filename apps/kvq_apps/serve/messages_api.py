@@ -184,8 +184,11 @@ def _is_deferred(row: Fields) -> bool:
 def messages_error(error: RequestError) -> Json:
     """Returns an error in the form of this API."""
     details = error_body(error)["error"]
-    kind = _ERRORS.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": details["message"]}}
+    kind, message = _ERRORS.get(error.status, "api_error"), details["message"]
+    if error.code == "context_length_exceeded":
+        # By these words clients know that they have to shorten the conversation.
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessagesShape(BlockShape):

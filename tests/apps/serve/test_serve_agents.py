@@ -306,6 +306,9 @@ def test_errors_are_said_in_each_form() -> None:
         body = refused.value.body
         assert isinstance(body, dict)
         assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        long: Any = [{"role": "user", "content": "word " * 9000}]
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long: "):
+            client.messages.create(model="x", max_tokens=9, messages=long)
         empty = ask(server, "/v1/responses", {"input": []})
         assert (empty.status, empty.json["error"]["param"]) == (400, "input")
 
