@@ -1,12 +1,12 @@
 """Coding agents as they are published, pointed at a server by its address: read, edit, end.
 
-The model follows a script. An npm agent runs where a folder named by KVQ_NODE_MODULES holds its
-package, and a Python one where this Python, or one that KVQ_AGENT_PYTHONS names, has it.
+The model follows a script, so these are tests of the protocol. An npm agent runs where a folder of
+KVQ_NODE_MODULES holds its package, and a Python one where this Python, or one of KVQ_AGENT_PYTHONS,
+has it.
 """
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from agents import call, scripted_agent
+from environment import node_modules
 from kvq_apps.serve.server import Server
+from scripted_agent import call, scripted_agent
 from serving import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_state")]
@@ -37,10 +38,7 @@ def work(tmp_path: Path) -> Path:
 
 def npm_command(package: str, command: str) -> str:
     """The command that an npm package brings, or a skip."""
-    for modules in filter(None, os.environ.get("KVQ_NODE_MODULES", "").split(os.pathsep)):
-        if Path(modules, package, "package.json").is_file():
-            return str(Path(modules, ".bin", command).absolute())
-    pytest.skip(f"no folder of KVQ_NODE_MODULES holds the npm package {package}")
+    return str(node_modules(package) / ".bin" / command)
 
 
 def python_with(module: str) -> str:
@@ -232,7 +230,9 @@ def test_llm(work: Path) -> None:
     (work / "tools.py").write_text(TOOLS)
     with scripted_agent(TOOL_STEPS) as server:
         model = {"model_id": "kvq", "model_name": "kvq", "api_base": f"{server.address}/v1"}
-        (work / "extra-openai-models.yaml").write_text(json.dumps([model | {"supports_tools": True}]))
+        (work / "extra-openai-models.yaml").write_text(
+            json.dumps([model | {"supports_tools": True}])
+        )
         words = [python, "-m", "llm", "-m", "kvq", "--functions", "tools.py", TASK]
         finished = run(words, work, {"LLM_USER_PATH": str(work), "OPENAI_API_KEY": "none"})
         check(server, finished, work)
@@ -240,7 +240,9 @@ def test_llm(work: Path) -> None:
 
 def test_aider(work: Path) -> None:
     python = python_with("aider")
-    edit = f"notes.txt\n```\n<<<<<<< SEARCH\n{BEFORE}=======\n{AFTER}>>>>>>> REPLACE\n```\n\n{ENDING}"
+    edit = (
+        f"notes.txt\n```\n<<<<<<< SEARCH\n{BEFORE}=======\n{AFTER}>>>>>>> REPLACE\n```\n\n{ENDING}"
+    )
     with scripted_agent([], plain=edit) as server:
         words = [python, "-m", "aider", "--model", "openai/kvq", "--edit-format", "diff"]
         words += ["--no-git", "--yes-always", "--no-check-update", "--analytics-disable"]

@@ -222,7 +222,10 @@ def test_a_result_with_a_picture_does_not_end_a_conversation() -> None:
     turns: Any = [
         QUESTION,
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "see"}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": seen}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t1", "content": seen}],
+        },
     ]
     items: Any = [
         QUESTION,
@@ -283,13 +286,15 @@ def test_a_response_has_events_while_its_prompt_is_read() -> None:
     rule = Rule()
     rule.backend.shut = True
     body = {"input": "Hi", "max_output_tokens": 2, "stream": True}
-    with running(rule.load, sessions=1, ping_s=0.01) as server:
-        with send(server, "/v1/responses", body) as connection:
-            raw = b""
-            while raw.count(b": prompt") < 3:
-                raw += connection.recv(1 << 16)
-            rule.backend.open()
-            reply = Reply(raw + read_all(connection))
+    with (
+        running(rule.load, sessions=1, ping_s=0.01) as server,
+        send(server, "/v1/responses", body) as connection,
+    ):
+        raw = b""
+        while raw.count(b": prompt") < 3:
+            raw += connection.recv(1 << 16)
+        rule.backend.open()
+        reply = Reply(raw + read_all(connection))
     rows = [event.partition("data: ")[2] for event in reply.events if event.startswith("event: ")]
     events = [json.loads(row) for row in rows]
     kinds = [event["type"] for event in events]

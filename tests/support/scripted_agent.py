@@ -1,16 +1,12 @@
-"""What tests of coding agents share: a model that follows a script, and the agents' packages."""
+"""A server for tests of coding agents: its model follows a script of tool calls."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import AddedToken
 
 from chat_templates import TEMPLATES
@@ -32,7 +28,7 @@ _TEMPLATE = (
     )
     + f"{{% if add_generation_prompt %}}{_ANSWER}{{% endif %}}"
 )
-# A script's agents send prompts of tens of thousands of bytes, and a token is about one of them.
+# Agents send prompts of tens of thousands of bytes, and a token of this vocabulary has about one.
 _CONTEXT_TOKENS = 1 << 19
 
 
@@ -42,9 +38,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 @contextmanager
-def scripted_agent(
-    steps: Sequence[str], plain: str = "Done.", **settings: Any
-) -> Iterator[Server]:
+def scripted_agent(steps: Sequence[str], plain: str = "Done.", **settings: Any) -> Iterator[Server]:
     """A server whose model says a step for each result of a tool that it has seen so far.
 
     To a request without tools, such as one for a title, it says `plain`.
@@ -65,5 +59,7 @@ def scripted_agent(
         return said[min(place, len(said) - 1)]
 
     rule.backend.rule = scripted
-    with running(rule.load, **{"sessions": 2, "chunk_tokens": 4096, "saved_bytes": 0} | settings) as server:
+    with running(
+        rule.load, **{"sessions": 2, "chunk_tokens": 4096, "saved_bytes": 0} | settings
+    ) as server:
         yield server
