@@ -52,7 +52,7 @@ def chat_body(fields: Fields) -> Json:
     body: Json = {name: fields.get(name) for name in _COPIED_FIELDS}
     system = _ATTRIBUTION.sub("", _text(fields, "system"))
     body["messages"] = [{"role": "system", "content": system}] if system else []
-    body["messages"] += _conversation(fields)
+    body["messages"] += _system_first([*_conversation(fields)])
     body["max_tokens"] = fields.whole("max_tokens", 1, 1 << 31, 1 << 31)
     body["stop"] = [*fields.texts("stop_sequences", 64)]
     thinking, output = fields.object("thinking"), fields.object("output_config")
@@ -79,6 +79,18 @@ def _conversation(fields: Fields) -> Iterator[Json]:
             yield _assistant(row)
         else:
             yield from _user(row, role, deferred)
+
+
+def _system_first(messages: list[Json]) -> list[Json]:
+    """Moves the system's messages before the first answer to the front.
+
+    The user's question differs with every conversation, so what stands behind it is found in no
+    other one's cache. Claude Code sends the environment there.
+    """
+    roles = [message["role"] for message in messages]
+    start = roles.index("assistant") if "assistant" in roles else len(messages)
+    opening = sorted(messages[:start], key=lambda message: message["role"] != "system")
+    return opening + messages[start:]
 
 
 def _assistant(row: Fields) -> Json:

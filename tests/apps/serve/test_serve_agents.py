@@ -271,6 +271,11 @@ def test_two_conversations_of_claude_code_begin_alike() -> None:
         return body["messages"][0]["content"]
 
     assert system_of("2.1.59e") == system_of("2.1.a01") == "Be brief."
+    late, answer = {"role": "system", "content": "Here."}, {"role": "assistant", "content": "Yes."}
+    turns = [QUESTION, late, answer, QUESTION, late]
+    rows = messages_body(Fields({"system": "Be.", "messages": turns}))["messages"]
+    roles = ["system", "system", "user", "assistant", "user", "system"]
+    assert [row["role"] for row in rows] == roles
 
 
 def test_output_config_says_effort_and_format() -> None:
