@@ -108,6 +108,14 @@ class RuleCache:
             path.append(token)
         return self.ids[: self._at] + path[::-1]
 
+    def places(self) -> list[int]:
+        """The place in its text of each row of the branch."""
+        start = len(self.ids) if self._at is None else self._at
+        places: list[int] = []
+        for _, parent in self._rows:
+            places.append(start if parent < 0 else places[parent] + 1)
+        return places
+
     def commit(self, path: Sequence[int]) -> None:
         """See `SequenceCache`."""
         parents = [-1, *path][: len(path)]
@@ -242,10 +250,9 @@ class RuleBackend:
         cache.extend(ids)
         first = cache.num_rows - len(ids)
         logits = np.zeros((len(rows.logit_rows), self.model.vocab_size), np.float32)
-        texts = [cache.text(first + row) for row in range(len(ids))]
-        assert rows.positions.tolist() == [len(text) - 1 for text in texts]
+        assert rows.positions.tolist() == cache.places()[first:]
         for row, logit in zip(map(int, rows.logit_rows), logits, strict=True):
-            answer = self.rule_of.get(rows.mode, self.rule)(texts[row])
+            answer = self.rule_of.get(rows.mode, self.rule)(cache.text(first + row))
             if isinstance(answer, int):
                 logit[answer] = RULE_LOGIT
             else:

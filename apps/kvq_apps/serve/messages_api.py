@@ -5,14 +5,15 @@ cached; the usage says how much of it was.
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.model_view import ModelView
-from kvq_apps.serve.requests import chat_request
+from kvq_apps.serve.requests import chat_request, left_out
 from kvq_apps.serve.wire import Json, Translation
 from kvq_runtime.serving.outbox import Report
 
@@ -21,6 +22,9 @@ MESSAGES = "/v1/messages"
 _COPIED_FIELDS = (
     *("model", "stream", "temperature", "top_p", "top_k", "seed", "x_kvq", "chat_template_kwargs"),
 )
+# Says whom a request is billed to. It differs with every conversation, so a prompt that began with
+# it would share nothing with another.
+_ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
@@ -46,21 +50,23 @@ def chat_body(fields: Fields) -> Json:
         RequestError: names a field that cannot be read.
     """
     body: Json = {name: fields.get(name) for name in _COPIED_FIELDS}
-    system = _text(fields, "system")
+    system = _ATTRIBUTION.sub("", _text(fields, "system"))
     body["messages"] = [{"role": "system", "content": system}] if system else []
-    body["messages"] += _conversation(fields)
+    body["messages"] += _system_first([*_conversation(fields)])
     body["max_tokens"] = fields.whole("max_tokens", 1, 1 << 31, 1 << 31)
     body["stop"] = [*fields.texts("stop_sequences", 64)]
-    thinking = fields.object("thinking")
-    budget = thinking.whole("budget_tokens", 0, 1 << 31, None)
+    thinking, output = fields.object("thinking"), fields.object("output_config")
+    budget, effort = thinking.whole("budget_tokens", 0, 1 << 31, None), output.get("effort")
     if kind := thinking.text("type"):
-        body["reasoning_effort"] = "none" if kind == "disabled" else "medium"
+        body["reasoning_effort"] = "none" if kind == "disabled" else effort or "medium"
         body["reasoning_budget_tokens"] = budget
+    body["response_format"] = output.get("format")
     return body | _tools(fields)
 
 
 def _conversation(fields: Fields) -> Iterator[Json]:
     rows = fields.objects("messages")
+    deferred = {row.text("name"): row for row in fields.objects("tools") if _is_deferred(row)}
     if not rows:
         fields.refuse("messages", "a list with at least one message")
     for row in rows:
@@ -72,7 +78,19 @@ def _conversation(fields: Fields) -> Iterator[Json]:
         elif role == "assistant":
             yield _assistant(row)
         else:
-            yield from _user(row, role)
+            yield from _user(row, role, deferred)
+
+
+def _system_first(messages: list[Json]) -> list[Json]:
+    """Moves the system's messages before the first answer to the front.
+
+    The user's question differs with every conversation, so what stands behind it is found in no
+    other one's cache. Claude Code sends the environment there.
+    """
+    roles = [message["role"] for message in messages]
+    start = roles.index("assistant") if "assistant" in roles else len(messages)
+    opening = sorted(messages[:start], key=lambda message: message["role"] != "system")
+    return opening + messages[start:]
 
 
 def _assistant(row: Fields) -> Json:
@@ -95,7 +113,7 @@ def _assistant(row: Fields) -> Json:
     return message
 
 
-def _user(row: Fields, role: str) -> Iterator[Json]:
+def _user(row: Fields, role: str, deferred: Mapping[str, Fields]) -> Iterator[Json]:
     """Yields the results of tools in a message, and then its text."""
     texts: list[str] = []
     for block in row.objects("content"):
@@ -103,13 +121,30 @@ def _user(row: Fields, role: str) -> Iterator[Json]:
             case "text":
                 texts.append(block.text("text"))
             case "tool_result":
-                text = ("Error: " if block.flag("is_error") else "") + _text(block, "content")
                 identity = block.text("tool_use_id")
-                yield {"role": "tool", "tool_call_id": identity, "content": text}
+                result = _result(block, deferred)
+                yield {"role": "tool", "tool_call_id": identity, "content": result}
             case _:
                 _refuse_kind(block, kind)
     if texts:
         yield {"role": role, "content": "\n\n".join(texts)}
+
+
+def _result(block: Fields, deferred: Mapping[str, Fields]) -> str:
+    """Returns the result of a tool; a reference to a deferred tool becomes its definition."""
+    start = "Error: " if block.flag("is_error") else ""
+    if isinstance(text := block.get("content") or "", str):
+        return start + text
+    parts = (_result_part(part, deferred) for part in block.objects("content"))
+    return start + "\n\n".join(parts)
+
+
+def _result_part(part: Fields, deferred: Mapping[str, Fields]) -> str:
+    if (kind := part.text("type")) == "text":
+        return part.text("text")
+    tool = deferred.get(part.text("tool_name"))
+    # Clients tell the model that definitions come in this form.
+    return left_out(kind) if tool is None else f"<function>{json.dumps(_function(tool))}</function>"
 
 
 def _text(fields: Fields, name: str) -> str:
@@ -144,16 +179,28 @@ def _tool(row: Fields) -> Json:
     """Returns a tool of a chat; the chat route skips a tool that is not a function."""
     if (kind := row.text("type", "custom")) != "custom":
         return {"type": kind}
+    return _function(row) | ({"defer_loading": True} if _is_deferred(row) else {})
+
+
+def _function(row: Fields) -> Json:
     schema = row.object("input_schema").values
     function = {"name": row.text("name"), "description": row.text("description")}
     return {**function, "parameters": schema} if schema else function
 
 
+def _is_deferred(row: Fields) -> bool:
+    """Returns whether a tool is to be shown only where a result refers to it."""
+    return row.flag("defer_loading")
+
+
 def messages_error(error: RequestError) -> Json:
     """Returns an error in the form of this API."""
     details = error_body(error)["error"]
-    kind = _ERRORS.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": details["message"]}}
+    kind, message = _ERRORS.get(error.status, "api_error"), details["message"]
+    if error.code == "context_length_exceeded":
+        # By these words clients know that they have to shorten the conversation.
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessagesShape(BlockShape):

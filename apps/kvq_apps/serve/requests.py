@@ -52,6 +52,7 @@ _TEXT_PARTS = {
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
 }
+_KIND_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,14 +459,24 @@ def _content(message: Fields, role: str) -> str:
     parts = message.objects("content")
     if not parts:
         message.refuse("content", "a string or a list of text parts")
-    return "".join(map(_part_text, parts))
+    return "".join(_part_text(part, role) for part in parts)
 
 
-def _part_text(part: Fields) -> str:
+def _part_text(part: Fields, role: str) -> str:
     kind = part.text("type", "text")
-    if kind not in _TEXT_PARTS:
-        part.refuse_with("type", f"content of type {kind!r} is not supported; send text only")
-    return part.text(_TEXT_PARTS[kind])
+    if kind in _TEXT_PARTS:
+        return part.text(_TEXT_PARTS[kind])
+    if role == "tool":
+        return left_out(kind)
+    part.refuse_with("type", f"content of type {kind!r} is not supported; send text only")
+
+
+def left_out(kind: str) -> str:
+    """Returns what the model reads in place of a part of a tool's result that is no text.
+
+    Nobody chose that part, and refusing it would end the conversation.
+    """
+    return f"[{kind[:_KIND_CHARACTERS]} left out: this model reads text only]"
 
 
 def _infilled(param: str, model: ModelView, encode: Callable[[], T]) -> T:

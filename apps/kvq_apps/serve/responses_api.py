@@ -197,10 +197,15 @@ class ResponsesShape(BlockShape):
         return self._event("response.failed", response=response)
 
     def opening(self, index: int) -> Iterator[Json]:
-        """Yields the response without output, twice, as clients expect."""
-        response = self._response("in_progress", None)
-        yield self._event("response.created", response=response)
-        yield self._event("response.in_progress", response=response)
+        """Yields the response without output, twice, as clients expect, unless `comment` did."""
+        if self._number == 0:
+            yield self._event("response.created", response=self._response("in_progress", None))
+            yield self._in_progress()
+
+    def comment(self, text: str) -> str:
+        """Returns a comment and an event: Codex leaves a stream that has long had comments only."""
+        rows = [self._in_progress()] if self._number else self.opening(0)
+        return super().comment(text) + "".join(map(self.frame, rows))
 
     def open_events(self, block: AnswerBlock) -> Iterator[Json]:
         """Yields an empty item, and the part that its text goes into."""
@@ -269,6 +274,9 @@ class ResponsesShape(BlockShape):
             "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": report.prompt_tokens + report.new_tokens,
         }
+
+    def _in_progress(self) -> Json:
+        return self._event("response.in_progress", response=self._response("in_progress", None))
 
     def _event(self, kind: str, **fields: Any) -> Json:
         event = {"type": kind, "sequence_number": self._number, **fields}

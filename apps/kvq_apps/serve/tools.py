@@ -39,8 +39,9 @@ class Tools:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the tools as chat templates take them."""
-        return [{"type": "function", "function": row} for row in self.functions.values()]
+        """Returns the tools as chat templates take them, without those that are deferred."""
+        shown = (row for row in self.functions.values() if row.get("defer_loading") is not True)
+        return [{"type": "function", "function": row} for row in shown]
 
     def reader(self) -> Reader:
         """Returns a reader of the calls in one answer."""

@@ -1,5 +1,6 @@
 """Responses and Messages by the clients that agents use: text, thoughts, calls, streams, errors."""
 
+import json
 from typing import Any
 
 import anthropic
@@ -13,7 +14,7 @@ from kvq_apps.serve.messages_api import chat_body as messages_body
 from kvq_apps.serve.responses_api import StoredResponses
 from kvq_apps.serve.responses_api import chat_body as responses_body
 from kvq_apps.serve.server import Server
-from serving import Rule, ask, running, scripted_server
+from serving import Reply, Rule, ask, read_all, running, scripted_server, send
 
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.usefixtures("own_state")
@@ -215,6 +216,98 @@ def test_blocks_are_the_conversation() -> None:
     assert user == {"role": "user", "content": "Go on."}
 
 
+def test_a_result_with_a_picture_does_not_end_a_conversation() -> None:
+    picture = {"source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+    seen = [{"type": "text", "text": "A file."}, {"type": "image", **picture}]
+    turns: Any = [
+        QUESTION,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "see"}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t1", "content": seen}],
+        },
+    ]
+    items: Any = [
+        QUESTION,
+        {"type": "function_call", "call_id": "t1", "name": "see", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "t1", "output": [{"type": "input_image"}]},
+    ]
+    with scripted_server(TEMPLATE, SAID) as server:
+        with claude(server) as client:
+            message = client.messages.create(model="x", max_tokens=99, messages=turns)
+        with open_ai(server) as other:
+            response = other.responses.create(model="x", input=items)
+        messages = messages_body(Fields({"messages": turns}))["messages"]
+        prompt = ask(server, "/apply-template", {"messages": messages}).json["prompt"]
+    assert message.stop_reason == "end_turn"
+    assert response.output_text == "It is Paris."
+    assert "A file.\n\n[image left out: this model reads text only]" in prompt
+
+
+def test_a_deferred_tool_is_shown_where_a_result_refers_to_it() -> None:
+    find = {"name": "find", "description": "Finds.", "input_schema": SCHEMA}
+    later = {**find, "name": "later", "defer_loading": True}
+    called = CALLED.replace("find", "later")
+    request: Any = {"model": "x", "messages": [QUESTION], "tools": [find]}
+    reference = {"type": "tool_reference", "tool_name": "later"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [reference]}
+    with scripted_server(WITH_TOOLS, called) as server, claude(server) as client:
+        alone = client.messages.count_tokens(**request)
+        request["tools"].append(later)
+        assert client.messages.count_tokens(**request) == alone
+        (block,) = client.messages.create(**request, max_tokens=99).content
+    assert (block.type, block.type == "tool_use" and block.name) == ("tool_use", "later")
+    body = messages_body(Fields({**request, "messages": [{"role": "user", "content": [result]}]}))
+    text = body["messages"][0]["content"]
+    shown = json.loads(text.removeprefix("<function>").removesuffix("</function>"))
+    assert shown == {"name": "later", "description": "Finds.", "parameters": SCHEMA}
+
+
+def test_two_conversations_of_claude_code_begin_alike() -> None:
+    def system_of(version: str) -> str:
+        bill = {"type": "text", "text": f"x-anthropic-billing-header: cc_version={version};"}
+        blocks = [bill, {"type": "text", "text": "Be brief."}]
+        body = messages_body(Fields({"system": blocks, "messages": [QUESTION]}))
+        return body["messages"][0]["content"]
+
+    assert system_of("2.1.59e") == system_of("2.1.a01") == "Be brief."
+    late, answer = {"role": "system", "content": "Here."}, {"role": "assistant", "content": "Yes."}
+    turns = [QUESTION, late, answer, QUESTION, late]
+    rows = messages_body(Fields({"system": "Be.", "messages": turns}))["messages"]
+    roles = ["system", "system", "user", "assistant", "user", "system"]
+    assert [row["role"] for row in rows] == roles
+
+
+def test_output_config_says_effort_and_format() -> None:
+    output = {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}
+    fields = {"messages": [QUESTION], "thinking": {"type": "adaptive"}, "output_config": output}
+    body = messages_body(Fields(fields))
+    assert (body["reasoning_effort"], body["response_format"]) == ("low", output["format"])
+    body = messages_body(Fields({**fields, "thinking": {"type": "disabled"}}))
+    assert body["reasoning_effort"] == "none"
+
+
+def test_a_response_has_events_while_its_prompt_is_read() -> None:
+    rule = Rule()
+    rule.backend.shut = True
+    body = {"input": "Hi", "max_output_tokens": 2, "stream": True}
+    with (
+        running(rule.load, sessions=1, ping_s=0.01) as server,
+        send(server, "/v1/responses", body) as connection,
+    ):
+        raw = b""
+        while raw.count(b": prompt") < 3:
+            raw += connection.recv(1 << 16)
+        rule.backend.open()
+        reply = Reply(raw + read_all(connection))
+    rows = [event.partition("data: ")[2] for event in reply.events if event.startswith("event: ")]
+    events = [json.loads(row) for row in rows]
+    kinds = [event["type"] for event in events]
+    assert kinds[:4] == ["response.created", *["response.in_progress"] * 3]
+    assert (kinds.count("response.created"), kinds[-1]) == (1, "response.incomplete")
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
 def test_errors_are_said_in_each_form() -> None:
     image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
     with scripted_server(TEMPLATE, SAID) as server, claude(server) as client:
@@ -223,6 +316,9 @@ def test_errors_are_said_in_each_form() -> None:
         body = refused.value.body
         assert isinstance(body, dict)
         assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        long: Any = [{"role": "user", "content": "word " * 9000}]
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long: "):
+            client.messages.create(model="x", max_tokens=9, messages=long)
         empty = ask(server, "/v1/responses", {"input": []})
         assert (empty.status, empty.json["error"]["param"]) == (400, "input")
 

@@ -5,7 +5,6 @@ Runs where `node` is and a folder named by KVQ_NODE_MODULES or NODE_PATH holds t
 """
 
 import json
-import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from environment import node_modules
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.loading import ServedModel, serve_engine
 from kvq_models.tokenizer import Tokenizer
@@ -26,11 +26,7 @@ def modules() -> str:
     """The folder of Node packages."""
     if shutil.which("node") is None:
         pytest.skip("there is no node on the PATH")
-    named = [os.environ.get("KVQ_NODE_MODULES"), *os.environ.get("NODE_PATH", "").split(os.pathsep)]
-    for folder in filter(None, named):
-        if Path(folder, "openai", "package.json").is_file():
-            return os.path.abspath(folder)
-    pytest.skip("neither KVQ_NODE_MODULES nor NODE_PATH holds the npm package openai")
+    return str(node_modules("openai"))
 
 
 def test_the_official_node_client(
