@@ -1,12 +1,20 @@
 """How far moments are trusted: what is fitted to few tokens must not err more on others."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvq.reference.linear import BlockFormat, Grid, dequantize
+from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.export import export_model
+from kvq_export.fit import calibrated
 from kvq_export.fit.damping import DAMPINGS, HELD_OUT, Dampings, Trial, choose, try_dampings
 from kvq_export.fit.gptq import Moments, compensate, factor, input_moments, quantize_with
 from kvq_export.write.weights import quantize
+from tiny import make_llama_checkpoint
 
 FORM = BlockFormat(bits=4, block=64, grid=Grid.ZERO_POINT)
 # Strong directions, noise beside them, and the spread of the logarithm of channels' sizes.
@@ -108,3 +116,25 @@ def test_what_errs_least_is_chosen_and_nothing_where_all_err_more() -> None:
     assert choose(matrix, held_out, FORM, worse) == Dampings(None, None)
     better = [*worse, Trial(7.0, plain * 0.9, 2.0), Trial(8.0, plain * 0.99, -1.0)]
     assert choose(matrix, held_out, FORM, better) == Dampings(7.0, 8.0)
+
+
+def test_of_wide_matrices_one_layer_in_four_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts the trials of six layers where what reads the hidden state alone is not wide."""
+    tried: list[int] = []
+
+    def counted(rows: np.ndarray, *arguments: Any) -> list[Trial]:
+        tried.append(rows.shape[1])
+        return try_dampings(rows, *arguments)
+
+    monkeypatch.setattr(calibrated, "try_dampings", counted)
+    source = make_llama_checkpoint(tmp_path / "source", num_hidden_layers=6)
+    config = json.loads((source / "config.json").read_text())
+    hidden, feed = config["hidden_size"], config["intermediate_size"]
+    assert feed > hidden
+    monkeypatch.setattr(calibrated, "TRIED_COLUMNS", hidden)
+    options = ExportOptions(weights=WeightFormat(), quality=False, fit_cache=False)
+    export_model(source, tmp_path / "bundle", options)
+    assert tried.count(feed) == 3 * calibrated.PARTS  # in layers 0, 1 and 4
+    assert tried.count(hidden) == 6 * 2 * calibrated.PARTS

@@ -60,9 +60,9 @@ MOST_TOKENS = 12288
 TOKENS_PER_COLUMN = 8
 # Tokens of a text that the constants of weights are trained on.
 TUNING_TOKENS = 256
-# Of so many layers one tries dampings, and the next ones take its: matrices of one kind need about
-# the same in neighbouring layers, and trials take a third of the time.
-TRIED_LAYERS = 4
+# A trial takes the cube of the columns. Of matrices with more than so many, dampings are
+# tried in one layer of four, and the next layers take them: neighbours need about the same.
+TRIED_COLUMNS, TRIED_LAYERS = 4096, 4
 # Texts that a bundle is measured on, of all kinds together.
 REPORT_TEXTS = 6
 # Parts of the text whose products are computed in parallel.
@@ -288,7 +288,8 @@ class CalibratedWeights:
     ) -> Dampings:
         """Tries dampings in parallel, or takes those of the same matrix in a layer before."""
         layer, kind = _layer_and_kind(name)
-        if layer > 1 and layer % TRIED_LAYERS and kind in self._dampings:
+        costly = rows.shape[1] > TRIED_COLUMNS
+        if costly and layer > 1 and layer % TRIED_LAYERS and kind in self._dampings:
             return self._dampings[kind]
         parts = (DAMPINGS[part::PARTS] for part in range(PARTS))
         tasks = [

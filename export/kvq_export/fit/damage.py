@@ -139,7 +139,9 @@ def _matrices(original: Original) -> list[str]:
 
 def _measured_names(original: Original) -> list[str]:
     """Returns the canonical names of the matrices whose damage is measured."""
-    return [name for name in _matrices(original) if not (is_stack(name) or name == _PER_LAYER_TABLE)]
+    return [
+        name for name in _matrices(original) if not (is_stack(name) or name == _PER_LAYER_TABLE)
+    ]
 
 
 def damages(
