@@ -57,6 +57,7 @@ LOADING, READING = "kvq-loading", "kvq-reading"
 ENCODINGS = ("utf-8", "utf-16", "utf-32")
 # A longer line was not written by a person; it is not completed.
 MOST_LINE = 20_000
+_STILL_LOADING = "the model is loading"
 
 
 class Completer(Protocol):
@@ -332,17 +333,16 @@ class LanguageServer:
         return LATER
 
     def _on_next_edit(self, params: dict[str, Any], number: Any) -> Any:
-        """Handles GitHub's request for the next edit; answered once typing rests."""
-        document = params["textDocument"]
-        uri, position = document["uri"], position_of(params["position"])
+        """Handles GitHub's request for the next edit; answered once typing rests and a model is."""
+        item, position = params["textDocument"], position_of(params["position"])
+        uri = item["uri"]
         with self._lock:
             open_document = self._documents.get(uri)
             why_not = self._why_not(uri, open_document)
-            if number is None or open_document is None or why_not is not None:
+            if number is None or open_document is None or why_not not in (None, _STILL_LOADING):
                 return {"edits": []}
-            if self._settings.next_edit == "off" or document.get("version") not in (
-                None, open_document.version
-            ):  # fmt: skip
+            version = item.get("version") or open_document.version
+            if self._settings.next_edit == "off" or version != open_document.version:
                 return {"edits": []}
             place = open_document.document.place(position, self._encoding)
             open_document.supersede_edit()
@@ -414,7 +414,7 @@ class LanguageServer:
         if (left_alone := self._settings.why_not(uri) or open_document.why_not()) is not None:
             return left_alone
         if self._completer is None:
-            return self._failure or "the model is loading"
+            return self._failure or _STILL_LOADING
         return None
 
     def _no_completion(self, open_document: OpenDocument | None, why_not: str) -> None:
@@ -439,8 +439,12 @@ class LanguageServer:
             if self._loading is not None:
                 self._loading.end()
         while (request := self._next(completer)) is not None:
-            work = self._find_edit if request.next_edit else self._complete
-            work(cast(Completer, completer), request)
+            if completer is None:
+                self._end(request)  # it came while the model was loading
+            elif request.next_edit:
+                self._find_edit(completer, request)
+            else:
+                self._complete(completer, request)
         if completer is not None:
             completer.close()
 
