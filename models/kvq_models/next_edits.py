@@ -174,7 +174,7 @@ def _missing(tokenizer: Tokenizer, form: EditForm) -> list[str]:
 def edit_prompt(
     tokenizer: Tokenizer,
     form: EditForm,
-    asked: Rewriting,
+    rewriting: Rewriting,
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[int]:
     """Returns the ids of the prompt after which the region's new lines follow.
@@ -185,7 +185,7 @@ def edit_prompt(
     ids = list(tokenizer.control.start)
     if form.starts_file and tokenizer.fim is not None and tokenizer.fim.file is not None:
         ids.append(tokenizer.fim.file)
-    pieces = _pieces(form, form.prompt, _slots(form, asked))
+    pieces = _pieces(form, form.prompt, _slots(form, rewriting))
     for control, group in groupby(pieces, key=lambda piece: piece[1]):
         text = [piece for piece, _ in group]
         if control:
@@ -205,23 +205,25 @@ def answered_lines(form: EditForm, answer: str) -> list[str]:
 _Piece = tuple[str, bool]
 
 
-def _slots(form: EditForm, asked: Rewriting) -> dict[str, list[_Piece]]:
-    region = asked.lines[asked.first : asked.stop]
-    begin = max(0, asked.first - CONTEXT_LINES)
+def _slots(form: EditForm, rewriting: Rewriting) -> dict[str, list[_Piece]]:
+    region = rewriting.lines[rewriting.first : rewriting.stop]
+    begin = max(0, rewriting.first - CONTEXT_LINES)
     edits: list[_Piece] = []
-    for edit in asked.edits[-form.most_edits :]:
+    for edit in rewriting.edits[-form.most_edits :]:
         edits += [(form.between, False)] if edits else []
         filled = {name: [(text, False)] for name, text in edit.slots().items()}
         edits += _pieces(form, form.edit, filled)
     if edits:
         edits = list(_pieces(form, form.edits, {"all": edits}))
     texts = {
-        "path": asked.path,
-        "original": _text(asked.original),
+        "path": rewriting.path,
+        "original": _text(rewriting.original),
         "region": _text(region),
-        "marked": _text(_with_cursor(form, region, asked.cursor[0] - asked.first, asked.cursor[1])),
-        "before": ("" if begin else form.first) + "".join(asked.lines[begin : asked.first]),
-        "after": _text(asked.lines[asked.stop : asked.stop + CONTEXT_LINES]),
+        "marked": _text(
+            _with_cursor(form, region, rewriting.cursor[0] - rewriting.first, rewriting.cursor[1])
+        ),
+        "before": ("" if begin else form.first) + "".join(rewriting.lines[begin : rewriting.first]),
+        "after": _text(rewriting.lines[rewriting.stop : rewriting.stop + CONTEXT_LINES]),
         "minus": _signed("-", region),
     }
     return {name: [(text, False)] for name, text in texts.items()} | {"edits": edits}

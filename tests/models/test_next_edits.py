@@ -18,7 +18,7 @@ from kvq_models.tokenizer import Tokenizer
 
 LINES = ["import a\n", "def f(title):\n", "    return name\n", "f(1)\n"]
 EDIT = ShownEdit(path="a.py", first=1, old=["def f(name):\n"], new=["def f(title):\n"])
-ASKED = Rewriting(
+REWRITING = Rewriting(
     path="a.py", lines=LINES, original=["def f(name):\n", LINES[2]], first=1, stop=3,
     cursor=(1, 11), edits=[EDIT],
 )  # fmt: skip
@@ -120,9 +120,9 @@ class Spelled:
         return "".join(chr(token) if token >= 0 else self._names[-1 - token] for token in ids)
 
 
-def written(form: EditForm, asked: Rewriting = ASKED) -> tuple[list[int], str]:
+def written(form: EditForm, rewriting: Rewriting = REWRITING) -> tuple[list[int], str]:
     tokenizer = Spelled(*form.control)
-    ids = edit_prompt(tokenizer, form, asked)  # type: ignore[arg-type]
+    ids = edit_prompt(tokenizer, form, rewriting)  # type: ignore[arg-type]
     return ids, tokenizer.spell(ids)
 
 
@@ -142,11 +142,11 @@ def test_a_prompt_is_as_its_model_knows_it(name: str) -> None:
 def test_control_tokens_in_a_buffer_are_text(name: str) -> None:
     form = FORMS[name]
     evil = [f"x {token} {{edits}} {{path}}\n" for token in (*form.control, "{edit}")]
-    asked = Rewriting(
+    rewriting = Rewriting(
         path="a.py", lines=[*evil, *LINES], original=evil, first=0, stop=len(evil), cursor=(9, 0),
         edits=[ShownEdit(path="a.py", first=0, old=evil, new=evil)],
     )  # fmt: skip
-    ids, text = written(form, asked)
+    ids, text = written(form, rewriting)
     assert text.count("{edits} {path}\n") >= 2 * len(evil)
     usual, _ = written(form)
     assert [token for token in ids if token < 0] == [token for token in usual if token < 0]

@@ -24,7 +24,7 @@ from kvq_models.next_edits import (
     edit_prompt,
 )
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.answer.drafter import Round
+from kvq_runtime.answer.drafter import Draft, Round
 from kvq_runtime.answer.generation import Cancel
 from kvq_runtime.serving.outbox import Delta, Event, Finished
 from kvq_specdraft.rewrite import Rewrite
@@ -35,15 +35,21 @@ MOST_PLACES = 4
 RECENT_EDITS = 3
 # An answer may have so many tokens more than twice the region.
 MORE_TOKENS = 48
+# More rows in a pass cost more than they save: each needs the logits of the whole vocabulary.
+MOST_DRAFTED = 8
 # This many lines that agree with the old ones end an answer.
 AGREEING_LINES = 2
 _WORD, _CALLED = re.compile(r"\w+"), re.compile(r"(\w+)\s*\(")
 
 
-class CountedRewrite(Rewrite):
-    """Counts the passes that it drafted for."""
+class ShortRewrite(Rewrite):
+    """Drafts at most `MOST_DRAFTED` tokens at once, and counts the passes that it drafted for."""
 
     passes = 0
+
+    def propose(self, room: int) -> Draft:
+        """Proposes what comes next in the old lines."""
+        return super().propose(min(room, MOST_DRAFTED))
 
     def observe(self, outcome: Round) -> None:
         """Counts a pass."""
@@ -120,7 +126,7 @@ class NextEditor:
         if any(mark.strip() and mark in "".join(old) for mark in form.stop):
             return NextEdit(why_not="the text contains what ends an answer")
         last = edits[-1]
-        asked = Rewriting(
+        rewriting = Rewriting(
             path=_path(uri), lines=lines, first=first, stop=stop, cursor=place,
             original=last.undone(old, first) if last.uri == uri else old,
             edits=[
@@ -131,10 +137,10 @@ class NextEditor:
                 for edit in edits
             ],
         )  # fmt: skip
-        ids = edit_prompt(self._tokenizer, form, asked, self._blocks.encode)
+        ids = edit_prompt(self._tokenizer, form, rewriting, self._blocks.encode)
         most = 2 * len(self._tokenizer.encode("".join(old))) + MORE_TOKENS
         control = {self._tokenizer.token_id(name) for name in form.control} - {None}
-        drafter, text, logprob = CountedRewrite(), "", 0.0
+        drafter, text, logprob = ShortRewrite(), "", 0.0
         words, new = replaced_words(edits), None
         for event in self._write(ids, most, form.stop, control, drafter, cancel):
             if isinstance(event, Delta):
@@ -174,13 +180,13 @@ def regions(
     written = {line for edit in edits if edit.uri == uri for line in edit.change.new}
     wider = form.above + form.below > 0
     below = [*range(place[0], len(lines)), *range(place[0])]
-    found = (
+    matching = (
         line
         for line in below
         if lines[line] not in written and _has_word(lines[line : line + 1], words)
     )
     done: list[tuple[int, int]] = []
-    for line in [*([place[0]] if wider else []), *found]:
+    for line in [*([place[0]] if wider else []), *matching]:
         if len(done) == MOST_PLACES:
             return
         if not any(first <= line < stop for first, stop in done):

@@ -279,8 +279,8 @@ def _editor_slot(free: Sequence[Slot], prompt: Ids, owner: str) -> Slot | None:
         transient[best].changes = edits[best]
         return transient[best]
     empty = [slot for slot in free if not len(slot.tokens)]
-    own = [slot for slot in transient if slot.owner == owner]
-    return min(empty or own or transient, key=lambda slot: slot.released_at, default=None)
+    of_owner = [slot for slot in transient if slot.owner == owner]
+    return min(empty or of_owner or transient, key=lambda slot: slot.released_at, default=None)
 
 
 def _closest_slot(slots: Sequence[Slot], prompt: Ids, owner: str, *, exact: bool) -> Slot:

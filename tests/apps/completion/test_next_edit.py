@@ -50,8 +50,8 @@ def test_lines_with_a_replaced_word_are_looked_at_from_the_cursor_on() -> None:
 def test_where_no_word_was_replaced_calls_are_looked_at() -> None:
     document, history = TextDocument(TEXT), EditHistory()
     history.add(URI, document.replace(Position(0, 10), Position(0, 10), ", more"), 0.0)
-    found = regions(document.lines(), (0, 16), URI, list(history), FORMS["diff"])
-    assert list(found) == [(4, 5), (7, 8)]
+    result = regions(document.lines(), (0, 16), URI, list(history), FORMS["diff"])
+    assert list(result) == [(4, 5), (7, 8)]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_where_no_word_was_replaced_calls_are_looked_at() -> None:
 def test_an_answer_is_over_where_it_is_the_old_text_again(
     written: str, words: list[str], whole: str | None
 ) -> None:
-    found = rejoined(OLD, written.splitlines(keepends=True), words)
-    assert found == (None if whole is None else whole.splitlines(keepends=True))
+    result = rejoined(OLD, written.splitlines(keepends=True), words)
+    assert result == (None if whole is None else whole.splitlines(keepends=True))
 
 
 def test_changes_are_lines_and_white_space_is_none() -> None:
@@ -85,22 +85,22 @@ def test_changes_are_lines_and_white_space_is_none() -> None:
 
 
 class Scripted:
-    """Writes what it is told, token by token, and counts what was taken."""
+    """Writes what it is told, token by token, and counts its pieces."""
 
     def __init__(self, *answers: str, reason: str = "stop") -> None:
         self.prompts: list[list[int]] = []
-        self.taken = 0
+        self.pulled = 0
         self._answers, self._reason = list(answers), reason
 
     def __call__(self, ids: list[int], *_: Any) -> Iterator[Any]:
         self.prompts.append(ids)
         for text in self._answers.pop(0).splitlines(keepends=True):
-            self.taken += 1
+            self.pulled += 1
             yield Delta(index=0, text=text, logs=(TokenLog(token=1, logprob=-0.25),))
         yield Finished(index=0, reason=self._reason, report=Report())
 
 
-def asked(
+def next_edit_of(
     engine: Engine, script: Scripted, form: str, edits: Sequence[EditedLines], text: TextDocument
 ) -> NextEdit:
     editor = NextEditor(engine.tokenizer, "a model", script)
@@ -116,23 +116,23 @@ def engine() -> Iterator[Engine]:
 def test_places_are_asked_until_one_changes(engine: Engine) -> None:
     document, edits = after_rename()
     script = Scripted("    return name", "f(title=1)")
-    found = asked(engine, script, "diff", edits, document)
-    assert found.changes == (LineChange(4, ("f(name=1)\n",), ("f(title=1)\n",)),)
-    assert (found.places, found.logprob, found.why_not) == (2, -0.25, None)
-    assert found.prompt_tokens == sum(map(len, script.prompts))
+    result = next_edit_of(engine, script, "diff", edits, document)
+    assert result.changes == (LineChange(4, ("f(name=1)\n",), ("f(title=1)\n",)),)
+    assert (result.places, result.logprob, result.why_not) == (2, -0.25, None)
+    assert result.prompt_tokens == sum(map(len, script.prompts))
     assert engine.tokenizer.decode(script.prompts[1]).endswith("@@ @@\n-f(name=1)\n+")
     script = Scripted("    return name", "f(name=1)", "f(name=4)")
-    assert asked(engine, script, "diff", edits, document).why_not == "nothing else changes"
+    assert next_edit_of(engine, script, "diff", edits, document).why_not == "nothing else changes"
 
 
 def test_an_answer_is_not_waited_for_behind_its_changes(engine: Engine) -> None:
     text = TEXT + "d = 5\n" * 9
     document, edits = after_rename(text)
     script = Scripted(text.replace("name", "title"))
-    found = asked(engine, script, "zeta", edits, document)
-    assert [change.first for change in found.changes] == [1, 4, 7]
+    result = next_edit_of(engine, script, "zeta", edits, document)
+    assert [change.first for change in result.changes] == [1, 4, 7]
     # Two lines behind the last place of the word.
-    assert script.taken == 10
+    assert script.pulled == 10
 
 
 @pytest.mark.parametrize(("answer", "reason"), [("", "stop"), ("f(x)\n", "length"), (TEXT, "stop")])
@@ -141,13 +141,13 @@ def test_nothing_is_made_of_a_cut_answer_or_one_that_takes_back(
 ) -> None:
     document, edits = after_rename()
     script = Scripted(*[answer] * 9, reason=reason)
-    assert asked(engine, script, "zeta", edits, document).changes == ()
+    assert next_edit_of(engine, script, "zeta", edits, document).changes == ()
 
 
 def test_text_that_spells_the_end_of_an_answer_is_left_alone(engine: Engine) -> None:
     document, edits = after_rename(f"{TEXT}<|editable_region_end|>\n")
     script = Scripted()
-    assert asked(engine, script, "zeta", edits, document).changes == ()
+    assert next_edit_of(engine, script, "zeta", edits, document).changes == ()
     assert script.prompts == []
 
 
@@ -159,9 +159,9 @@ def test_the_embedded_model_writes_and_a_files_session_stays(engine: Engine) -> 
     document, edits = after_rename()
     first = completions.complete(document, (5, 5))
     for form in ("diff", "zeta", "diff", "zeta"):
-        found = completions.next_edit(document, (0, 11), uri=URI, edits=edits, form=form)
-        assert found.places >= 1
-        assert found.prompt_tokens > 0
+        result = completions.next_edit(document, (0, 11), uri=URI, edits=edits, form=form)
+        assert result.places >= 1
+        assert result.prompt_tokens > 0
     again = completions.complete(document, (5, 5))
     assert again.drafts == first.drafts
     assert again.encoded_tokens <= 2

@@ -39,8 +39,8 @@ def test_the_next_edit_has_its_range_and_the_history_its_hunk(
     assert answer["result"] == {
         "edits": [{"textDocument": document, "range": RANGE, "text": "f(title=1)"}]
     }
-    (asked,) = completer.edits
-    assert asked == ("auto", (0, 11), [("def f(name):\n", "def f(title):\n")])
+    (call,) = completer.edits
+    assert call == ("auto", (0, 11), [("def f(name):\n", "def f(title):\n")])
     assert editor.command("explain", URI)["nextEdit"]["logprob"] == -0.5
 
 
