@@ -96,8 +96,6 @@ class NextEditor:
         if not lines[-1]:
             lines.pop()  # what follows the last line end
         for first, stop in regions(lines, place, uri, edits, form):
-            if cancel():
-                return replace(result, why_not="cancelled")
             part = self._rewrite(form, lines, (first, stop), place, uri, edits, cancel)
             result = replace(
                 part,
@@ -108,6 +106,8 @@ class NextEditor:
             )
             if part.changes:
                 return result
+            if cancel():
+                return replace(result, why_not="cancelled")
         return replace(result, why_not=result.why_not or "nothing else changes")
 
     def _rewrite(

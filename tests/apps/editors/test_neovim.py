@@ -399,6 +399,21 @@ def test_the_next_edits_are_shown_jumped_to_and_taken(editor: Editor) -> None:
     editor.until("vim.fn.getline(5)", "f(name=1)")
 
 
+def test_behind_an_edit_that_was_taken_the_key_goes_on(editor: Editor) -> None:
+    _rename(editor)
+    editor.write("def f(name):\n    name gre\n    name gre\n", "0fncwtitle")
+    _seen(editor)
+    editor.keys("<Tab>")
+    editor.until("vim.fn.line('.')", 2)
+    editor.keys("<Tab>")
+    editor.until("vim.fn.getline(2)", "    title gre")
+    # A suggestion is shown there, too; a second Tab must not take it by accident.
+    editor.until(VISIBLE, True)
+    editor.keys("<Tab>")
+    editor.until("vim.fn.line('.')", 3)
+    assert editor.lines()[1:] == ["    title gre", "    name gre"]
+
+
 def test_next_edits_go_with_the_next_key_and_can_be_switched_off(
     view: tuple[str, bool], start: Callable[..., Editor]
 ) -> None:

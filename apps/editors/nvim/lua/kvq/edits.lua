@@ -11,6 +11,8 @@ local space = vim.api.nvim_create_namespace('kvq-edits')
 local own = nil -- the options
 -- The edits of one buffer, top to bottom; `tick` is the text that they were made for.
 local state = { edits = {}, generation = 0 }
+-- The text after an edit was taken: as long as it is the text, the key goes on to the next edit.
+local taken_tick = nil
 
 local function now()
   return vim.loop.hrtime() / 1e6
@@ -65,17 +67,19 @@ local function row_of(edit)
   return place[1] and place[1] - edit.offset
 end
 
-local ask
-function ask(buffer)
+local function ask(buffer)
   M.clear()
   local generation = state.generation
   state.buffer, state.tick = buffer, vim.api.nvim_buf_get_changedtick(buffer)
   state.number = server.ask_edit(METHOD, buffer, function(edits)
-    local there = generation == state.generation and vim.api.nvim_buf_is_valid(buffer)
-    if not there or vim.api.nvim_buf_get_changedtick(buffer) ~= state.tick then
+    if generation ~= state.generation then
       return
     end
-    state.edits, state.number, state.shown = vim.tbl_map(rows_of, edits), nil, now()
+    state.number = nil
+    if not vim.api.nvim_buf_is_valid(buffer) or vim.api.nvim_buf_get_changedtick(buffer) ~= state.tick then
+      return
+    end
+    state.edits, state.shown = vim.tbl_map(rows_of, edits), now()
     vim.tbl_map(draw, state.edits)
   end)
   if state.number == nil and server.client() then
@@ -122,6 +126,13 @@ function M.visible()
   return #state.edits > 0 and state.buffer == vim.api.nvim_get_current_buf()
 end
 
+-- Whether the key is the next edit's even where a suggestion is shown: one was just taken, and there
+-- are more, or may be.
+function M.goes_on()
+  local tick = vim.api.nvim_buf_get_changedtick(0)
+  return tick == taken_tick and (M.visible() or state.number ~= nil)
+end
+
 local function take(edit, row)
   vim.api.nvim_buf_del_extmark(state.buffer, space, edit.new)
   if edit.old then
@@ -133,8 +144,9 @@ local function take(edit, row)
     local last = row + #edit.lines
     vim.api.nvim_win_set_cursor(0, { last, #edit.lines[#edit.lines] })
   end
+  taken_tick = vim.api.nvim_buf_get_changedtick(state.buffer)
   -- With none left, the change is one to ask after.
-  state.tick = #state.edits > 0 and vim.api.nvim_buf_get_changedtick(state.buffer) or nil
+  state.tick = #state.edits > 0 and taken_tick or nil
 end
 
 -- Goes to the next edit; takes it where the cursor is there.

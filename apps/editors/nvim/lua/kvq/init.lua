@@ -191,7 +191,9 @@ local function map_key(action, key)
   local otherwise = keep('i', action, key) or key
   local edit = ({ accept = 'next_edit', dismiss = 'dismiss' })[action]
   vim.keymap.set('i', key, function()
-    local does = M.visible() and action or edits.visible() and edit
+    local goes_on = edit == 'next_edit' and edits.goes_on()
+    local does = not goes_on and M.visible() and action
+      or (goes_on or edits.visible()) and edit
     return does and ('<Plug>(kvq-%s)'):format(does) or otherwise
   end, { expr = true, remap = true, desc = describe })
   if edit and own.next_edits ~= 'off' then
