@@ -7,12 +7,14 @@ FAKE_LSP_LOADS names a file without which the model goes on loading.
 
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.document import LineChange, TextDocument
+from kvq_apps.completion.edit_history import EditedLines, NextEdit
 from kvq_apps.completion.suggestions import Completion, Suggestion
 from kvq_apps.lsp.language_server import LanguageServer
 
@@ -44,6 +46,26 @@ class KnownLines:
 
     def read(self, *_: object, **__: object) -> bool:
         return True
+
+    def next_edit(
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        *,
+        uri: str,
+        edits: Sequence[EditedLines],
+        **_: object,
+    ) -> NextEdit:
+        """A word that the last edit replaced is replaced everywhere else."""
+        if not edits or not (words := edits[-1].removed_words()):
+            return NextEdit(why_not="nothing else changes")
+        new = re.findall(r"\w+", edits[-1].new)[re.findall(r"\w+", edits[-1].old).index(words[0])]
+        changes = [
+            LineChange(number, (line,), (re.sub(rf"\b{words[0]}\b", new, line),))
+            for number, line in enumerate(document.lines())
+            if re.search(rf"\b{words[0]}\b", line)
+        ]
+        return NextEdit(changes=tuple(changes))
 
     def close(self) -> None:
         pass

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from environment import environment_in
 from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.edit_history import EditedLines, NextEdit
 from kvq_apps.completion.suggestions import Completion, Suggestion
 from kvq_apps.lsp.connection import RpcError, read_frames
 from kvq_apps.lsp.language_server import Completer, LanguageServer
@@ -29,6 +30,8 @@ class GatedCompleter:
         self.gate = threading.Event()
         self.gate.set()
         self.fails = False
+        self.next_edits: list[NextEdit] = []
+        self.edits: list[tuple[str, tuple[int, int], list[tuple[str, str]]]] = []
 
     def complete(
         self, document: TextDocument, place: tuple[int, int], *, cancel: Callable[[], bool]
@@ -54,6 +57,24 @@ class GatedCompleter:
     ) -> bool:
         self.expected.append((document.text, place))
         return True
+
+    def next_edit(
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        *,
+        uri: str,
+        edits: Sequence[EditedLines],
+        form: str,
+        cancel: Callable[[], bool],
+    ) -> NextEdit:
+        """The next of `next_edits`, for which the gate is closed as for completions."""
+        self.edits.append((form, place, [(edit.old, edit.new) for edit in edits]))
+        self.begun.release()
+        while not self.gate.wait(0.005):
+            if cancel():
+                return NextEdit(why_not="cancelled")
+        return self.next_edits.pop(0)
 
     def close(self) -> None:
         pass

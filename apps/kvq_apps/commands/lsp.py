@@ -58,7 +58,7 @@ def run(arguments: Namespace) -> int:
         engine = open_engine(options.model_name(arguments), **options.engine_options(arguments))
         files = DEFAULT_FILES if arguments.files is None else arguments.files
         return engine_options.completion_engine(
-            arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact, files=files
+            arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact, files=files, next_edits=True
         )
 
     def log(line: str) -> None:

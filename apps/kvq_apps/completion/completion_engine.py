@@ -6,7 +6,7 @@ Each of the last files has a session of its own.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from threading import Event
 from time import perf_counter
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 from kvq.errors import UsageError, argument
 from kvq.settings import cache_folder
 from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.edit_history import EditedLines, NextEdit
 from kvq_apps.completion.frozen_file import MOST_TYPED, FrozenFile
+from kvq_apps.completion.next_edit import NextEditor
 from kvq_apps.completion.prompts import GapPrompts
 from kvq_apps.completion.suggestions import (
     BLOCK_TOKENS,
@@ -27,6 +29,7 @@ from kvq_apps.completion.suggestions import (
 )
 from kvq_models.infilling import fixed_tokens, infill_tokens
 from kvq_runtime.answer.alternatives import Writer
+from kvq_runtime.answer.drafter import Drafter
 from kvq_runtime.answer.generation import Cancel, never_cancelled
 from kvq_runtime.answer.healing import heal
 from kvq_runtime.config import Sampling
@@ -50,6 +53,8 @@ NEAR_CHARACTERS = 6
 POLL_S = 0.005
 _OUTBOX_BYTES = 1 << 20
 _GREEDY = Sampling(temperature=0.0)
+# Whose text their prompts are: the files' sessions keep the files.
+_NEXT_EDITS = "next edits"
 
 
 class CompletionEngine:
@@ -71,10 +76,12 @@ class CompletionEngine:
         session_options: dict[str, Any] | None = None,
         exact: bool = False,
         files: int = 1,
+        next_edits: bool = False,
         chunk_tokens: int | None = None,
     ) -> None:
         """Opens the sessions. `drafts` None: `DEFAULT_DRAFTS`, or 1 if the backend writes only one.
 
+        `next_edits` opens another session, so that `next_edit` takes no place of a file.
         `chunk_tokens` of a file are read at once; None: as many as take about 50 ms. Raises
         `ModelError` for a model that cannot fill in a middle, `UsageError` for no suggestions or
         for more than the backend writes, and what opening a session raises.
@@ -106,12 +113,12 @@ class CompletionEngine:
             return Served(
                 backend=engine.backend,
                 stop_ids=self._stop_ids,
-                slots=Slots(lambda: engine.session(**options), files, saved),
+                slots=Slots(lambda: engine.session(**options), files + next_edits, saved),
                 close=lambda: None,  # the engine is its owner's
             )
 
         changed = Event()
-        config = PoolConfig(sessions=files, chunk_tokens=chunk_tokens)
+        config = PoolConfig(sessions=files + next_edits, chunk_tokens=chunk_tokens)
         self._pool = SessionPool(load, config, changed.set)
         self._pool.start()
         while not (self._pool.ready or self._pool.ended):
@@ -131,6 +138,8 @@ class CompletionEngine:
         self._rows = max(1, self._draft_rows // (drafts + 1))
         self._room = session.config.context_tokens - session.config.draft_tokens - 1
         self._tokens = tokens
+        self._takes_drafts = engine.backend.takes_drafts
+        self._next = NextEditor(self._tokenizer, engine.model.name, self._write)
 
     def complete(
         self, document: TextDocument, place: tuple[int, int], *, cancel: Cancel = never_cancelled
@@ -180,6 +189,55 @@ class CompletionEngine:
         for _ in self._events(job, changed, cancel):
             progress(*job.progress)
         return not job.cancelled
+
+    def next_edit(
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        *,
+        uri: str,
+        edits: Sequence[EditedLines],
+        form: str = "auto",
+        cancel: Cancel = never_cancelled,
+    ) -> NextEdit:
+        """Returns what may change next in the document `uri` after these edits.
+
+        `form`: the prompt, a name of `FORMS`, or `auto`.
+        """
+        return self._next.next_edit(document, place, uri, edits, form, cancel)
+
+    def _write(
+        self,
+        ids: list[int],
+        most: int,
+        stop: tuple[str, ...],
+        stop_ids: Set[int | None],
+        drafter: Drafter,
+        cancel: Cancel,
+    ) -> Iterator[outbox.Event | None]:
+        """Yields the events of what the model writes after `ids`; none where that has no room."""
+        if len(ids) + most > self._room:
+            return
+        request = GenerationRequest(
+            prompts=(tuple(ids),),
+            sampling=_GREEDY,
+            seed=0,
+            rank=PRIORITIES["completion"],
+            max_tokens=most,
+            stop=stop,
+            stop_ids=self._stop_ids | {token for token in stop_ids if token is not None},
+            logprobs=True,
+            transient=True,
+            owner=_NEXT_EDITS,
+            draft=(lambda: drafter) if self._takes_drafts else False,
+        )
+        changed = Event()
+        job = Job(request, Outbox(_OUTBOX_BYTES, changed.set))
+        self._pool.submit(job)
+        try:
+            yield from self._events(job, changed, cancel)
+        finally:
+            self._pool.cancel(job)
 
     def close(self) -> None:
         """Frees the sessions."""

@@ -5,7 +5,7 @@ Lines end where the Language Server Protocol says: at LF, CR LF and CR, and nowh
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,23 @@ class Position(NamedTuple):
 
     line: int
     character: int
+
+
+class LineChange(NamedTuple):
+    """Says that the lines `new` stand in place of `old`, from line `first` on."""
+
+    first: int
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+    @classmethod
+    def between(cls, first: int, old: Sequence[str], new: Sequence[str]) -> "LineChange":
+        """Returns the change from `old` to `new`, without lines that both begin or end with."""
+        # A line end that is typed behind a line adds the line below: lines below are equal first.
+        tail = _shared(old[::-1], new[::-1])
+        old, new = old[: len(old) - tail], new[: len(new) - tail]
+        head = _shared(old, new)
+        return cls(first + head, tuple(old[head:]), tuple(new[head:]))
 
 
 class TextDocument:
@@ -90,10 +107,14 @@ class TextDocument:
             count += 1
         return count
 
+    def lines(self, first: int = 0, stop: int | None = None) -> list[str]:
+        """Returns lines with their ends."""
+        return self._lines[first:stop]
+
     def replace(
         self, start: Position, end: Position, text: str, encoding: Encoding = "utf-16"
-    ) -> None:
-        """Puts `text` in place of what stands between two positions."""
+    ) -> LineChange:
+        """Puts `text` in place of what stands between two positions; returns the change."""
         (first, column), (last, stop) = sorted(
             (self.place(start, encoding), self.place(end, encoding))
         )
@@ -108,7 +129,9 @@ class TextDocument:
         new = _lines(joined)
         if last + 1 < len(self._lines):
             new.pop()
+        old = self._lines[first : last + 1]
         self._lines[first : last + 1] = new
+        return LineChange.between(first, old, new)
 
 
 def _lines(text: str) -> list[str]:
@@ -118,6 +141,12 @@ def _lines(text: str) -> list[str]:
     if len(lines) > 1 and lines[-1] == "" and not lines[-2].endswith(("\r", "\n")):
         lines.pop()
     return lines
+
+
+def _shared(a: Sequence[str], b: Sequence[str]) -> int:
+    """Counts the lines that both begin with."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def _code_points(line: str, units: int, encoding: Encoding) -> int:

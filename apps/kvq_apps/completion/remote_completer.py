@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from kvq.errors import BackendError, UsageError, argument, reason_of
 from kvq.json_values import is_array, is_object
 from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.edit_history import NextEdit
 from kvq_apps.completion.suggestions import (
     BLOCK_TOKENS,
     DEFAULT_DRAFTS,
@@ -107,6 +108,13 @@ class RemoteCompleter:
         with suppress(BackendError):
             return self._request(body, cancel) is not None
         return True
+
+    def next_edit(self, *_: object, **__: object) -> NextEdit:
+        """Returns none: a server is only asked for completions."""
+        return NextEdit(
+            why_not="with --server there are none; without it kvq lsp loads the model itself",
+            impossible=True,
+        )
 
     def close(self) -> None:
         """Does nothing: connections live for one request only."""

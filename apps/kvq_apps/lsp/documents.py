@@ -3,12 +3,17 @@
 Knows positions and items of the protocol, no thread and no model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
-from kvq_apps.completion.document import Encoding, Position, TextDocument
+from kvq_apps.completion.document import Encoding, LineChange, Position, TextDocument
+from kvq_apps.completion.edit_history import NextEdit
 from kvq_apps.completion.suggestions import Completion
+
+# A word that changed less than this ago is being typed.
+WORD_S = 0.5
 
 
 class TypedSuggestions:
@@ -57,14 +62,17 @@ class OpenDocument:
     )
     typed: TypedSuggestions | None = None
     request: "CompletionRequest | None" = None
+    edit_request: "CompletionRequest | None" = None
     last: Completion | None = None
     binary: bool = False
     # A change could not be made: the text differs from the editor's until all of it comes again.
     lost: bool = False
     # How much of the last suggestions was accepted: nothing, part or all; None: none were shown.
     accepted: str | None = None
-    # The last known place of the cursor.
+    # The last known place of the cursor, and when the text last changed.
     place: tuple[int, int] = (0, 0)
+    changed_s: float = 0.0
+    next_edit: NextEdit | None = None
 
     @classmethod
     def of(cls, text: str, version: int) -> "OpenDocument":
@@ -82,34 +90,58 @@ class OpenDocument:
         if self.request is not None:
             self.request.superseded = True
 
-    def change(self, changes: list[dict[str, Any]], version: Any, encoding: Encoding) -> None:
+    def supersede_edit(self) -> None:
+        """Marks the waiting request for a next edit as superseded."""
+        if self.edit_request is not None:
+            self.edit_request.superseded = True
+
+    def edit_wait_s(self, place: tuple[int, int], delay_s: float) -> float:
+        """Returns for how long a next edit must wait: until typing rests, longest in a word."""
+        line, column = self.document.line(place[0]), place[1]
+        in_word = _is_word(line[column - 1 : column]) or _is_word(line[column : column + 1])
+        rest_s = max(delay_s, WORD_S) if in_word else delay_s
+        return max(0.0, self.changed_s + rest_s - monotonic())
+
+    def change(
+        self,
+        changes: list[dict[str, Any]],
+        version: Any,
+        encoding: Encoding,
+        record: Callable[[LineChange], None] = lambda change: None,
+    ) -> None:
         """Makes `changes` one after the other; a version that does not go up loses the text.
 
-        So does any error, which parameters that make no sense raise.
+        So does any error, which parameters that make no sense raise. `record` gets each change.
         """
         self.supersede()
+        self.supersede_edit()
         self.shown.clear()
+        self.changed_s = monotonic()
         # Until every change is made.
         self.lost, lost = True, self.lost
         number = int(version)
         lost |= number <= self.version
         for change in changes:
-            lost &= not self._apply(change, encoding)
+            lost &= not self._apply(change, encoding, record)
         self.version, self.lost = number, lost
 
-    def _apply(self, change: dict[str, Any], encoding: Encoding) -> bool:
+    def _apply(
+        self, change: dict[str, Any], encoding: Encoding, record: Callable[[LineChange], None]
+    ) -> bool:
         """Makes one change; returns whether it replaced the whole text."""
         text = change["text"]
         if not isinstance(text, str):
             raise TypeError("the text of a change is not a string")
         if change.get("range") is None:
+            before = self.document.lines()
             self.document, self.typed, self.binary = TextDocument(text), None, "\0" in text
+            record(LineChange.between(0, before, self.document.lines()))
             return True
         self.binary |= "\0" in text
         start, end = (position_of(change["range"][side]) for side in ("start", "end"))
         if self.typed and not self.typed.survives(start.line, end.line, text):
             self.typed = None
-        self.document.replace(start, end, text, encoding)
+        record(self.document.replace(start, end, text, encoding))
         self.place = self.document.place(start, encoding)
         return False
 
@@ -123,7 +155,7 @@ class OpenDocument:
 
 @dataclass(slots=True)
 class CompletionRequest:
-    """Holds a completion request that waits for its answer."""
+    """Holds a request for a completion, or for a next edit, that waits for its answer."""
 
     id: int | str
     uri: str
@@ -131,6 +163,7 @@ class CompletionRequest:
     place: tuple[int, int]
     selected: "SelectedCompletion | None" = None
     as_list: bool = False
+    next_edit: bool = False
     cancelled: bool = False
     superseded: bool = False
 
@@ -196,6 +229,33 @@ def items(texts: list[str], replaced: dict[str, Any], uri: str, *, as_list: bool
     return {"isIncomplete": True, "items": shown} if as_list else {"items": shown}
 
 
+def edit_items(
+    changes: Iterable[LineChange],
+    document: TextDocument,
+    uri: str,
+    version: int,
+    encoding: Encoding,
+) -> dict[str, Any]:
+    """Makes the answer of `textDocument/copilotInlineEdit`: each change as a range and its text."""
+    edits: list[dict[str, Any]] = []
+    for change in changes:
+        first, stop, text = change.first, change.first + len(change.old), "".join(change.new)
+        begin, end = (first, 0), (stop, 0)
+        if change.old and change.new:
+            # Whole lines, without the last one's end.
+            end = (stop - 1, document.units(stop - 1, len(document.line(stop - 1)), encoding))
+            text = "".join(change.new[:-1]) + change.new[-1].rstrip("\r\n")
+        rows = [{"line": line, "character": character} for line, character in (begin, end)]
+        edits.append(
+            {
+                "textDocument": {"uri": uri, "version": version},
+                "range": {"start": rows[0], "end": rows[1]},
+                "text": text,
+            }
+        )
+    return {"edits": edits}
+
+
 def word_before(
     document: TextDocument, place: tuple[int, int], encoding: Encoding
 ) -> tuple[str, dict[str, Any]]:
@@ -237,6 +297,10 @@ def _word_start(line: str, column: int) -> int:
     if not line[:column].strip():
         return 0
     start = column
-    while start > 0 and (line[start - 1].isalnum() or line[start - 1] == "_"):
+    while start > 0 and _is_word(line[start - 1]):
         start -= 1
     return start
+
+
+def _is_word(character: str) -> bool:
+    return character.isalnum() or character == "_"

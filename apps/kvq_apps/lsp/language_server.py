@@ -1,4 +1,4 @@
-"""`kvq lsp`: inline completions for editors, one live request per document.
+"""`kvq lsp`: inline completions and next edits for editors, one live request of each per document.
 
 The reading thread applies document notifications in their order and answers what needs no model.
 One worker writes completions, and in idle time reads the document that is likely to be asked about.
@@ -9,14 +9,16 @@ Protocol: LSP 3.18, textDocument/inlineCompletion.
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol, cast
 
 from kvq import __version__
 from kvq.json_values import is_array, is_object
-from kvq_apps.completion.document import Encoding, TextDocument
+from kvq_apps.completion.document import Encoding, LineChange, TextDocument
+from kvq_apps.completion.edit_history import EditedLines, EditHistory, NextEdit
 from kvq_apps.completion.suggestions import Completion
 from kvq_apps.lsp.connection import (
     CANCELLED,
@@ -34,6 +36,7 @@ from kvq_apps.lsp.documents import (
     SelectedCompletion,
     SuggestionCounts,
     TypedSuggestions,
+    edit_items,
     explanation,
     items,
     position_of,
@@ -54,6 +57,7 @@ LOADING, READING = "kvq-loading", "kvq-reading"
 ENCODINGS = ("utf-8", "utf-16", "utf-32")
 # A longer line was not written by a person; it is not completed.
 MOST_LINE = 20_000
+_STILL_LOADING = "the model is loading"
 
 
 class Completer(Protocol):
@@ -71,6 +75,17 @@ class Completer(Protocol):
         cancel: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> bool: ...
+
+    def next_edit(
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        *,
+        uri: str,
+        edits: Sequence[EditedLines],
+        form: str,
+        cancel: Callable[[], bool],
+    ) -> NextEdit: ...
 
     def close(self) -> None: ...
 
@@ -108,6 +123,7 @@ class LanguageServer:
             "textDocument/didClose": self._on_close,
             "textDocument/didFocus": self._on_focus,
             "textDocument/inlineCompletion": self._on_completion,
+            "textDocument/copilotInlineEdit": self._on_next_edit,
             "textDocument/completion": self._on_list,
             "workspace/didChangeConfiguration": self._on_configuration,
             "$/cancelRequest": self._on_cancel,
@@ -115,6 +131,9 @@ class LanguageServer:
             "textDocument/didPartiallyAcceptCompletion": self._on_partial,
         }
         self._documents: dict[str, OpenDocument] = {}
+        self._history = EditHistory()
+        # Why there can be no next edits, once it was said.
+        self._said: str | None = None
         # The document with the cursor, and whether the editor reports it.
         self._focused: str | None = None
         self._tells_focus = False
@@ -246,8 +265,19 @@ class LanguageServer:
             if open_document is None:
                 self._log(f"a change of {item['uri']}, which is not open, is left out")
                 return
-            open_document.change(params["contentChanges"], item["version"], self._encoding)
+            open_document.change(
+                params["contentChanges"],
+                item["version"],
+                self._encoding,
+                self._recorder(item["uri"]),
+            )
             self._focus(item["uri"])
+
+    def _recorder(self, uri: str) -> Callable[[LineChange], None]:
+        """Returns what remembers changes of a document; those of an ignored one are not."""
+        if self._settings.why_not(uri) is not None:
+            return lambda change: None
+        return lambda change: self._history.add(uri, change, time.monotonic())
 
     def _on_close(self, params: dict[str, Any], _: Any) -> None:
         with self._lock:
@@ -302,6 +332,28 @@ class LanguageServer:
         self._work.put(request)
         return LATER
 
+    def _on_next_edit(self, params: dict[str, Any], number: Any) -> Any:
+        """Handles GitHub's request for the next edit; answered once typing rests and a model is."""
+        item, position = params["textDocument"], position_of(params["position"])
+        uri = item["uri"]
+        with self._lock:
+            open_document = self._documents.get(uri)
+            why_not = self._why_not(uri, open_document)
+            if number is None or open_document is None or why_not not in (None, _STILL_LOADING):
+                return {"edits": []}
+            version = item.get("version") or open_document.version
+            if self._settings.next_edit == "off" or version != open_document.version:
+                return {"edits": []}
+            place = open_document.document.place(position, self._encoding)
+            open_document.supersede_edit()
+            request = CompletionRequest(number, uri, open_document.version, place, next_edit=True)
+            open_document.edit_request = self._waiting[number] = request
+            wait_s = open_document.edit_wait_s(place, self._settings.next_edit_delay / 1e3)
+        timer = threading.Timer(wait_s, self._work.put, (request,))
+        timer.daemon = True
+        timer.start()
+        return LATER
+
     def _on_cancel(self, params: dict[str, Any], _: Any) -> None:
         with self._lock:
             if (request := self._waiting.get(params["id"])) is not None:
@@ -331,8 +383,12 @@ class LanguageServer:
         """
         with self._lock:
             open_document = self._documents.get(uri)
-            last = None if open_document is None else open_document.last
-            return None if last is None else explanation(last) | {"counts": asdict(self._counts)}
+            if open_document is None:
+                return None
+            report = {} if open_document.last is None else explanation(open_document.last)
+            if open_document.next_edit is not None:
+                report["nextEdit"] = asdict(open_document.next_edit)
+            return report | {"counts": asdict(self._counts)} if report else None
 
     def _accepted(self, uri: str, extent: str = "all", *_: Any) -> None:
         """Counts that `all` or a `part` of a last suggestion was put into a document."""
@@ -358,7 +414,7 @@ class LanguageServer:
         if (left_alone := self._settings.why_not(uri) or open_document.why_not()) is not None:
             return left_alone
         if self._completer is None:
-            return self._failure or "the model is loading"
+            return self._failure or _STILL_LOADING
         return None
 
     def _no_completion(self, open_document: OpenDocument | None, why_not: str) -> None:
@@ -369,6 +425,7 @@ class LanguageServer:
         open_document = self._documents.get(uri)
         if open_document is not None:
             open_document.supersede()
+            open_document.supersede_edit()
 
     def _run_worker(self) -> None:
         try:
@@ -382,7 +439,12 @@ class LanguageServer:
             if self._loading is not None:
                 self._loading.end()
         while (request := self._next(completer)) is not None:
-            self._complete(cast(Completer, completer), request)
+            if completer is None:
+                self._end(request)  # it came while the model was loading
+            elif request.next_edit:
+                self._find_edit(completer, request)
+            else:
+                self._complete(completer, request)
         if completer is not None:
             completer.close()
 
@@ -476,13 +538,48 @@ class LanguageServer:
             )
             self._client.answer(request.id, result=items)
 
+    def _find_edit(self, completer: Completer, request: CompletionRequest) -> None:
+        with self._lock:
+            open_document = self._documents.get(request.uri)
+            if open_document is None or request.is_over():
+                self._end(request)
+                return
+            document, edits = open_document.document.copy(), tuple(self._history)
+            settings = self._settings
+        try:
+            next_edit = completer.next_edit(
+                document, request.place, uri=request.uri, edits=edits,
+                form=settings.next_edit_form,
+                cancel=lambda: request.is_over() or self._has_work(),
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001  told in the log, never in a pop-up
+            self._log(f"no next edit: {format_error(error)}")
+            next_edit = NextEdit(why_not=format_error(error))
+        if next_edit.impossible and self._said != next_edit.why_not:
+            self._said = next_edit.why_not
+            self._log(f"no next edits: {next_edit.why_not}")
+        if next_edit.why_not == "cancelled" and not request.is_over():
+            self._work.put(request)  # behind what it made room for
+            return
+        with self._lock:
+            open_document.next_edit = next_edit
+            if request.is_over() or open_document.version != request.version:
+                self._end(request)
+                return
+            open_document.edit_request = None
+            self._waiting.pop(request.id, None)
+            shown = settings.next_edit == "always" or next_edit.likely
+            changes = next_edit.changes if shown else ()
+            result = edit_items(changes, document, request.uri, request.version, self._encoding)
+            self._client.answer(request.id, result=result)
+
     def _end(self, request: CompletionRequest) -> None:
         """Answers a request whose answer nobody wants: each gets exactly one answer."""
         self._waiting.pop(request.id, None)
         if request.cancelled:
             self._client.answer(request.id, error=RpcError(CANCELLED, "cancelled"))
         else:
-            self._client.answer(request.id, result=None)
+            self._client.answer(request.id, result={"edits": []} if request.next_edit else None)
 
     def _items(
         self,

@@ -9,6 +9,9 @@ from urllib.parse import unquote, urlsplit
 from kvq.json_values import is_array, is_object
 
 MOST_DRAFTS = 9
+# How eagerly next edits are shown, and the longest wait for one in milliseconds.
+EAGERNESS = ("off", "likely", "always")
+MOST_DELAY_MS = 10_000
 # Files that usually hold secrets: they are never given to a model.
 SECRETS = (".env", ".env.*", "*.pem", "*.key", "id_rsa*", "id_ed25519*", ".netrc", ".pgpass")
 _SCHEMES = ("file", "untitled", "vscode-userdata", "vscode-remote")
@@ -16,11 +19,18 @@ _SCHEMES = ("file", "untitled", "vscode-userdata", "vscode-remote")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LspSettings:
-    """Holds the settings: `enabled`, most `drafts` shown, and `ignore` globs of names or paths."""
+    """Holds the settings: `enabled`, most `drafts` shown, and `ignore` globs of names or paths.
+
+    Of next edits: how eagerly they are shown, after how many milliseconds without a change, and in
+    which form the model is asked.
+    """
 
     enabled: bool = True
     drafts: int = MOST_DRAFTS
     ignore: tuple[str, ...] = SECRETS
+    next_edit: str = "likely"
+    next_edit_delay: int = 150
+    next_edit_form: str = "auto"
 
     def updated(self, values: object, log: Callable[[str], None]) -> "LspSettings":
         """Returns settings with `values`; an impossible value is logged and changes nothing."""
@@ -28,13 +38,13 @@ class LspSettings:
             return self
         settings = self
         for name, value in values.items():
-            check = _CHECKS.get(name)
+            field, check = _CHECKS.get(name, ("", None))
             if check is None:
                 continue
             try:
-                settings = replace(settings, **{name: check(value)})
+                settings = replace(settings, **{field: check(value)})
             except (TypeError, ValueError):
-                log(f"{name} = {value!r} is not possible and stays {getattr(self, name)!r}")
+                log(f"{name} = {value!r} is not possible and stays {getattr(self, field)!r}")
         return settings
 
     def why_not(self, uri: str) -> str | None:
@@ -67,6 +77,30 @@ def _globs(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-_CHECKS: Mapping[str, Callable[[Any], Any]] = {
-    "enabled": _boolean, "drafts": _drafts, "ignore": _globs
-}  # fmt: skip
+def _eagerness(value: Any) -> str:
+    if value not in EAGERNESS:
+        raise ValueError
+    return value
+
+
+def _delay(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_DELAY_MS:
+        raise ValueError
+    return value
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+# By the names that clients send: the field and its check.
+_CHECKS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "enabled": ("enabled", _boolean),
+    "drafts": ("drafts", _drafts),
+    "ignore": ("ignore", _globs),
+    "nextEdit": ("next_edit", _eagerness),
+    "nextEditDelay": ("next_edit_delay", _delay),
+    "nextEditForm": ("next_edit_form", _form),
+}

@@ -267,7 +267,10 @@ class Slots:
 
 
 def _editor_slot(free: Sequence[Slot], prompt: Ids, owner: str) -> Slot | None:
-    """Returns the slot of a text that `prompt` is an edit of, else an empty or an editor's one."""
+    """Returns the slot of a text that `prompt` is an edit of, else an empty or an editor's one.
+
+    Of editors' texts the owner's own go first: files of others stay where they are.
+    """
     transient = [slot for slot in free if slot.transient]
     edits = [slot.edits_to(prompt, owner) for slot in transient]
     costs = [sum(len(hunk.new_ids) for hunk in changes) for changes in edits]
@@ -276,7 +279,8 @@ def _editor_slot(free: Sequence[Slot], prompt: Ids, owner: str) -> Slot | None:
         transient[best].changes = edits[best]
         return transient[best]
     empty = [slot for slot in free if not len(slot.tokens)]
-    return min(empty or transient, key=lambda slot: slot.released_at, default=None)
+    of_owner = [slot for slot in transient if slot.owner == owner]
+    return min(empty or of_owner or transient, key=lambda slot: slot.released_at, default=None)
 
 
 def _closest_slot(slots: Sequence[Slot], prompt: Ids, owner: str, *, exact: bool) -> Slot:

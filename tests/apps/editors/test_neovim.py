@@ -353,3 +353,84 @@ def test_the_embedded_model_completes(view: tuple[str, bool], start: Callable[..
     editor.until(VISIBLE, True)
     editor.keys("<Tab>")
     editor.until("#vim.fn.getline('.') > #'    with open('", True)
+
+
+CALLS = "def f(name):\n    return name\n\n\nf(name=1)\nf(name=2)\n"
+EDITS = "require('kvq').next_edit_visible()"
+
+
+def _rename(editor: Editor) -> None:
+    """Gives the parameter of `CALLS` another name, once the server follows what is typed."""
+    editor.write("", "igre")
+    editor.until(VISIBLE, True)
+    editor.write(CALLS, "0fncwtitle")
+
+
+def _seen(editor: Editor) -> None:
+    """Waits until the next edits are shown, and for as long as a person must see them."""
+    editor.until(EDITS, True)
+    editor.lua("vim.wait(60)")
+
+
+def test_the_next_edits_are_shown_jumped_to_and_taken(editor: Editor) -> None:
+    _rename(editor)
+    _seen(editor)
+    new = "vim.tbl_map(function(mark) return mark[4].virt_lines and mark[4].virt_lines[1][1][1] "
+    marks = (
+        "vim.api.nvim_buf_get_extmarks(0, vim.api.nvim_get_namespaces()['kvq-edits'], 0, -1, "
+        "{ details = true })"
+    )
+    shown = editor.lua(f"return {new} or '' end, {marks})")
+    assert list(filter(None, shown)) == ["    return title", "f(title=1)", "f(title=2)"]
+    assert editor.lines() == [line.replace("f(name)", "f(title)") for line in CALLS.splitlines()]
+    # In Insert mode as in Normal mode: Tab goes there, Tab again takes it, and the others stay.
+    editor.keys("<Tab>")
+    editor.until("vim.fn.line('.')", 2)
+    editor.keys("<Tab>")
+    editor.until("vim.fn.getline(2)", "    return title")
+    editor.keys("<Esc><Tab>")
+    editor.until("vim.fn.line('.')", 5)
+    editor.lua("vim.wait(60)")
+    editor.keys("<Tab>")
+    editor.until("vim.fn.getline(5)", "f(title=1)")
+    assert editor.lua("return vim.fn.getline(6)") == "f(name=2)"
+    editor.until(EDITS, True)
+    editor.keys("u")
+    editor.until("vim.fn.getline(5)", "f(name=1)")
+
+
+def test_behind_an_edit_that_was_taken_the_key_goes_on(editor: Editor) -> None:
+    _rename(editor)
+    editor.write("def f(name):\n    name gre\n    name gre\n", "0fncwtitle")
+    _seen(editor)
+    editor.keys("<Tab>")
+    editor.until("vim.fn.line('.')", 2)
+    editor.keys("<Tab>")
+    editor.until("vim.fn.getline(2)", "    title gre")
+    # A suggestion is shown there, too; a second Tab must not take it by accident.
+    editor.until(VISIBLE, True)
+    editor.keys("<Tab>")
+    editor.until("vim.fn.line('.')", 3)
+    assert editor.lines()[1:] == ["    title gre", "    name gre"]
+
+
+def test_next_edits_go_with_the_next_key_and_can_be_switched_off(
+    view: tuple[str, bool], start: Callable[..., Editor]
+) -> None:
+    editor = start(f"{COMMAND}, {drawn_by(view[1])}")
+    _rename(editor)
+    editor.until(EDITS, True)
+    editor.keys("x")
+    assert editor.lua(f"return {EDITS}") is False
+    editor.until(EDITS, True)
+    editor.keys("<C-]>")
+    editor.until(EDITS, False)
+    # Without one, the key does what it did before.
+    editor.keys("<Tab>")
+    editor.until("vim.fn.getline(1)", "def f(titlex[tab]):")
+    off = start(f"{COMMAND}, next_edits = 'off'")
+    _rename(off)
+    off.lua("vim.wait(800)")
+    assert off.lua(f"return {EDITS}") is False
+    with pytest.raises(AssertionError, match="next_edits is 'off', 'likely' or 'always'"):
+        off.lua("require('kvq').setup({ next_edits = 'on' })")

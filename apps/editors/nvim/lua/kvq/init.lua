@@ -1,4 +1,5 @@
 -- Code completion by `kvq lsp` as ghost text: require('kvq').setup() is all there is to call.
+local edits = require('kvq.edits')
 local options = require('kvq.options')
 local server = require('kvq.server')
 
@@ -31,6 +32,7 @@ local function detach(buffer)
     vim.api.nvim_del_augroup_by_id(group_of(buffer))
     if vim.api.nvim_buf_is_valid(buffer) then
       view.detach(buffer)
+      edits.detach()
       server.detach(buffer)
     end
   end
@@ -49,7 +51,9 @@ local function attach(buffer)
   local known = server.client() and attached[buffer] == server.client_id
   if not known and server.attach(buffer, own) then
     attached[buffer] = server.client_id
-    view.attach(buffer, group_of(buffer))
+    local group = group_of(buffer)
+    view.attach(buffer, group)
+    edits.attach(buffer, group)
   end
   if attached[buffer] and buffer == vim.api.nvim_get_current_buf() then
     server.focus()
@@ -83,7 +87,12 @@ end
 
 function M.dismiss()
   view.dismiss()
+  edits.clear()
 end
+
+-- Goes to the next edit, or takes it where the cursor is there.
+M.next_edit = edits.go
+M.next_edit_visible = edits.visible
 
 -- Whether a suggestion is shown at the cursor.
 function M.visible()
@@ -143,7 +152,7 @@ end
 -- Keys and commands
 
 local ACTIONS = {
-  'accept', 'accept_line', 'accept_word', 'next', 'previous', 'trigger', 'dismiss',
+  'accept', 'accept_line', 'accept_word', 'next', 'previous', 'trigger', 'dismiss', 'next_edit',
 }
 local COMMANDS = vim.list_extend({ 'toggle', 'restart', 'explain' }, ACTIONS)
 
@@ -152,9 +161,9 @@ local function typed(key)
 end
 
 -- What the key did before, as <Plug> of its own; nothing when it had no mapping.
-local function keep(action, key)
+local function keep(mode, action, key)
   local before
-  for _, mapping in ipairs(vim.api.nvim_get_keymap('i')) do
+  for _, mapping in ipairs(vim.api.nvim_get_keymap(mode)) do
     before = typed(mapping.lhs) == typed(key) and mapping or before
   end
   if before == nil then
@@ -162,7 +171,7 @@ local function keep(action, key)
   end
   local plug = ('<Plug>(kvq-before-%s)'):format(action)
   local does = (before.rhs or ''):gsub('<SID>', ('<SNR>%d_'):format(before.sid or 0))
-  vim.api.nvim_set_keymap('i', plug, does, {
+  vim.api.nvim_set_keymap(mode, plug, does, {
     callback = before.callback,
     expr = before.expr == 1,
     noremap = before.noremap == 1,
@@ -179,10 +188,20 @@ local function map_key(action, key)
     vim.keymap.set('i', key, '<Plug>(kvq-trigger)', { desc = describe })
     return
   end
-  local otherwise = keep(action, key) or key
+  local otherwise = keep('i', action, key) or key
+  local edit = ({ accept = 'next_edit', dismiss = 'dismiss' })[action]
   vim.keymap.set('i', key, function()
-    return M.visible() and ('<Plug>(kvq-%s)'):format(action) or otherwise
+    local goes_on = edit == 'next_edit' and edits.goes_on()
+    local does = not goes_on and M.visible() and action
+      or (goes_on or edits.visible()) and edit
+    return does and ('<Plug>(kvq-%s)'):format(does) or otherwise
   end, { expr = true, remap = true, desc = describe })
+  if edit and own.next_edits ~= 'off' then
+    local before = keep('n', action, key) or key
+    vim.keymap.set('n', key, function()
+      return edits.visible() and ('<Plug>(kvq-%s)'):format(edit) or before
+    end, { expr = true, remap = true, desc = describe })
+  end
 end
 
 local function map_plugs()
@@ -190,7 +209,9 @@ local function map_plugs()
     -- Undo takes back what was accepted, and not what was typed before it.
     local undo = action:sub(1, 6) == 'accept' and '<C-g>u' or ''
     local plug = ('<Plug>(kvq-%s)'):format(action)
-    vim.keymap.set('i', plug, ("%s<Cmd>lua require('kvq').%s()<CR>"):format(undo, action))
+    local does = ("<Cmd>lua require('kvq').%s()<CR>"):format(action)
+    vim.keymap.set('i', plug, undo .. does)
+    vim.keymap.set('n', plug, does)
   end
 end
 
@@ -242,6 +263,7 @@ function M.setup(given)
   own = merged
   view = require(neovim_draws() and 'kvq.native' or 'kvq.ghost')
   view.setup(own)
+  edits.setup(own)
   vim.api.nvim_set_hl(0, 'KvqGhost', { default = true, link = 'Comment' })
   create_commands()
   map_keys()

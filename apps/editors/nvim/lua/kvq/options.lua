@@ -10,6 +10,8 @@ M.defaults = {
   mode = 'eager', -- 'subtle': only when the trigger key is pressed
   filetypes = { ['*'] = true }, -- { markdown = false } leaves Markdown alone
   native = nil, -- false: kvq's own ghost text even where vim.lsp.inline_completion exists
+  next_edits = 'likely', -- 'always': also what the model is not sure of; 'off'
+  next_edit_delay_ms = 150, -- without a change, before the model is asked for the next edit
   debounce_ms = 20, -- of kvq's own ghost text, between a key and the request
   keys = {
     accept = '<Tab>',
@@ -25,6 +27,7 @@ M.defaults = {
 local types = {
   path = 'string', model = 'string', drafts = 'number', args = 'table', cmd = 'table',
   mode = 'string', filetypes = 'table', native = 'boolean', debounce_ms = 'number', keys = 'table',
+  next_edits = 'string', next_edit_delay_ms = 'number',
 }
 
 local function possible(of)
@@ -51,6 +54,10 @@ local function check(given)
   end
   if given.mode ~= nil and given.mode ~= 'eager' and given.mode ~= 'subtle' then
     error(("kvq: mode is 'eager' or 'subtle', not %q"):format(given.mode), 0)
+  end
+  local eager = given.next_edits
+  if eager ~= nil and not vim.tbl_contains({ 'off', 'likely', 'always' }, eager) then
+    error(("kvq: next_edits is 'off', 'likely' or 'always', not %q"):format(eager), 0)
   end
 end
 

@@ -23,6 +23,11 @@ function M.client()
   return M.client_id and vim.lsp.get_client_by_id(M.client_id)
 end
 
+-- `value`, or nil where JSON said null.
+local function value(of)
+  return of ~= vim.NIL and of or nil
+end
+
 -- `client.request`; from 0.11 on it is a method.
 local function request(client, ...)
   if has_011 then
@@ -79,6 +84,7 @@ local function configuration(own)
     cmd = options.command(own),
     root_dir = vim.loop.cwd(),
     on_exit = vim.schedule_wrap(on_exit),
+    init_options = { nextEdit = own.next_edits, nextEditDelay = own.next_edit_delay_ms },
     -- An answer of the server is what counts; what it logs is in Neovim's LSP log.
     handlers = { ['window/showMessage'] = function() end, ['$/progress'] = on_progress },
   }
@@ -132,6 +138,19 @@ function M.ask(buffer, kind, answer)
   return number
 end
 
+-- The next edits of the text as it is, to `answer(edits)`; the number of the request.
+function M.ask_edit(method, buffer, answer)
+  local client = M.client()
+  if client == nil or not client.initialized then
+    return nil
+  end
+  local params = vim.lsp.util.make_position_params(0, client.offset_encoding)
+  local _, number = request(client, method, params, function(_, result)
+    answer(value(result) and result.edits or {})
+  end, buffer)
+  return number
+end
+
 -- Tells the server that somebody is in the current buffer, and where: it may read it beforehand.
 function M.focus()
   local client = M.client()
@@ -156,11 +175,6 @@ function M.cancel(number)
   else
     client.cancel_request(number)
   end
-end
-
--- `value`, or nil where JSON said null.
-local function value(of)
-  return of ~= vim.NIL and of or nil
 end
 
 -- A command of the server; its result to `answer`.
@@ -224,5 +238,5 @@ function M.bytes(client, line, units)
   return vim.str_byteindex(line, units, client.offset_encoding == 'utf-16')
 end
 
-M.METHOD = METHOD
+M.METHOD, M.LOADING_MS = METHOD, LOADING_MS
 return M
