@@ -4,6 +4,7 @@
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,40 +17,41 @@ from kvq_apps.serve.loading import ServedModel
 from kvq_runtime.serving.pool import SessionPool
 
 
-class HostedApp:
-    """Holds a `pool` and the routes over it, `app`. One event loop uses it."""
+class Hosted(ABC):
+    """Declares what a server hosts: routes, `app`, that one event loop uses."""
 
-    def __init__(self, load: Callable[[], ServedModel], config: ServeConfig) -> None:
-        self.pool = SessionPool(load, config, self.notify)
-        self.app = make_app(self.pool, config)
-        self._config = config
+    app: ASGIApp
+
+    def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
 
+    @property
+    @abstractmethod
+    def open(self) -> bool:
+        """Returns whether requests are answered."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Returns whether no request will be answered any more, perhaps because of `error`."""
+
+    @property
+    @abstractmethod
+    def error(self) -> BaseException | None:
+        """Returns what ended it."""
+
     def start(self) -> None:
-        """Begins to load the model."""
+        """Begins, in the event loop that runs."""
         self._loop = asyncio.get_running_loop()
-        self.pool.start()
 
-    async def ready(self) -> ServedModel:
-        """Waits for the model and returns it. Raises what loading it raised."""
-        await self.until(lambda: self.pool.ready or self.pool.ended)
-        if self.pool.error is not None:
-            raise self.pool.error
-        assert self.pool.served is not None
-        return self.pool.served
-
+    @abstractmethod
     async def leave(self, hurried: Callable[[], bool] = lambda: False) -> None:
         """Takes no more requests, gives running ones `grace_s` unless `hurried`, then stops."""
-        self.pool.drain()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.grace_s):
-                await self.until(lambda: not self.pool.busy or hurried())
-        await self.stop()
 
+    @abstractmethod
     async def stop(self) -> None:
-        """Ends what runs with an error, saves the sessions, frees the model."""
-        await asyncio.to_thread(self.pool.stop)
+        """Ends what runs with an error, saves the sessions, frees what is loaded."""
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until `holds` returns True; it is called after each change."""
@@ -62,6 +64,59 @@ class HostedApp:
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: there is nobody to wake
                 self._loop.call_soon_threadsafe(self._changed.set)
+
+
+MakeApp = Callable[[SessionPool[ServedModel], ServeConfig], ASGIApp]
+
+
+class HostedApp(Hosted):
+    """Holds a `pool` and the routes over it."""
+
+    def __init__(
+        self, load: Callable[[], ServedModel], config: ServeConfig, make: MakeApp = make_app
+    ) -> None:
+        super().__init__()
+        self.pool = SessionPool(load, config, self.notify)
+        self.app = make(self.pool, config)
+        self._config = config
+
+    @property
+    def open(self) -> bool:
+        """Returns whether the model is loaded."""
+        return self.pool.ready
+
+    @property
+    def ended(self) -> bool:
+        """Returns whether the pool's thread has ended."""
+        return self.pool.ended
+
+    @property
+    def error(self) -> BaseException | None:
+        """Returns what ended the pool's thread."""
+        return self.pool.error
+
+    def start(self) -> None:
+        """Begins to load the model."""
+        super().start()
+        self.pool.start()
+
+    async def ready(self) -> ServedModel:
+        """Waits for the model and returns it. Raises what loading it raised."""
+        await self.until(lambda: self.pool.ready or self.pool.ended)
+        if self.pool.error is not None:
+            raise self.pool.error
+        assert self.pool.served is not None
+        return self.pool.served
+
+    async def leave(self, hurried: Callable[[], bool] = lambda: False) -> None:
+        self.pool.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.grace_s):
+                await self.until(lambda: not self.pool.busy or hurried())
+        await self.stop()
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self.pool.stop)
 
 
 async def ask(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
