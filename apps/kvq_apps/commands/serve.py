@@ -103,8 +103,8 @@ def run(arguments: Namespace) -> int:
 def _serve_several(arguments: Namespace) -> int:
     """Serves several models, each loaded by its first request, and returns the exit code."""
     from kvq_apps.names.model_path import pull_missing
-    from kvq_apps.serve.hosted_models import model_sources
-    from kvq_apps.serve.models_app import host_models
+    from kvq_apps.serve.hosted_models import HostedModels, hosted_models
+    from kvq_apps.serve.models_app import make_models_app
     from kvq_apps.serve.server import HttpServer
 
     config = serve_config(arguments)
@@ -113,23 +113,24 @@ def _serve_several(arguments: Namespace) -> int:
     _warn_of_others(config)
     for name in names:
         pull_missing(name)
-    sources = model_sources(
-        *(names, options.engine_options(arguments), options.session_options(arguments), config)
-    )
-    sizes = ", ".join(f"{source.name} ({format_bytes(source.num_bytes)})" for source in sources)
+    engine_options = options.engine_options(arguments)
+    models = hosted_models(names, engine_options, options.session_options(arguments), config)
+    hosted = HostedModels(models, config, budget_bytes)
+    make_models_app(hosted)
+    sizes = ", ".join(f"{model.name} ({format_bytes(model.num_bytes)})" for model in models)
 
     def announce(url: str) -> None:
         logger.info("serving %s at %s", sizes, url)
         if arguments.json:
-            models = [{"model": source.name, "bytes": source.num_bytes} for source in sources]
-            output.print_json({"url": url, "models": models, "models_budget": budget_bytes})
+            rows = [{"model": model.name, "bytes": model.num_bytes} for model in models]
+            output.print_json({"url": url, "models": rows, "models_budget": budget_bytes})
         limit = "all may stay" if budget_bytes is None else f"{format_bytes(budget_bytes)} of them"
         output.print_note(
             f"serving {sizes} at {url}; a request loads its model, {limit} in memory; "
             f"{config.sessions} sessions of each"
         )
 
-    server = HttpServer(host_models(sources, config, budget_bytes), config, announce)
+    server = HttpServer(hosted, config, announce)
     return _serve(server, config, ", ".join(names), debug=arguments.debug)
 
 

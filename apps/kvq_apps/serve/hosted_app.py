@@ -4,7 +4,6 @@
 """
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,41 +16,16 @@ from kvq_apps.serve.loading import ServedModel
 from kvq_runtime.serving.pool import SessionPool
 
 
-class Hosted(ABC):
-    """Declares what a server hosts: routes, `app`, that one event loop uses."""
-
-    app: ASGIApp
+class Hosted:
+    """Lets the code of one event loop wait for changes that any thread reports."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
 
-    @property
-    @abstractmethod
-    def open(self) -> bool:
-        """Returns whether requests are answered."""
-
-    @property
-    @abstractmethod
-    def ended(self) -> bool:
-        """Returns whether no request will be answered any more, perhaps because of `error`."""
-
-    @property
-    @abstractmethod
-    def error(self) -> BaseException | None:
-        """Returns what ended it."""
-
     def start(self) -> None:
         """Begins, in the event loop that runs."""
         self._loop = asyncio.get_running_loop()
-
-    @abstractmethod
-    async def leave(self, hurried: Callable[[], bool] = lambda: False) -> None:
-        """Takes no more requests, gives running ones `grace_s` unless `hurried`, then stops."""
-
-    @abstractmethod
-    async def stop(self) -> None:
-        """Ends what runs with an error, saves the sessions, frees what is loaded."""
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until `holds` returns True; it is called after each change."""
@@ -109,6 +83,7 @@ class HostedApp(Hosted):
         return self.pool.served
 
     async def leave(self, hurried: Callable[[], bool] = lambda: False) -> None:
+        """Takes no more requests, gives running ones `grace_s` unless `hurried`, then stops."""
         self.pool.drain()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.grace_s):
@@ -116,6 +91,7 @@ class HostedApp(Hosted):
         await self.stop()
 
     async def stop(self) -> None:
+        """Ends what runs with an error, saves the sessions, frees the model."""
         await asyncio.to_thread(self.pool.stop)
 
 

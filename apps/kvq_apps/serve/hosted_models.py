@@ -12,8 +12,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -26,23 +27,29 @@ from kvq_apps.names.model_path import model_files
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error
 from kvq_apps.serve.hosted_app import Hosted, HostedApp, MakeApp
+from kvq_apps.serve.http_app import make_model_app
 from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, load, names_of
 from kvq_apps.serve.reclaim import reclaim
+from kvq_apps.serve.responses_api import StoredResponses
 from kvq_apps.serve.workers import gone
 from kvq_apps.terminal.estimate import estimate
 from kvq_runtime.serving.request import PoolError, shutdown_error
 
 logger = logging.getLogger(__name__)
 
-# The settings of a session that its bytes depend on.
-_SIZE_OPTIONS = ("k_bits", "v_bits", "kv_budget", "context_tokens", "policy")
+# Options that the bytes of a model and its sessions depend on.
+_SIZE_OPTIONS = (
+    *("k_bits", "v_bits", "kv_budget", "context_tokens", "policy", "threads", "weights_budget"),
+)
+_SESSION_FACTS = ("kv_budget", "budget_tokens", "full_kv", "full_tokens")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSource:
-    """Says how to `load` a model with `config`, what it is called, and what it takes in memory.
+@dataclass(kw_only=True, eq=False)
+class HostedModel:
+    """Holds one model of the table: how to `load` it with `config`, and what runs on it.
 
-    `name` is the one that lists show. `meta` is what `/v1/models` tells before it is loaded.
+    Lists show it as `name`, and with `meta` before it is loaded. `requests` run on it, `arrivals`
+    wait until it is loaded. `used` grows from use to use. It leaves once it was idle for `keep_s`.
     """
 
     name: str
@@ -52,108 +59,44 @@ class ModelSource:
     weight_bytes: int
     cache_bytes: int
     meta: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    make: MakeApp = make_model_app
+    requests: int = 0
+    arrivals: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
+    loading: asyncio.Task[None] | None = None
+    leaving: bool = False
+    used: int = 0
+    keep_s: float = inf
+    timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.hosted = self.fresh()
+
+    def fresh(self) -> HostedApp:
+        """Returns a new host of the model, which has not begun to load it."""
+        return HostedApp(self.load, self.config, self.make)
 
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of weights and caches."""
         return self.weight_bytes + self.cache_bytes
 
-
-def model_sources(
-    models: Sequence[str],
-    engine_options: Mapping[str, Any],
-    session_options: Mapping[str, Any],
-    config: ServeConfig,
-) -> list[ModelSource]:
-    """Returns where each of `models` comes from; loads none. Raises `KvqError`.
-
-    The first one has the aliases. A name that two of them have means the first of the two.
-    """
-    sources: list[ModelSource] = []
-    known: set[str] = set()
-    for model in models:
-        files = model_files(model, engine_options.get("backend", "auto"))
-        shown = files.name if files.name not in known else model
-        if shown in known:
-            raise UsageError(f"the model {model} is given twice; give each model once")
-        sizes = estimate(
-            files,
-            draft_tokens=DRAFT_TOKENS,
-            **{name: session_options[name] for name in _SIZE_OPTIONS if name in session_options},
-            **{
-                name: engine_options[name]
-                for name in ("threads", "weights_budget")
-                if name in engine_options
-            },
-        )
-        session = sizes["session"]
-        k_bits, v_bits = parse_kv(sizes["kv"])
-        model_config = replace(
-            config, strict_model=False, aliases=() if sources else config.aliases
-        )
-        names = names_of(files, model) | {*model_config.aliases}
-        sources.append(
-            ModelSource(
-                name=shown,
-                names=frozenset(names - known),
-                load=lambda model=model, model_config=model_config: load(
-                    model, engine_options, session_options, model_config
-                ),
-                config=model_config,
-                weight_bytes=sizes["weight_bytes"],
-                cache_bytes=session["kv_budget"] * config.sessions,
-                meta={
-                    "n_ctx": session["context"],
-                    "kbits": k_bits,
-                    "vbits": v_bits,
-                    **{key: session[key] for key in ("kv_budget", "budget_tokens")},
-                    **{key: session[key] for key in ("full_kv", "full_tokens")},
-                },
-            )
-        )
-        known |= names
-    return sources
-
-
-class HostedModel:
-    """Holds one model of the table, loaded or not.
-
-    `requests` run on it, `arrivals` wait until it is loaded. `used` grows from use to use. It
-    leaves when it was idle for `keep_s`, which `timer` measures.
-    """
-
-    def __init__(self, source: ModelSource, make: MakeApp) -> None:
-        self.source = source
-        self._make = make
-        self.hosted = self.fresh()
-        self.requests = 0
-        self.arrivals: list[asyncio.Future[None]] = []
-        self.loading: asyncio.Task[None] | None = None
-        self.leaving = False
-        self.used = 0
-        self.keep_s: float | None = None
-        self.timer: asyncio.TimerHandle | None = None
-
-    def fresh(self) -> HostedApp:
-        """Returns a new host of the model, that has not begun to load it."""
-        return HostedApp(self.source.load, self.source.config, self._make)
-
-    @property
-    def ready(self) -> bool:
-        """Returns whether it is loaded."""
-        return self.hosted.open and not self.hosted.ended
-
     @property
     def served(self) -> ServedModel | None:
         """Returns the loaded model."""
-        return self.hosted.pool.served if self.ready else None
+        ready = self.hosted.open and not self.hosted.ended
+        return self.hosted.pool.served if ready else None
 
     @property
-    def expires_in_s(self) -> float | None:
-        """Returns after how many idle seconds it leaves; None: only for another model."""
-        if self.timer is not None:
-            return max(0.0, self.timer.when() - asyncio.get_running_loop().time())
-        return self.keep_s if self.keep_s is not None and isfinite(self.keep_s) else None
+    def expires_at(self) -> float | None:
+        """Returns when it leaves, as seconds since 1970; None: only for another model."""
+        if not isfinite(self.keep_s):
+            return None
+        idle_until = asyncio.get_running_loop().time() + self.keep_s
+        return (
+            time.time()
+            + (self.timer.when() if self.timer else idle_until)
+            - (asyncio.get_running_loop().time())
+        )
 
     def stop_timer(self) -> None:
         if self.timer is not None:
@@ -161,30 +104,78 @@ class HostedModel:
             self.timer = None
 
 
+def hosted_models(
+    names: Sequence[str],
+    engine_options: Mapping[str, Any],
+    session_options: Mapping[str, Any],
+    config: ServeConfig,
+) -> list[HostedModel]:
+    """Returns the models called `names`; loads none. Raises `KvqError`.
+
+    The first one has the aliases. A name that two of them have means the first of the two.
+    """
+    stored = StoredResponses()
+    models: list[HostedModel] = []
+    known: set[str] = set()
+    options = {**session_options, **engine_options}
+    for name in names:
+        files = model_files(name, engine_options.get("backend", "auto"))
+        shown = files.name if files.name not in known else name
+        if shown in known:
+            raise UsageError(f"the model {name} is given twice; give each model once")
+        sizes = estimate(
+            files,
+            draft_tokens=DRAFT_TOKENS,
+            **{option: options[option] for option in _SIZE_OPTIONS if option in options},
+        )
+        session = sizes["session"]
+        k_bits, v_bits = parse_kv(sizes["kv"])
+        aliases = () if models else config.aliases
+        model_config = replace(config, strict_model=False, aliases=aliases)
+        all_names = names_of(files, name) | {*aliases}
+        models.append(
+            HostedModel(
+                name=shown,
+                names=all_names - known,
+                load=partial(load, name, engine_options, session_options, model_config),
+                config=model_config,
+                weight_bytes=sizes["weight_bytes"],
+                cache_bytes=session["kv_budget"] * config.sessions,
+                meta={
+                    **{"n_ctx": session["context"], "kbits": k_bits, "vbits": v_bits},
+                    **{key: session[key] for key in _SESSION_FACTS},
+                },
+                make=partial(make_model_app, stored=stored),
+            )
+        )
+        known |= all_names
+    return models
+
+
 class HostedModels(Hosted):
     """Loads models as requests ask for them, within `budget_bytes`. None: all may stay.
 
-    `make` makes the routes over one model. `app` is the application over all of them.
+    It is open from the start, and a fault of one model does not end the others.
     """
 
+    app: ASGIApp
+    open, ended = True, False
+    error: BaseException | None = None
+
     def __init__(
-        self,
-        sources: Sequence[ModelSource],
-        config: ServeConfig,
-        budget_bytes: int | None,
-        make: MakeApp,
+        self, models: Sequence[HostedModel], config: ServeConfig, budget_bytes: int | None
     ) -> None:
         """Raises `UsageError` for a model that does not fit into the budget even alone."""
         super().__init__()
-        for source in sources:
-            if budget_bytes is not None and source.num_bytes > budget_bytes:
+        for model in models:
+            if budget_bytes is not None and model.num_bytes > budget_bytes:
                 raise UsageError(
                     f"{argument('--models-budget')} {format_bytes(budget_bytes)} cannot hold "
-                    f"{source.name}, which takes {format_bytes(source.weight_bytes)} of weights "
-                    f"and {format_bytes(source.cache_bytes)} of caches; give "
-                    f"{format_bytes(source.num_bytes)} or more, or smaller sessions"
+                    f"{model.name}, which takes {format_bytes(model.weight_bytes)} of weights and "
+                    f"{format_bytes(model.cache_bytes)} of caches; give "
+                    f"{format_bytes(model.num_bytes)} or more, or smaller sessions"
                 )
-        self.all = [HostedModel(source, make) for source in sources]
+        self.all = models
         self.config = config
         self.draining = False
         self.began_at = int(time.time())
@@ -192,21 +183,6 @@ class HostedModels(Hosted):
         self._uses = count(1)
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def open(self) -> bool:
-        """Returns True: a model that is not loaded is loaded by its first request."""
-        return True
-
-    @property
-    def ended(self) -> bool:
-        """Returns False: the fault of one model does not end the others."""
-        return False
-
-    @property
-    def error(self) -> BaseException | None:
-        """Returns None, since errors are answers of requests."""
-        return None
 
     def notify(self) -> None:
         """Wakes what waits for a change of any model."""
@@ -219,9 +195,9 @@ class HostedModels(Hosted):
         if not name:
             return self.all[0]
         for model in self.all:
-            if {name, name.removesuffix(":latest")} & model.source.names:
+            if {name, name.removesuffix(":latest")} & model.names:
                 return model
-        names = ", ".join(model.source.name for model in self.all)
+        names = ", ".join(model.name for model in self.all)
         raise RequestError(
             f"the model {name[:80]!r} is not served here; these are: {names}",
             status=404,
@@ -240,7 +216,7 @@ class HostedModels(Hosted):
         """
         if self.draining:
             raise shutdown_error()
-        if model.ready and not model.leaving:
+        if model.served and not model.leaving:
             model.requests += 1
         else:
             await self._arrive(model, request)
@@ -262,7 +238,7 @@ class HostedModels(Hosted):
 
     async def leave(self, hurried: Callable[[], bool] = lambda: False) -> None:
         self._refuse_arrivals()
-        await asyncio.gather(*(model.hosted.leave(hurried) for model in self.all if model.ready))
+        await asyncio.gather(*(model.hosted.leave(hurried) for model in self.all if model.served))
         await self.stop()
 
     async def stop(self) -> None:
@@ -318,7 +294,7 @@ class HostedModels(Hosted):
         error: Exception | None = None
         try:
             async with self._changing:
-                if not model.ready:
+                if not model.served:
                     await self._make_room(model)
                     if model.arrivals:
                         await self._load(model)
@@ -328,8 +304,8 @@ class HostedModels(Hosted):
         self._admit(model, error)
 
     async def _load(self, model: HostedModel) -> None:
-        name = model.source.name
-        model.hosted, model.keep_s = model.fresh(), None
+        name = model.name
+        model.hosted, model.keep_s = model.fresh(), inf
         started = time.perf_counter()
         model.hosted.start()
         try:
@@ -350,7 +326,7 @@ class HostedModels(Hosted):
         try:
             while model.arrivals and not self._fits(model):
                 loaded = sorted(
-                    (other for other in self.all if other.ready), key=lambda other: other.used
+                    (other for other in self.all if other.served), key=lambda other: other.used
                 )
                 idle = [other for other in loaded if not other.requests]
                 if idle:
@@ -367,10 +343,8 @@ class HostedModels(Hosted):
                 other.leaving = False
 
     def _fits(self, model: HostedModel) -> bool:
-        loaded = (other.source.num_bytes for other in self.all if other.ready)
-        return self._budget_bytes is None or (
-            sum(loaded) + model.source.num_bytes <= self._budget_bytes
-        )
+        loaded = (other.num_bytes for other in self.all if other.served)
+        return self._budget_bytes is None or (sum(loaded) + model.num_bytes <= self._budget_bytes)
 
     async def _unload(self, model: HostedModel) -> None:
         """Saves the sessions of `model` and frees it; requests that come meanwhile load it anew."""
@@ -378,13 +352,13 @@ class HostedModels(Hosted):
         hosted, model.hosted = model.hosted, model.fresh()
         await hosted.stop()
         await asyncio.to_thread(reclaim)
-        logger.info("%s has left the memory", model.source.name)
+        logger.info("%s has left the memory", model.name)
 
     def _rest(self, model: HostedModel) -> None:
         """Notes that `model` may be idle now, and measures how long it stays so."""
         self._changed.set()
-        idle = model.ready and not model.requests and not self.draining
-        if idle and model.keep_s is not None and isfinite(model.keep_s):
+        idle = not model.requests and not self.draining
+        if idle and model.served and isfinite(model.keep_s):
             model.stop_timer()
             model.timer = asyncio.get_running_loop().call_later(
                 model.keep_s, lambda: self._begin(self._expire(model))
@@ -392,7 +366,7 @@ class HostedModels(Hosted):
 
     async def _expire(self, model: HostedModel) -> None:
         async with self._changing:
-            if model.timer is not None and model.ready and not model.requests:
+            if model.timer is not None and model.served and not model.requests:
                 await self._unload(model)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

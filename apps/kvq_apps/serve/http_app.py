@@ -130,12 +130,11 @@ def make_app(pool: SessionPool[ServedModel], config: ServeConfig) -> Starlette:
 
 
 def make_model_app(
-    pool: SessionPool[ServedModel], config: ServeConfig, stored: StoredResponses
+    pool: SessionPool[ServedModel], config: ServeConfig, stored: StoredResponses | None = None
 ) -> Starlette:
     """Returns the routes over a pool alone, for an application that guards and counts requests."""
-    return Starlette(
-        routes=_Routes(pool, config, _wires(stored)).table(), exception_handlers=_HANDLERS
-    )
+    routes = _Routes(pool, config, _wires(stored or StoredResponses()))
+    return Starlette(routes=routes.table(), exception_handlers=_HANDLERS)
 
 
 def guarded_app(

@@ -153,6 +153,12 @@ def keep_alive_s(fields: Fields) -> float | None:
     return inf if value < 0 or value > _LONGEST_S else float(value)
 
 
+def is_empty(path: str, fields: Fields) -> bool:
+    """Says whether a request asks for no text: it only loads the model, or lets it leave."""
+    texts = {f"{OLLAMA}chat": ("messages",), f"{OLLAMA}generate": ("prompt", "suffix")}
+    return path in texts and not any(map(fields.get, texts[path]))
+
+
 def unloaded(path: str, name: str) -> Json:
     """Returns the answer to a request that only lets the model leave."""
     texts = {"message": {"role": "assistant", "content": ""}} if path == f"{OLLAMA}chat" else {}

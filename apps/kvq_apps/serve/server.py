@@ -11,15 +11,19 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, nullcontext
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.connections import bounded
-from kvq_apps.serve.hosted_app import Hosted, HostedApp
+from kvq_apps.serve.hosted_app import HostedApp
 from kvq_apps.serve.listening import listen, listen_on_file, remove_file
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.protocol import own_headers
+
+if TYPE_CHECKING:
+    from kvq_apps.serve.hosted_models import HostedModels
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Connections get this long to take what was sent to them.
@@ -29,7 +33,12 @@ _LAST_WORDS_S = 1
 class HttpServer:
     """Listens as soon as it is made; `run` answers requests until a signal or `stop`."""
 
-    def __init__(self, hosted: Hosted, config: ServeConfig, on_open: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        hosted: "HostedApp | HostedModels",
+        config: ServeConfig,
+        on_open: Callable[[str], None],
+    ) -> None:
         """Raises `UsageError` when the address cannot be listened on."""
         self._config = config
         self._socket = None if config.port is None else listen(config.host, config.port)
