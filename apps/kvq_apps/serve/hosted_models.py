@@ -91,12 +91,8 @@ class HostedModel:
         """Returns when it leaves, as seconds since 1970; None: only for another model."""
         if not isfinite(self.keep_s):
             return None
-        idle_until = asyncio.get_running_loop().time() + self.keep_s
-        return (
-            time.time()
-            + (self.timer.when() if self.timer else idle_until)
-            - (asyncio.get_running_loop().time())
-        )
+        now = asyncio.get_running_loop().time()
+        return time.time() + (self.keep_s if self.timer is None else self.timer.when() - now)
 
     def stop_timer(self) -> None:
         if self.timer is not None:
