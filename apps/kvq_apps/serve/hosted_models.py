@@ -1,7 +1,7 @@
 """Several models in one process: a table of hosted models, of which as many are loaded as fit.
 
 A request loads its model. When that does not fit, the model unused for longest leaves, with its
-sessions on disk. One that answers stays; if only such are left, the one that began earliest takes
+sessions on disk. One that answers stays; if only such are left, the one used least recently takes
 no new requests, so that those for another model come to their turn. All of this runs in one event
 loop, so it needs no lock but the one that lets models come and go one at a time.
 """
