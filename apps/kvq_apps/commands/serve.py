@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvq_apps.serve.config import ServeConfig
     from kvq_apps.serve.instances import Instance
     from kvq_apps.serve.loading import ServedModel
-    from kvq_apps.serve.server import Server
+    from kvq_apps.serve.server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: ArgumentParser) -> None:
     """Adds the flags of `kvq serve`."""
     parser.add_argument("name", nargs="?", metavar="[MODEL]", help="the model to serve")
-    flags.add_flags(parser, *flags.ENGINE_FLAGS, "draft", "draft-model")
+    flags.add_flags(parser, *flags.ENGINE_FLAGS, "draft", "draft-model", repeated=("model",))
     running = parser.add_argument_group("servers that run already").add_mutually_exclusive_group()
     running.add_argument("--status", action="store_true", help="list your servers and end")
     running.add_argument(
@@ -67,11 +67,20 @@ def run(arguments: Namespace) -> int:
         return _status(as_json=arguments.json)
     if arguments.stop_other:
         return _stop(arguments)
+    if options.on_command_line(arguments, "models-budget") and (
+        len(options.model_names(arguments)) == 1
+    ):
+        raise UsageError(
+            "--models-budget is for several models, of which not all fit; give each with -m, or "
+            "bound the one by --weights-budget and --kv-budget"
+        )
     if arguments.ray:
         return _serve_on_ray(arguments)
     for name in ("replicas", "autoscale"):
         if options.on_command_line(arguments, name):
             raise UsageError(f"--{name} is for --ray, which runs several servers as one")
+    if len(options.model_names(arguments)) > 1:
+        return _serve_several(arguments)
     model = options.model_name(arguments)
     from kvq_apps.names.model_path import default_name, pull_missing
     from kvq_apps.serve.loading import load
@@ -89,6 +98,40 @@ def run(arguments: Namespace) -> int:
 
     server = Server(lambda: load(model, engine_options, session_options, config), config, announce)
     return _serve(server, config, model or default_name(), debug=arguments.debug)
+
+
+def _serve_several(arguments: Namespace) -> int:
+    """Serves several models, each loaded by its first request, and returns the exit code."""
+    from kvq_apps.names.model_path import pull_missing
+    from kvq_apps.serve.hosted_models import HostedModels, hosted_models
+    from kvq_apps.serve.models_app import make_models_app
+    from kvq_apps.serve.server import HttpServer
+
+    config = serve_config(arguments)
+    budget_bytes = options.models_bytes(arguments)
+    names = [name for name in options.model_names(arguments) if name is not None]
+    _warn_of_others(config)
+    for name in names:
+        pull_missing(name)
+    engine_options = options.engine_options(arguments)
+    models = hosted_models(names, engine_options, options.session_options(arguments), config)
+    hosted = HostedModels(models, config, budget_bytes)
+    make_models_app(hosted)
+    sizes = ", ".join(f"{model.name} ({format_bytes(model.num_bytes)})" for model in models)
+
+    def announce(url: str) -> None:
+        logger.info("serving %s at %s", sizes, url)
+        if arguments.json:
+            rows = [{"model": model.name, "bytes": model.num_bytes} for model in models]
+            output.print_json({"url": url, "models": rows, "models_budget": budget_bytes})
+        limit = "all may stay" if budget_bytes is None else f"{format_bytes(budget_bytes)} of them"
+        output.print_note(
+            f"serving {sizes} at {url}; a request loads its model, {limit} in memory; "
+            f"{config.sessions} sessions of each"
+        )
+
+    server = HttpServer(hosted, config, announce)
+    return _serve(server, config, ", ".join(names), debug=arguments.debug)
 
 
 def serve_config(arguments: Namespace) -> "ServeConfig":
@@ -112,7 +155,7 @@ def _warn_of_others(config: "ServeConfig") -> None:
         )
 
 
-def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) -> int:
+def _serve(server: "HttpServer", config: "ServeConfig", model: str, *, debug: bool) -> int:
     """Runs `server` with a log, and lets other commands find it."""
     from kvq_apps.serve.instances import Instance, announce
     from kvq_apps.serve.log import log_path, logged

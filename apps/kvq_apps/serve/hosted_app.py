@@ -16,19 +16,62 @@ from kvq_apps.serve.loading import ServedModel
 from kvq_runtime.serving.pool import SessionPool
 
 
-class HostedApp:
-    """Holds a `pool` and the routes over it, `app`. One event loop uses it."""
+class Hosted:
+    """Lets the code of one event loop wait for changes that any thread reports."""
 
-    def __init__(self, load: Callable[[], ServedModel], config: ServeConfig) -> None:
-        self.pool = SessionPool(load, config, self.notify)
-        self.app = make_app(self.pool, config)
-        self._config = config
+    def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
 
     def start(self) -> None:
-        """Begins to load the model."""
+        """Begins, in the event loop that runs."""
         self._loop = asyncio.get_running_loop()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until `holds` returns True; it is called after each change."""
+        while not holds():
+            await self._changed.wait()
+            self._changed.clear()
+
+    def notify(self) -> None:
+        """Wakes the event loop, from any thread or a signal's handler."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: there is nobody to wake
+                self._loop.call_soon_threadsafe(self._changed.set)
+
+
+MakeApp = Callable[[SessionPool[ServedModel], ServeConfig], ASGIApp]
+
+
+class HostedApp(Hosted):
+    """Holds a `pool` and the routes over it."""
+
+    def __init__(
+        self, load: Callable[[], ServedModel], config: ServeConfig, make: MakeApp = make_app
+    ) -> None:
+        super().__init__()
+        self.pool = SessionPool(load, config, self.notify)
+        self.app = make(self.pool, config)
+        self._config = config
+
+    @property
+    def open(self) -> bool:
+        """Returns whether the model is loaded."""
+        return self.pool.ready
+
+    @property
+    def ended(self) -> bool:
+        """Returns whether the pool's thread has ended."""
+        return self.pool.ended
+
+    @property
+    def error(self) -> BaseException | None:
+        """Returns what ended the pool's thread."""
+        return self.pool.error
+
+    def start(self) -> None:
+        """Begins to load the model."""
+        super().start()
         self.pool.start()
 
     async def ready(self) -> ServedModel:
@@ -50,18 +93,6 @@ class HostedApp:
     async def stop(self) -> None:
         """Ends what runs with an error, saves the sessions, frees the model."""
         await asyncio.to_thread(self.pool.stop)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits until `holds` returns True; it is called after each change."""
-        while not holds():
-            await self._changed.wait()
-            self._changed.clear()
-
-    def notify(self) -> None:
-        """Wakes the event loop, from any thread or a signal's handler."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: there is nobody to wake
-                self._loop.call_soon_threadsafe(self._changed.set)
 
 
 async def ask(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:

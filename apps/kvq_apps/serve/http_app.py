@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
@@ -125,39 +125,31 @@ def _untranslated(read: Read, shape: MakeShape) -> Wire:
 
 def make_app(pool: SessionPool[ServedModel], config: ServeConfig) -> Starlette:
     """Returns the ASGI application over a started pool."""
-    wires = _wires(StoredResponses())
-    routes = _Routes(pool, config, wires)
-    table = [
-        *(Route(path, routes.answer(wire), methods=["POST"]) for path, wire in wires.items()),
-        Route("/v1/models", routes.describe(routes.models)),
-        Route("/models", routes.describe(routes.models)),
-        Route("/v1/models/{name:path}", routes.model),
-        Route("/health", routes.health),
-        Route("/v1/health", routes.health),
-        Route("/metrics", routes.metrics),
-        Route("/props", routes.describe(routes.props)),
-        Route("/slots", routes.describe(_slots)),
-        Route(f"{OLLAMA}tags", routes.describe(ollama_api.tags)),
-        Route(f"{OLLAMA}ps", routes.describe(ollama_api.running)),
-        Route(f"{OLLAMA}version", routes.describe(lambda _: {"version": __version__})),
-        Route("/openapi.json", routes.openapi),
-        Route("/docs", routes.docs),
-        Route("/", routes.page),
-    ]
+    routes = _Routes(pool, config, _wires(StoredResponses()))
+    return guarded_app(routes.table(), config, routes.status_counts)
+
+
+def make_model_app(
+    pool: SessionPool[ServedModel], config: ServeConfig, stored: StoredResponses | None = None
+) -> Starlette:
+    """Returns the routes over a pool alone, for an application that guards and counts requests."""
+    routes = _Routes(pool, config, _wires(stored or StoredResponses()))
+    return Starlette(routes=routes.table(), exception_handlers=_HANDLERS)
+
+
+def guarded_app(
+    table: Sequence[Route], config: ServeConfig, status_counts: Counter[tuple[str, int]]
+) -> Starlette:
+    """Returns the routes of `table` behind what guards and counts requests."""
     known = frozenset(route.path for route in table)
     return Starlette(
         routes=table,
         middleware=[
             Middleware(Reclaiming),
-            Middleware(_Counting, status_counts=routes.status_counts, known=known),
+            Middleware(_Counting, status_counts=status_counts, known=known),
             Middleware(Guard, config=config, refuse=error_response),
         ],
-        exception_handlers={
-            KvqError: _handle_error,
-            ClientDisconnect: _handle_disconnect,
-            HTTPException: _handle_http_error,
-            Exception: _handle_error,
-        },
+        exception_handlers=_HANDLERS,
     )
 
 
@@ -193,12 +185,35 @@ class _Routes:
         self._readers = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammars")
         self._long_bodies = ThreadPoolExecutor(_LONG_BODY_THREADS, "long-bodies")
 
+    def table(self) -> list[Route]:
+        """Returns every route with its handler."""
+        return [
+            *(
+                Route(path, self.answer(wire), methods=["POST"])
+                for path, wire in self._wires.items()
+            ),
+            Route("/v1/models", self.describe(self.models)),
+            Route("/models", self.describe(self.models)),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/v1/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/props", self.describe(self.props)),
+            Route("/slots", self.describe(_slots)),
+            Route(f"{OLLAMA}tags", self.describe(ollama_api.tags)),
+            Route(f"{OLLAMA}ps", self.describe(ollama_api.running)),
+            Route(f"{OLLAMA}version", self.describe(lambda _: {"version": __version__})),
+            Route("/openapi.json", self.openapi),
+            Route("/docs", self.docs),
+            Route("/", self.page),
+        ]
+
     def answer(self, wire: Wire) -> Callable[[Request], Any]:
         """Returns the handler of a route that reads a body."""
 
         async def handle(request: Request) -> Response:
             served = self._served()
-            body = await self._body(request)
+            body = await read_body(request, self._config)
             reading = await in_worker(
                 request,
                 *(self._read_request, body, request.headers, served, wire),
@@ -226,13 +241,13 @@ class _Routes:
 
     def models(self, served: ServedModel) -> Json:
         """Returns the answer of `GET /v1/models`."""
-        return {"object": "list", "data": [self._model_row(served)]}
+        return {"object": "list", "data": [model_row(served, self._config)]}
 
     async def model(self, request: Request) -> Response:
         """Answers `GET /v1/models/NAME`."""
         served = self._served()
         requests.check_name(request.path_params["name"], self._view(served))
-        return JsonAnswer(self._model_row(served))
+        return JsonAnswer(model_row(served, self._config))
 
     async def health(self, _: Request) -> Response:
         """Answers `GET /health`: 503 until the model is loaded, and during shutdown."""
@@ -253,7 +268,7 @@ class _Routes:
         return {
             "default_generation_settings": {
                 "n_ctx": served.context_tokens,
-                "params": sampling_fields(self._sampling(served)),
+                "params": sampling_fields(_sampling(served, self._config)),
             },
             "total_slots": self._config.sessions,
             "model_alias": served.name,
@@ -290,7 +305,7 @@ class _Routes:
         """Answers `GET /` with a page for a browser."""
         url = f"http://{request.headers.get('host', '')}"
         model = self._pool.served if self._pool.ready else None
-        row = None if model is None else self._model_row(model)
+        row = None if model is None else model_row(model, self._config)
         text = page(url, row, keyed=self._config.api_key is not None)
         return HTMLResponse(text, headers=PAGE_HEADERS)
 
@@ -308,61 +323,17 @@ class _Routes:
     def _view(self, served: ServedModel, owner: str = "") -> ModelView:
         return ModelView(
             name=served.name,
-            names=self._names(served),
+            names=_names(served, self._config),
             owner=owner,
             strict=self._config.strict_model,
             tokenizer=served.tokenizer,
             gaps=served.gaps.for_owner(owner),
             vocab_size=served.vocab_size,
             context_tokens=served.context_tokens,
-            sampling=self._sampling(served),
+            sampling=_sampling(served, self._config),
             embedding=served.backend.model.embedding,
             state_width=served.backend.model.state_width,
         )
-
-    def _names(self, served: ServedModel) -> frozenset[str]:
-        return served.names | {*self._config.aliases}
-
-    def _sampling(self, served: ServedModel) -> Sampling:
-        """Returns the default sampling: the model's, with the fields that the flags set."""
-        return replace(served.sampling, **self._config.sampling)
-
-    def _model_row(self, served: ServedModel) -> dict[str, Any]:
-        return {
-            "id": served.name,
-            "object": "model",
-            "created": served.loaded_at,
-            "owned_by": "kvq",
-            "aliases": sorted(self._names(served) - {served.name}),
-            "meta": {
-                "n_ctx": served.context_tokens,
-                "n_vocab": served.vocab_size,
-                "kbits": served.k_bits,
-                "vbits": served.v_bits,
-                "kv_budget": served.slot_bytes,
-                "budget_tokens": served.budget_tokens,
-                "full_kv": served.full_kv,
-                "full_tokens": served.full_tokens,
-                "chat": served.tokenizer.chat_template is not None,
-                "infill": served.tokenizer.fim is not None,
-                "sampling": sampling_fields(self._sampling(served)),
-            },
-        }
-
-    async def _body(self, request: Request) -> bytes:
-        """Returns the request's body, bounded in bytes and time."""
-        parts: list[bytes] = []
-        num_bytes = 0
-        try:
-            async with asyncio.timeout(self._config.upload_s):
-                async for part in request.stream():
-                    num_bytes += len(part)
-                    if num_bytes > self._config.body_bytes:
-                        raise too_large(self._config.body_bytes)
-                    parts.append(part)
-        except TimeoutError:
-            raise RequestError("the request's body did not arrive in time", status=408) from None
-        return b"".join(parts)
 
     def _read_request(
         self, body: bytes, headers: Mapping[str, str], served: ServedModel, wire: Wire
@@ -444,6 +415,55 @@ class _Routes:
             watcher.cancel()
 
 
+async def read_body(request: Request, config: ServeConfig) -> bytes:
+    """Returns the request's body, bounded in bytes and time."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(config.upload_s):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > config.body_bytes:
+                    raise too_large(config.body_bytes)
+                parts.append(part)
+    except TimeoutError:
+        raise RequestError("the request's body did not arrive in time", status=408) from None
+    return b"".join(parts)
+
+
+def _names(served: ServedModel, config: ServeConfig) -> frozenset[str]:
+    return served.names | {*config.aliases}
+
+
+def _sampling(served: ServedModel, config: ServeConfig) -> Sampling:
+    """Returns the default sampling: the model's, with the fields that the flags set."""
+    return replace(served.sampling, **config.sampling)
+
+
+def model_row(served: ServedModel, config: ServeConfig) -> Json:
+    """Returns the row of a model in the answer of `GET /v1/models`."""
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.loaded_at,
+        "owned_by": "kvq",
+        "aliases": sorted(_names(served, config) - {served.name}),
+        "meta": {
+            "n_ctx": served.context_tokens,
+            "n_vocab": served.vocab_size,
+            "kbits": served.k_bits,
+            "vbits": served.v_bits,
+            "kv_budget": served.slot_bytes,
+            "budget_tokens": served.budget_tokens,
+            "full_kv": served.full_kv,
+            "full_tokens": served.full_tokens,
+            "chat": served.tokenizer.chat_template is not None,
+            "infill": served.tokenizer.fim is not None,
+            "sampling": sampling_fields(_sampling(served, config)),
+        },
+    }
+
+
 class _Counting:
     """Counts requests by path and status; paths that are not `known` count together."""
 
@@ -488,6 +508,14 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
     response = error_response(refusal, request.url.path)
     response.headers.update(error.headers or {})
     return response
+
+
+_HANDLERS = {
+    KvqError: _handle_error,
+    ClientDisconnect: _handle_disconnect,
+    HTTPException: _handle_http_error,
+    Exception: _handle_error,
+}
 
 
 def _routes_of(app: Starlette) -> str:
@@ -572,6 +600,21 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
 
 def _metrics(pool: SessionPool[ServedModel], status_counts: Counter[tuple[str, int]]) -> Metrics:
     """Returns all metrics of `/metrics`."""
+    rows = {name: (text, {"": value}) for name, (text, value) in pool_metrics(pool).items()}
+    return {**rows, **request_metrics(status_counts)}
+
+
+def request_metrics(status_counts: Counter[tuple[str, int]]) -> Metrics:
+    """Returns the counts of requests by path and status."""
+    by_status = {
+        f'path="{path}",status="{status}"': count
+        for (path, status), count in sorted(status_counts.items())
+    }
+    return {"kvq_requests_total": ("HTTP requests.", by_status)}
+
+
+def pool_metrics(pool: SessionPool[ServedModel]) -> dict[str, tuple[str, float]]:
+    """Returns help and value of all that is known of a pool and its model, by the metric's name."""
     waiting, running = pool.queue
     rows = _count_metrics(pool.counts) | {
         "jobs_running": ("Jobs that hold a session.", running),
@@ -580,12 +623,7 @@ def _metrics(pool: SessionPool[ServedModel], status_counts: Counter[tuple[str, i
     if pool.served is not None:
         rows |= _session_metrics(pool.served.slots, pool.served.slot_bytes)
         rows |= _expert_metrics(pool.served.backend.resident())
-    by_status = {
-        f'path="{path}",status="{status}"': count
-        for (path, status), count in sorted(status_counts.items())
-    }
-    metrics = {f"kvq_{name}": (text, {"": value}) for name, (text, value) in rows.items()}
-    return {**metrics, "kvq_requests_total": ("HTTP requests.", by_status)}
+    return {f"kvq_{name}": row for name, row in rows.items()}
 
 
 def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:

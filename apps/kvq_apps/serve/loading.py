@@ -16,6 +16,7 @@ from kvq_apps.terminal import cache_report
 from kvq_models.infilling import fixed_tokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.constraint import Constraint, Grammar
+from kvq_runtime.backends import ModelFiles
 from kvq_runtime.config import Sampling
 from kvq_runtime.serving.pool import Served
 from kvq_runtime.serving.saving import SavedSessions
@@ -99,7 +100,7 @@ def serve_engine(
     plan, facts = first.config.plan, cache_report.facts(first.config)
     return ServedModel(
         name=engine.model.name,
-        names=_names(engine, requested_name),
+        names=names_of(engine.files, requested_name),
         tokenizer=engine.tokenizer,
         gaps=OwnedPrompts(engine.tokenizer),
         grammar=engine.vocabulary.grammar,
@@ -119,11 +120,11 @@ def serve_engine(
     )
 
 
-def _names(engine: Engine, requested_name: str | None) -> frozenset[str]:
+def names_of(files: ModelFiles, requested_name: str | None) -> frozenset[str]:
     """Returns all names of the model: in its manifest, of its file, from users, as requested."""
-    path = engine.files.path
+    path = files.path
     chosen_names = (name for name, place in known_models.named_models() if place == path)
-    names = {engine.model.name, path.name, *chosen_names}
+    names = {files.name, path.name, *chosen_names}
     if requested_name is not None:
         names |= {requested_name, Path(requested_name).name}
     return frozenset(names)

@@ -1,15 +1,18 @@
 """Ollama's API on top of the chat and completion routes.
 
-One model is served for as long as the server runs. So `keep_alive` is read and has no effect, and
-options of how a model is loaded have none either: the answer names them in `x_kvq.ignored`.
+A server of one model holds it for as long as it runs. So `keep_alive` has an effect only where
+several are served. Options of how a model is loaded have none: the answer names them in
+`x_kvq.ignored`.
 """
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import count
+from math import inf, isnan
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +49,11 @@ _COPIED_OPTIONS = (
 _MOST_TOKENS = 1 << 31
 # A model that is served stays; clients read this as for ever.
 _EXPIRES = "2318-01-01T00:00:00Z"
+_UNITS_S = {"": 1.0, "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"[+-]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+", re.ASCII)
+_DURATION_PART = re.compile(r"([\d.]+)([a-zµ]*)", re.ASCII)
+# A timer cannot be set for longer; nobody waits for its end.
+_LONGEST_S = 1e8
 _DETAILS = {
     **{"format": "kvq", "family": "kvq", "families": ["kvq"]},
     **dict.fromkeys(("parent_model", "parameter_size", "quantization_level"), ""),
@@ -123,6 +131,39 @@ def _loaded(fields: Fields, view: ModelView) -> Json:
     name = _name(fields, view)
     check_name(name, view)
     return {"model": name, "created_at": _now(), "done": True, "done_reason": "load"}
+
+
+def keep_alive_s(fields: Fields) -> float | None:
+    """Returns for how many idle seconds the model stays, `inf` for ever; None: nothing is said.
+
+    A text is a number of seconds, or a duration as Go writes it, such as `1h30m`.
+    """
+    value = fields.get("keep_alive")
+    if value is None:
+        return None
+    if isinstance(value, str) and _DURATION.fullmatch(value):
+        parts = _DURATION_PART.findall(value)
+        value = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+        value = -value if fields.text("keep_alive").startswith("-") else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or isnan(value):
+        fields.refuse(
+            "keep_alive",
+            "seconds, or a duration such as 5m; with 0 the model leaves at once, with -1 it stays",
+        )
+    return inf if value < 0 or value > _LONGEST_S else float(value)
+
+
+def is_empty(path: str, fields: Fields) -> bool:
+    """Says whether a request asks for no text: it only loads the model, or lets it leave."""
+    texts = {f"{OLLAMA}chat": ("messages",), f"{OLLAMA}generate": ("prompt", "suffix")}
+    return path in texts and not any(map(fields.get, texts[path]))
+
+
+def unloaded(path: str, name: str) -> Json:
+    """Returns the answer to a request that only lets the model leave."""
+    texts = {"message": {"role": "assistant", "content": ""}} if path == f"{OLLAMA}chat" else {}
+    reason = {"done": True, "done_reason": "unload"}
+    return {"model": name, "created_at": _now(), **(texts or {"response": ""}), **reason}
 
 
 def _conversation(rows: Sequence[Fields]) -> Iterator[Json]:
@@ -243,15 +284,24 @@ def ollama_error(error: RequestError) -> Json:
 
 def tags(served: ServedModel) -> Json:
     """Returns the answer of `/api/tags`: the served model; its size is what a step reads of it."""
-    row = {
-        "name": served.name,
-        "model": served.name,
-        "modified_at": datetime.fromtimestamp(served.loaded_at, UTC).isoformat(),
-        "size": served.backend.weight_bytes_per_step,
-        "digest": hashlib.sha256(served.backend.model.fingerprint.encode()).hexdigest(),
+    backend = served.backend
+    row = tag(
+        *(served.name, served.loaded_at, backend.weight_bytes_per_step),
+        identity=backend.model.fingerprint,
+    )
+    return {"models": [row]}
+
+
+def tag(name: str, modified_at: int, num_bytes: int, *, identity: str) -> Json:
+    """Returns a row of `/api/tags`."""
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(modified_at, UTC).isoformat(),
+        "size": num_bytes,
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),
         "details": _DETAILS,
     }
-    return {"models": [row]}
 
 
 def running(served: ServedModel) -> Json:

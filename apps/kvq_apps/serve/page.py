@@ -31,10 +31,19 @@ _STYLE = (
 )
 
 
-def page(url: str, model: Mapping[str, Any] | None, *, keyed: bool) -> str:
-    """Returns the page of a server at `url`; `model` is its row of /v1/models, None before load."""
+def page(
+    url: str,
+    model: Mapping[str, Any] | None,
+    *,
+    keyed: bool,
+    waiting: str = "The model is still being loaded; come back in a moment.",
+) -> str:
+    """Returns the page of a server at `url`; `model` is its row of /v1/models.
+
+    Before one is loaded it is None, and the page says `waiting`.
+    """
     if model is None:
-        body = "<p>The model is still being loaded; come back in a moment.</p>"
+        body = f"<p>{escape(waiting)}</p>"
     else:
         chat = _chat(keyed=keyed) if model["meta"]["chat"] else ""
         body = f"{_facts(model)}{chat}{_connecting(url, model['id'], keyed=keyed)}"

@@ -1,4 +1,4 @@
-"""The server process: its sockets, its event loop, the engine's thread, and its shutdown.
+"""The server process: its sockets, its event loop, and its shutdown.
 
 After SIGTERM or Ctrl-C new requests are answered with 503, and running ones get `grace_s` to end.
 Then the rest ends with an error event, and sessions are saved. A second signal ends the wait.
@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, nullcontext
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -20,35 +21,32 @@ from kvq_apps.serve.hosted_app import HostedApp
 from kvq_apps.serve.listening import listen, listen_on_file, remove_file
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.protocol import own_headers
-from kvq_runtime.serving.pool import SessionPool
+
+if TYPE_CHECKING:
+    from kvq_apps.serve.hosted_models import HostedModels
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Connections get this long to take what was sent to them.
 _LAST_WORDS_S = 1
 
 
-class Server:
+class HttpServer:
     """Listens as soon as it is made; `run` answers requests until a signal or `stop`."""
 
     def __init__(
         self,
-        load: Callable[[], ServedModel],
+        hosted: "HostedApp | HostedModels",
         config: ServeConfig,
-        on_ready: Callable[[ServedModel, str], None],
+        on_open: Callable[[str], None],
     ) -> None:
         """Raises `UsageError` when the address cannot be listened on."""
         self._config = config
         self._socket = None if config.port is None else listen(config.host, config.port)
         self._file = self._listen_on_file(config)
         self._path = config.socket_path
-        self._on_ready = on_ready
+        self._on_open = on_open
         self._stops = 0
-        self._hosted = HostedApp(load, config)
-
-    @property
-    def pool(self) -> SessionPool[ServedModel]:
-        """Returns the pool that answers requests."""
-        return self._hosted.pool
+        self._hosted = hosted
 
     @property
     def url(self) -> str | None:
@@ -59,12 +57,12 @@ class Server:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Serves until a signal or `stop`. Raises what loading the model raised."""
+        """Serves until a signal or `stop`. Raises what ended the app, such as a failed load."""
         in_main = threading.current_thread() is threading.main_thread()
         with closing(self), _signals(self.stop) if in_main else nullcontext():
             asyncio.run(self._run())
-        if self.pool.error is not None:
-            raise self.pool.error
+        if self._hosted.error is not None:
+            raise self._hosted.error
 
     def stop(self) -> None:
         """Asks `run` to end, from any thread; after a second call it does not wait for answers."""
@@ -115,9 +113,9 @@ class Server:
         serving = asyncio.create_task(server.serve(sockets=sockets))
         hosted.start()
         try:
-            await hosted.until(lambda: self.pool.ready or self._ending)
-            if self.pool.served is not None and not self._ending:
-                self._on_ready(self.pool.served, url)
+            await hosted.until(lambda: hosted.open or self._ending)
+            if hosted.open and not self._ending:
+                self._on_open(url)
             await hosted.until(lambda: self._ending)
             await hosted.leave(lambda: self._stops > 1)
         finally:
@@ -128,7 +126,27 @@ class Server:
 
     @property
     def _ending(self) -> bool:
-        return self._stops > 0 or self.pool.ended
+        return self._stops > 0 or self._hosted.ended
+
+
+class Server(HttpServer):
+    """Serves one model, which is loaded when `run` begins."""
+
+    def __init__(
+        self,
+        load: Callable[[], ServedModel],
+        config: ServeConfig,
+        on_ready: Callable[[ServedModel, str], None],
+    ) -> None:
+        """Raises `UsageError` when the address cannot be listened on."""
+        hosted = HostedApp(load, config)
+        self.pool = hosted.pool
+
+        def announce(url: str) -> None:
+            assert self.pool.served is not None
+            on_ready(self.pool.served, url)
+
+        super().__init__(hosted, config, announce)
 
 
 class _Uvicorn(uvicorn.Server):

@@ -38,7 +38,7 @@ async def in_worker(
             return error
 
     work = asyncio.get_running_loop().run_in_executor(executor, outcome)
-    disconnect = asyncio.create_task(_gone(request))
+    disconnect = asyncio.create_task(gone(request))
     try:
         await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -54,7 +54,7 @@ async def in_worker(
     return result
 
 
-async def _gone(request: Request) -> None:
+async def gone(request: Request) -> None:
     """Returns when the client hangs up."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

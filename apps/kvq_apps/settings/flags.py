@@ -244,6 +244,9 @@ FLAGS: dict[str, Flag] = {
         metavar="URL", repeats=True),
     "alias": Flag("another name of the model; may be repeated", setting="serve.alias",
         metavar="NAME", repeats=True, synonyms=("-a",)),
+    "models-budget": Flag("with several models (-m A -m B): bytes that those in memory may take "
+        "together, weights and caches, such as 8GiB; the one unused for longest leaves for another",
+        "all may stay", setting="serve.models-budget", metavar="SIZE"),
     "sessions": Flag("sessions held at once, each of --kv-budget",
         "{kvq_apps.serve.config:ServeConfig.sessions}", setting="serve.sessions", metavar="N",
         synonyms=("-np", "--parallel"), common=True),
@@ -300,7 +303,8 @@ SAMPLING_FLAGS = (
     "temp", "top-k", "top-p", "min-p", "repeat-penalty", "repeat-last-n", "seed",
 )  # fmt: skip
 SERVE_FLAGS = (
-    "host", "port", "socket", "api-key", "origin", "alias", "strict-model", "grace",
+    "host", "port", "socket", "api-key", "origin", "alias", "strict-model", "models-budget",
+    "grace",
 )  # fmt: skip
 CHAT_FLAGS = ("continue", "cid", "no-log", "list", "search", "export", "import")
 ENGINE_FLAGS = (
@@ -309,8 +313,11 @@ ENGINE_FLAGS = (
 OUTPUT_FLAGS = ("json", "debug")
 
 
-def add_flags(parser: Group, *names: str, **texts: str) -> Group:
-    """Adds the flags `names`; `texts` replaces the help of some of them (kv_budget=...)."""
+def add_flags(parser: Group, *names: str, repeated: Collection[str] = (), **texts: str) -> Group:
+    """Adds the flags `names`; `texts` replaces the help of some of them (kv_budget=...).
+
+    Those in `repeated` collect the values of the command line in a list, although others have one.
+    """
     for name in names:
         flag = FLAGS[name]
         default = f" (default: {flag.default})" if flag.default else ""
@@ -324,7 +331,7 @@ def add_flags(parser: Group, *names: str, **texts: str) -> Group:
             options["action"] = "store_true"
         else:
             options |= {"type": flag.read, "metavar": flag.metavar or None, "choices": flag.choices}
-            if flag.repeats:
+            if flag.repeats or name in repeated:
                 options["action"] = "append"
         parser.add_argument(f"--{name}", *flag.synonyms, **options)
     return parser

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.errors import UsageError, argument
+from kvq.json_values import is_array
 from kvq_apps.settings.flags import FLAGS, field
 
 # Fields of `Sampling` by their flags.
@@ -65,10 +66,25 @@ def kv_bits(arguments: Namespace) -> dict[str, int]:
 
 
 def model_name(arguments: Namespace) -> str | None:
-    """Returns the model that [MODEL] or -m names. Raises `UsageError` for both at once."""
+    """Returns the model that [MODEL] or -m names. Raises `UsageError` for both, or for several."""
+    names = model_names(arguments)
+    if len(names) > 1:
+        raise UsageError(
+            f"{len(names)} models are given ({', '.join(map(str, names))}) and this serves one; "
+            "give one -m"
+        )
+    return names[0]
+
+
+def model_names(arguments: Namespace) -> list[str | None]:
+    """Returns the models that [MODEL] or each -m names, [None] for the default.
+
+    Raises `UsageError` for both at once.
+    """
     if arguments.name is not None and on_command_line(arguments, "model"):
         raise UsageError("the model is given twice; give the model once, as [MODEL] or with -m")
-    return arguments.model if arguments.name is None else arguments.name
+    value: Any = arguments.model if arguments.name is None else arguments.name
+    return list(value) if is_array(value) else [value]
 
 
 def max_tokens(predict: int | None, default: int | None) -> int | None:
@@ -194,6 +210,18 @@ def serve_options(arguments: Namespace) -> dict[str, Any]:
     return values
 
 
+def models_bytes(arguments: Namespace) -> int | None:
+    """Returns the bytes of `--models-budget`, None for no limit. Raises `UsageError`."""
+    values = keywords(arguments, text="models-budget")
+    return _models_bytes(values["text"]) if values else None
+
+
+def _models_bytes(text: str) -> int:
+    from kvq.config import parse_bytes
+
+    return parse_bytes(argument("--models-budget"), text)
+
+
 def _disk_bytes(text: str) -> int:
     """Returns the bytes of `--sessions-disk`; 0 keeps nothing. Raises `UsageError`."""
     from kvq.config import parse_budget
@@ -244,10 +272,13 @@ def check(name: str, value: Any) -> None:
             predictor_named(value)
         case "draft":
             drafter(alone)
-        case "kv-budget" | "kv-offload" | "weights-budget":
+        case "kv-budget" | "kv-offload" | "weights-budget" | "models-budget":
             from kvq.config import parse_budget, parse_offload, parse_weights
 
-            parse = {"kv-offload": parse_offload, "weights-budget": parse_weights}
+            parse = {
+                **{"kv-offload": parse_offload, "weights-budget": parse_weights},
+                "models-budget": _models_bytes,
+            }
             parse.get(name, parse_budget)(value)
         case "port" | "api-key" | "sessions" | "sessions-disk" | "queue" | "chunk-tokens" | "grace":
             from kvq_apps.serve.config import ServeConfig
