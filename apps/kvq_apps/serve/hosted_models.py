@@ -7,6 +7,7 @@ loop, so it needs no lock but the one that lets models come and go one at a time
 """
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -347,7 +348,8 @@ class HostedModels(Hosted):
         model.stop_timer()
         hosted, model.hosted = model.hosted, model.fresh()
         await hosted.stop()
-        await asyncio.to_thread(reclaim)
+        del hosted
+        await asyncio.to_thread(_free)
         logger.info("%s has left the memory", model.name)
 
     def _rest(self, model: HostedModel) -> None:
@@ -371,3 +373,9 @@ class HostedModels(Hosted):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _free() -> None:
+    """Frees what a model has left: its objects know each other, so only a collection finds them."""
+    gc.collect()
+    reclaim()

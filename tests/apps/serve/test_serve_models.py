@@ -1,8 +1,10 @@
 """Several models in one process: who answers, who is loaded, who leaves, who waits."""
 
+import gc
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -137,6 +139,19 @@ def test_a_request_loads_its_model_and_the_one_unused_for_longest_leaves(shop: S
         assert shop.closed == ["b", "a"]
         assert in_memory(server) == ["b", "c"]
     assert sorted(shop.closed) == ["a", "b", "b", "c"]
+
+
+def test_nothing_of_a_model_that_has_left_stays_in_memory(shop: Shop) -> None:
+    with serving(shop.models, SIZE) as server:
+        complete(server, "a")
+        host = weakref.ref(server.hosted.all[0].hosted)  # type: ignore[attr-defined]
+        gc.disable()
+        try:
+            complete(server, "b")
+            complete(server, "c")
+            wait_until(lambda: host() is None)
+        finally:
+            gc.enable()
 
 
 def test_without_a_budget_all_stay_and_no_name_means_the_first(shop: Shop) -> None:
