@@ -267,7 +267,8 @@ def test_a_command_runs(example: Example, home: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(PIPED[piped])))
     if words[0] == "serve" and not {"--status", "--stop"} & {*words}:
         settings = [word for word in words[1:] if word != "-m" and word not in BUNDLES]
-        with process("qwen3", {}, *settings) as server:
+        more = [word for word in words if word in BUNDLES][1:]
+        with process("qwen3", {}, *settings, *(f"-m={name}" for name in more)) as server:
             assert server.end(signal.SIGTERM)[0] == 0
     elif words[0] == "serve" or ADDRESS in command:
         monkeypatch.delenv("KVQ_MODEL")

@@ -321,7 +321,7 @@ class ServerProcess:
     """`kvq serve` in a process of its own, ready to answer."""
 
     def __init__(self, bundle: str, home: dict[str, str], words: tuple[str, ...]) -> None:
-        command = [sys.executable, "-m", "kvq_apps.cli", "serve", bundle, "--json"]
+        command = [sys.executable, "-m", "kvq_apps.cli", "serve", "-m", bundle, "--json"]
         self.process = subprocess.Popen(
             [*command, "--port", "0", "--threads", "1", "--chunk-tokens", "64", *words],
             env=os.environ | home,
