@@ -13,7 +13,8 @@
 namespace kvq {
 const Kernels* avx2_kernels() {
     if (!platform::runs(platform::Instructions::kAvx2)) return nullptr;
-    static const Kernels table = kernels_named("avx2");  // after it: vectors fill the table
+    // Filled only now: compilers do it by the very instructions that others lack.
+    static const Kernels table = kernels_named("avx2");
     return &table;
 }
 }  // namespace kvq

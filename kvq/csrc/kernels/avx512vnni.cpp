@@ -13,7 +13,8 @@
 namespace kvq {
 const Kernels* avx512vnni_kernels() {
     if (!platform::runs(platform::Instructions::kAvx512Vnni)) return nullptr;
-    static const Kernels table = kernels_named("avx512vnni");  // after it: vectors fill the table
+    // Filled only now: compilers do it by the very instructions that others lack.
+    static const Kernels table = kernels_named("avx512vnni");
     return &table;
 }
 }  // namespace kvq

@@ -13,7 +13,8 @@
 namespace kvq {
 const Kernels* avxvnni_kernels() {
     if (!platform::runs(platform::Instructions::kAvxVnni)) return nullptr;
-    static const Kernels table = kernels_named("avxvnni");  // after it: vectors fill the table
+    // Filled only now: compilers do it by the very instructions that others lack.
+    static const Kernels table = kernels_named("avxvnni");
     return &table;
 }
 }  // namespace kvq

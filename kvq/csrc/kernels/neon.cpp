@@ -13,7 +13,8 @@
 namespace kvq {
 const Kernels* neon_kernels() {
     if (!platform::runs(platform::Instructions::kDotProducts)) return nullptr;
-    static const Kernels table = kernels_named("neon");  // after it: vectors fill the table
+    // Filled only now: compilers do it by the very instructions that others lack.
+    static const Kernels table = kernels_named("neon");
     return &table;
 }
 }  // namespace kvq
