@@ -8,7 +8,7 @@ local METHOD = 'textDocument/copilotInlineEdit'
 local SEEN_MS = 50
 
 local space = vim.api.nvim_create_namespace('kvq-edits')
-local own = nil -- the options
+local config = nil -- the options
 -- The edits of one buffer, top to bottom; `tick` is the text that they were made for.
 local state = { edits = {}, generation = 0 }
 -- The text after an edit was taken: as long as it is the text, the key goes on to the next edit.
@@ -100,14 +100,14 @@ local function on_change(buffer)
 end
 
 function M.setup(options)
-  own = options
+  config = options
   vim.api.nvim_set_hl(0, 'KvqOldLine', { default = true, link = 'DiffDelete' })
   vim.api.nvim_set_hl(0, 'KvqNewLine', { default = true, link = 'DiffAdd' })
 end
 
 -- Follows what changes in `buffer`, within the autocommand group `group`.
 function M.attach(buffer, group)
-  if own.next_edits == 'off' then
+  if config.next_edits == 'off' then
     return
   end
   state.tick = state.buffer == buffer and state.tick or nil

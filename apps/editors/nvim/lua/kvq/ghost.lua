@@ -9,9 +9,9 @@ local INVOKED, AUTOMATIC = 1, 2
 local space = vim.api.nvim_create_namespace('kvq')
 local has_inline = vim.fn.has('nvim-0.10') == 1
 
-local own = nil -- the options
+local config = nil -- the options
 -- What is known of the one buffer that is being typed in.
-local state = { drafts = {}, index = 1, asked = nil, number = nil, generation = 0 }
+local state = { drafts = {}, index = 1, requested = nil, number = nil, generation = 0 }
 
 local function cursor()
   local row, column = unpack(vim.api.nvim_win_get_cursor(0))
@@ -118,8 +118,8 @@ end
 
 local function ask(kind)
   forget()
-  local generation, asked_at = state.generation, place()
-  state.buffer, state.asked = vim.api.nvim_get_current_buf(), asked_at
+  local generation, requested_at = state.generation, place()
+  state.buffer, state.requested = vim.api.nvim_get_current_buf(), requested_at
   state.number = server.ask(state.buffer, kind, function(items, client)
     if generation ~= state.generation then
       return
@@ -131,7 +131,7 @@ local function ask(kind)
           ask(kind)
         end
       end)
-    elseif fits_now() and place() == asked_at then
+    elseif fits_now() and place() == requested_at then
       state.drafts, state.index = drafts_of(items, client), 1
       show()
       server.answered(nil)
@@ -141,22 +141,22 @@ end
 
 -- After each key: what is typed of a suggestion leaves the rest of it; anything else asks anew.
 local function refresh()
-  if show() or state.asked == place() or not fits_now() then
+  if show() or state.requested == place() or not fits_now() then
     return
   end
   forget()
-  if own.mode == 'eager' then
+  if config.mode == 'eager' then
     local generation = state.generation
     vim.defer_fn(function()
       if generation == state.generation and fits_now() then
         ask(AUTOMATIC)
       end
-    end, own.debounce_ms)
+    end, config.debounce_ms)
   end
 end
 
 function M.setup(options)
-  own = options
+  config = options
 end
 
 -- Follows what is typed in `buffer`, within the autocommand group `group`.
@@ -165,7 +165,7 @@ function M.attach(buffer, group)
     vim.api.nvim_create_autocmd(events, { group = group, buffer = buffer, callback = callback })
   end
   on({ 'InsertEnter' }, function()
-    state.asked = nil
+    state.requested = nil
     vim.schedule(refresh) -- the mode is not Insert yet
   end)
   on({ 'TextChangedI', 'CursorMovedI', 'TextChangedP', 'CompleteDone' }, refresh)

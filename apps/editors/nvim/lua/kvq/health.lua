@@ -8,8 +8,8 @@ local info = health.info or health.report_info
 local warn = health.warn or health.report_warn
 local bad = health.error or health.report_error
 
-local function check_command(own)
-  local command = require('kvq.options').command(own)
+local function check_command(config)
+  local command = require('kvq.options').command(config)
   if vim.fn.executable(command[1]) ~= 1 then
     bad(('the command %q was not found'):format(command[1]), {
       'install kvq: `pip install .` in its checkout',
@@ -32,8 +32,8 @@ local function check_server()
   end
 end
 
-local function check_keys(own)
-  for action, key in pairs(own.keys or {}) do
+local function check_keys(config)
+  for action, key in pairs(config.keys or {}) do
     local mapping = key and vim.fn.maparg(key, 'i', false, true) or {}
     if key and not (mapping.desc or ''):find('^kvq') then
       local advice = ('another plugin has it; map <Plug>(kvq-%s) to a key that is free'):format(action)

@@ -5,19 +5,19 @@ local server = require('kvq.server')
 
 local M = {}
 
-local own = nil -- the options, once set up
+local config = nil -- the options, once set up
 local view = nil -- who draws: kvq.ghost or kvq.native
 local enabled = true
 local attached = {} -- by buffer: the client that knows it
 
 -- Whether kvq is to complete in `buffer`: a file's text, of a kind that is not switched off.
-local function wanted(buffer)
+local function completes(buffer)
   if vim.bo[buffer].buftype ~= '' or not vim.bo[buffer].modifiable then
     return false
   end
-  local rule = own.filetypes[vim.bo[buffer].filetype]
+  local rule = config.filetypes[vim.bo[buffer].filetype]
   if rule == nil then
-    rule = own.filetypes['*']
+    rule = config.filetypes['*']
   end
   return rule and true or false
 end
@@ -45,11 +45,11 @@ local function detach_all()
 end
 
 local function attach(buffer)
-  if not enabled or not wanted(buffer) then
+  if not enabled or not completes(buffer) then
     return detach(buffer)
   end
   local known = server.client() and attached[buffer] == server.client_id
-  if not known and server.attach(buffer, own) then
+  if not known and server.attach(buffer, config) then
     attached[buffer] = server.client_id
     local group = group_of(buffer)
     view.attach(buffer, group)
@@ -138,7 +138,7 @@ end
 
 -- A few words for a status line: which suggestion is shown, what is done meanwhile, or why none is.
 function M.status()
-  if own == nil or not enabled then
+  if config == nil or not enabled then
     return 'kvq off'
   end
   local index, of = view.count()
@@ -196,7 +196,7 @@ local function map_key(action, key)
       or (goes_on or edits.visible()) and edit
     return does and ('<Plug>(kvq-%s)'):format(does) or otherwise
   end, { expr = true, remap = true, desc = describe })
-  if edit and own.next_edits ~= 'off' then
+  if edit and config.next_edits ~= 'off' then
     local before = keep('n', action, key) or key
     vim.keymap.set('n', key, function()
       return edits.visible() and ('<Plug>(kvq-%s)'):format(edit) or before
@@ -217,7 +217,7 @@ end
 
 local function map_keys()
   map_plugs()
-  for action, key in pairs(own.keys or {}) do
+  for action, key in pairs(config.keys or {}) do
     if key and not M.mapped[action] then
       map_key(action, key)
       M.mapped[action] = true
@@ -249,21 +249,21 @@ end
 
 -- Whether Neovim draws the ghost text itself. It has no key that asks, so 'subtle' is drawn by kvq.
 local function neovim_draws()
-  return vim.lsp.inline_completion ~= nil and own.native ~= false and own.mode == 'eager'
+  return vim.lsp.inline_completion ~= nil and config.native ~= false and config.mode == 'eager'
 end
 
--- Completes from now on; `given`: see |kvq-options|. May be called again with other options.
-function M.setup(given)
+-- Completes from now on; `settings`: see |kvq-options|. May be called again with other options.
+function M.setup(settings)
   if vim.fn.has('nvim-0.7') ~= 1 then
     error('kvq: this is for Neovim 0.7 and later', 0)
   end
-  local merged = options.merged(given)
+  local merged = options.merged(settings)
   detach_all()
   server.stop()
-  own = merged
+  config = merged
   view = require(neovim_draws() and 'kvq.native' or 'kvq.ghost')
-  view.setup(own)
-  edits.setup(own)
+  view.setup(config)
+  edits.setup(config)
   vim.api.nvim_set_hl(0, 'KvqGhost', { default = true, link = 'Comment' })
   create_commands()
   map_keys()
@@ -286,7 +286,7 @@ end
 
 -- For :checkhealth.
 function M.facts()
-  return { options = own, native = own ~= nil and neovim_draws(), enabled = enabled }
+  return { options = config, native = config ~= nil and neovim_draws(), enabled = enabled }
 end
 
 return M

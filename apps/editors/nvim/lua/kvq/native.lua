@@ -31,15 +31,15 @@ local function listen(client)
   client.kvq_listens = true
   local request = client.request
   function client.request(self, method, params, handler, buffer)
-    local own, before = handler, detached
+    local answered, before = handler, detached
     if method == server.METHOD then
-      own = function(err, result, context)
+      answered = function(err, result, context)
         if before == detached then
           return handler(err, on_answer(context.bufnr, result), context)
         end
       end
     end
-    return request(self, method, params, own, buffer)
+    return request(self, method, params, answered, buffer)
   end
 end
 

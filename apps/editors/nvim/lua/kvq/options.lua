@@ -36,8 +36,8 @@ local function possible(of)
   return table.concat(names, ', ')
 end
 
-local function check(given)
-  for name, value in pairs(given) do
+local function check(settings)
+  for name, value in pairs(settings) do
     local type_name = types[name]
     if type_name == nil then
       error(('kvq: setup() has no option %q; possible are %s'):format(name, possible(types)), 0)
@@ -46,25 +46,25 @@ local function check(given)
       error(('kvq: %s must be a %s, not a %s'):format(name, type_name, type(value)), 0)
     end
   end
-  for name in pairs(given.keys or {}) do
+  for name in pairs(settings.keys or {}) do
     if M.defaults.keys[name] == nil then
       local names = possible(M.defaults.keys)
       error(('kvq: there is no key for %q; possible are %s'):format(name, names), 0)
     end
   end
-  if given.mode ~= nil and given.mode ~= 'eager' and given.mode ~= 'subtle' then
-    error(("kvq: mode is 'eager' or 'subtle', not %q"):format(given.mode), 0)
+  if settings.mode ~= nil and settings.mode ~= 'eager' and settings.mode ~= 'subtle' then
+    error(("kvq: mode is 'eager' or 'subtle', not %q"):format(settings.mode), 0)
   end
-  local eager = given.next_edits
+  local eager = settings.next_edits
   if eager ~= nil and not vim.tbl_contains({ 'off', 'likely', 'always' }, eager) then
     error(("kvq: next_edits is 'off', 'likely' or 'always', not %q"):format(eager), 0)
   end
 end
 
--- The defaults with what is `given` on top; an error names what it does not know.
-function M.merged(given)
-  check(given or {})
-  return vim.tbl_deep_extend('force', M.defaults, given or {})
+-- The defaults with what is `settings` on top; an error names what it does not know.
+function M.merged(settings)
+  check(settings or {})
+  return vim.tbl_deep_extend('force', M.defaults, settings or {})
 end
 
 -- The command line of the language server.

@@ -67,9 +67,9 @@ local function on_progress(err, result, context, config)
     M.progress = M.title and M.title .. done
   end
   vim.cmd('redrawstatus')
-  local own = vim.lsp.handlers['$/progress']
-  if own then
-    return own(err, result, context, config)
+  local handler = vim.lsp.handlers['$/progress']
+  if handler then
+    return handler(err, result, context, config)
   end
 end
 
@@ -78,29 +78,29 @@ local function never()
   return false
 end
 
-local function configuration(own)
+local function configuration(config)
   return {
     name = 'kvq',
-    cmd = options.command(own),
+    cmd = options.command(config),
     root_dir = vim.loop.cwd(),
     on_exit = vim.schedule_wrap(on_exit),
-    init_options = { nextEdit = own.next_edits, nextEditDelay = own.next_edit_delay_ms },
+    init_options = { nextEdit = config.next_edits, nextEditDelay = config.next_edit_delay_ms },
     -- An answer of the server is what counts; what it logs is in Neovim's LSP log.
     handlers = { ['window/showMessage'] = function() end, ['$/progress'] = on_progress },
   }
 end
 
 -- Starts the server unless it runs, and tells it of `buffer`. Whether there is a server.
-function M.attach(buffer, own)
-  local command = options.command(own)[1]
+function M.attach(buffer, config)
+  local command = options.command(config)[1]
   if M.client() == nil then
     if vim.fn.executable(command) ~= 1 then
       missing(command)
       return false
     end
     M.why_not, M.progress = nil, nil
-    M.client_id = vim.lsp.start_client and not has_011 and vim.lsp.start_client(configuration(own))
-      or vim.lsp.start(configuration(own), { attach = false, reuse_client = never })
+    M.client_id = vim.lsp.start_client and not has_011 and vim.lsp.start_client(configuration(config))
+      or vim.lsp.start(configuration(config), { attach = false, reuse_client = never })
   end
   if M.client_id and not vim.lsp.buf_is_attached(buffer, M.client_id) then
     vim.lsp.buf_attach_client(buffer, M.client_id)
