@@ -1,6 +1,7 @@
 """Names say the thing: none is a pronoun or participle, no two modules or classes share one."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ BANNED = {
     "one", "own", "found", "told", "asked", "held", "given", "taken", "wanted", "others", "what",
     "those",
 }  # fmt: skip
+# Of Lua: the names that `local`, `function` with its parameters, and `for` bind.
+LUA_NAMES = re.compile(
+    r"\blocal (?!function)([\w, ]+)|\bfunction ?([\w.: ]*\([\w, ]*\))|\bfor ([\w, ]+) (?:in|=)"
+)
 # `SessionStats.held` is public: what a session's cache holds.
 ALLOWED = {("runtime/kvq_runtime/session/metrics.py", "held")}
 
@@ -65,6 +70,25 @@ def test_no_name_is_a_pronoun_or_a_participle() -> None:
         if name.strip("_").lower() in BANNED and (file, name) not in ALLOWED
     ]
     assert banned == []
+
+
+def test_no_name_of_the_neovim_plugin_is_a_pronoun_or_a_participle() -> None:
+    banned = [
+        (path.name, name)
+        for path in sorted((ROOT / "apps/editors/nvim").rglob("*.lua"))
+        for names in LUA_NAMES.findall(path.read_text())
+        for name in re.findall(r"\w+", "".join(names))
+        if name.lower() in BANNED
+    ]
+    assert banned == []
+
+
+def test_names_of_lua_are_read_wherever_they_are_bound() -> None:
+    code = (
+        "local own, b = 1\nlocal function held(told)\nfunction M.found(a, one)\nfor asked in x do"
+    )
+    names = {name for row in LUA_NAMES.findall(code) for name in re.findall(r"\w+", "".join(row))}
+    assert {*BANNED} & names == {"own", "held", "told", "found", "one", "asked"}
 
 
 def test_names_are_read_wherever_they_are_bound() -> None:

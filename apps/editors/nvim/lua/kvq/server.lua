@@ -200,8 +200,8 @@ function M.explain(buffer, answer)
 end
 
 -- Tells the server that 'all' or a 'part' of a suggestion was taken: it counts, for `explain` alone.
-function M.accepted(buffer, taken)
-  M.execute('kvq.accepted', { vim.uri_from_bufnr(buffer), taken }, function() end)
+function M.accepted(buffer, extent)
+  M.execute('kvq.accepted', { vim.uri_from_bufnr(buffer), extent }, function() end)
 end
 
 -- Learns why an answer was empty; calls `again` in a while where there only was no model yet.
