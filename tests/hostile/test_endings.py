@@ -65,7 +65,8 @@ def test_an_early_interrupt_is_130_and_one_line(delay_ms: int, tmp_path: Path) -
     assert process.returncode in (130, 2)
     assert complaint.count("\n") <= 1
     assert "Traceback" not in complaint
-    assert ("error" in complaint) == (process.returncode == 2)
+    # Ctrl-C may also come after the complaint and before the end.
+    assert "error" in complaint or process.returncode == 130
 
 
 FINALIZER = """

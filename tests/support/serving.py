@@ -335,8 +335,9 @@ class ServerProcess:
             lines.append(line)
             if line == b"}\n":
                 break
-        assert lines, self.process.communicate()[1].decode()
-        self.facts = json.loads(b"".join(lines))
+        self.facts = json.loads(b"".join(lines) or b"{}")
+        if "url" not in self.facts:
+            raise AssertionError(self.process.communicate()[1].decode())
         self.address = self.facts["url"]
 
     def end(self, number: signal.Signals) -> tuple[int, str]:

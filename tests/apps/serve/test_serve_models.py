@@ -435,7 +435,7 @@ def test_what_the_command_refuses(
 @pytest.mark.slow
 def test_the_command_serves_several(bundles: list[str], home: dict[str, str]) -> None:
     words = ("-m", bundles[1], "--models-budget", "1GiB", "--ctx-size", "512")
-    with process(f"--model={bundles[0]}", home, *words) as server:
+    with process(bundles[0], home, *words) as server:
         names = [row["model"] for row in server.facts["models"]]
         assert len({*names}) == 2
         assert server.facts["models_budget"] == 1 << 30
