@@ -214,7 +214,7 @@ FLAGS: dict[str, Flag] = {
         "while a chat streams, at the first --context; from a checkout (`apps/lab`) also drafts: "
         "all drafters against plain decoding; edit: recorded typing in a file; ttft: the first "
         "token of a prompt, predicted and computed",
-        choices=("speed", "serve", "drafts", "edit", "ttft"), common=True),
+        choices=("speed", "serve", "agent", "drafts", "edit", "ttft"), common=True),
     "shape": Flag("random weights in a real model's shape, such as qwen2.5-0.5b or lfm2-1.2b "
         "(a name that is none lists all); NAME:layers=N: its first layers",
         metavar="NAME", common=True),
@@ -265,6 +265,10 @@ FLAGS: dict[str, Flag] = {
         "{kvq_apps.serve.config:ServeConfig.queue}", setting="serve.queue", metavar="N"),
     "chunk-tokens": Flag("tokens of a prompt read at once, while others wait",
         "what takes 50 ms, measured at the start", setting="serve.chunk-tokens", metavar="N"),
+    "reuse": Flag("what of a changed prompt is kept: exact: all before the change; moved: what "
+        "follows it too, as it was computed before (a request's x_kvq.exact comes first)",
+        "{kvq_apps.serve.config:ServeConfig.reuse}", setting="serve.reuse",
+        choices=("exact", "moved")),
     "strict-model": Flag("refuse a request for a model of another name; else any name is taken "
         "for the one that is served", setting="serve.strict-model", switch=True),
     "grace": Flag("seconds for running answers at the end",

@@ -92,6 +92,7 @@ class Counts:
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    moved_tokens: int = 0
     new_tokens: int = 0
     rounds: Rounds = NO_ROUNDS
     decode_s: float = 0.0
@@ -104,6 +105,7 @@ class Counts:
         self.failed += failed
         self.prompt_tokens += report.prompt_tokens
         self.cached_tokens += report.cached_tokens
+        self.moved_tokens += report.moved_tokens
         self.new_tokens += report.new_tokens
         self.rounds += report.rounds
         self.decode_s += report.decode_ms / 1e3
@@ -311,6 +313,7 @@ class SessionPool(Generic[S]):
                 owner=request.owner,
                 reuse=request.reuse,
                 transient=request.transient,
+                edits=request.edits,
                 predict=request.predict,
             )
         except Exception as error:  # noqa: BLE001  one request's fault must not end the pool
