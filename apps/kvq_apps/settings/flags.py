@@ -211,9 +211,9 @@ FLAGS: dict[str, Flag] = {
     "tune": Flag("measure in seconds what is fastest on this machine, keep it, and end",
         switch=True, common=True),
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
-        "while a chat streams, at the first --context; from a checkout (`apps/lab`) also drafts: "
-        "all drafters against plain decoding; edit: recorded typing in a file; ttft: the first "
-        "token of a prompt, predicted and computed",
+        "while a chat streams, at the first --context; from a checkout (`apps/lab`) also agent: "
+        "prompts whose beginning changed; drafts: all drafters against plain decoding; edit: "
+        "recorded typing in a file; ttft: the first token of a prompt, predicted and computed",
         choices=("speed", "serve", "agent", "drafts", "edit", "ttft"), common=True),
     "shape": Flag("random weights in a real model's shape, such as qwen2.5-0.5b or lfm2-1.2b "
         "(a name that is none lists all); NAME:layers=N: its first layers",

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from statistics import median
 from threading import Event
@@ -31,6 +31,8 @@ from kvq_lab.agent_turns import AgentTurn, agent_turns
 from kvq_runtime.sequence.hunks import hunks
 
 EXACT, MOVED = "exact", "moved"
+# Lines of a tool's result at most.
+RESULT_LINES = 120
 _SESSIONS = 2
 _TIMEOUT_S = 3600.0
 _START_S = 120.0
@@ -38,14 +40,13 @@ _START_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayJob:
-    """`turns` turns whose results have up to `result_lines` lines, with prompts that fit `context`.
+    """`turns` turns with prompts that fit `context`.
 
     `peer` is the program of a llama-server, which reads `peer_model`.
     """
 
     turns: int = 200
     context: int = 16384
-    result_lines: int = 120
     answer_tokens: int = 64
     peer: str | None = None
     peer_model: str | None = None
@@ -67,8 +68,10 @@ class _Reply:
 
 def measure(setup: Setup, job: ReplayJob) -> dict[str, Any]:
     """A row for each way and form, and one for each way over all. Raises `KvqError`."""
-    turns = agent_turns(job.turns, job.result_lines)
+    turns = agent_turns(job.turns, RESULT_LINES)
     with _serving(setup, job, EXACT) as server:
+        if not _takes_tools(server, turns[0]):
+            turns = [replace(turn, tools=[]) for turn in turns]
         ids = [_prompt_ids(server, turn) for turn in turns]
         fits = [len(prompt) + job.answer_tokens <= job.context for prompt in ids]
         turns, ids = ([value for value, fit in zip(values, fits, strict=True) if fit]
@@ -156,7 +159,18 @@ def _replayed(
 
 
 def _body(turn: AgentTurn) -> dict[str, Any]:
-    return {"messages": turn.messages, "tools": turn.tools}
+    return {"messages": turn.messages} | ({"tools": turn.tools} if turn.tools else {})
+
+
+def _takes_tools(address: str, turn: AgentTurn) -> bool:
+    """Decides whether the model's template has a form for tools."""
+    try:
+        _ask(address, "/apply-template", _body(turn))
+    except BackendError as error:
+        if '"unsupported"' not in str(error):
+            raise
+        return False
+    return True
 
 
 def _prompt_ids(address: str, turn: AgentTurn) -> list[int]:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 WORTH_SAVING_TOKENS = 32
 # An edit of another text pays where it saves reading so many tokens.
 LEAST_SAVED_TOKENS = 256
+# Tokens at the end of a prompt, most of which stay where its conversation goes on.
+END_TOKENS = 64
 # An edit is looked for in so many texts, those that share the longest beginning.
 COMPARED_TEXTS = 8
 
@@ -41,6 +43,7 @@ class Slot:
         self.changes: list[Hunk] | None = None
         self.released_at = 0.0
         self._squeezed = False
+        self._prompt_tokens = 0
 
     def align(
         self,
@@ -62,6 +65,7 @@ class Slot:
             self.session.rollback(len(self.session.tokens))
             self.changes = None
         changes, self.changes = self.changes, None
+        self._prompt_tokens = len(ids)
         cached = self.session.align(ids, edits=edits, changes=changes, helpers=helpers)
         if cached == 0:
             self._squeezed = False
@@ -98,6 +102,13 @@ class Slot:
         same = self.owner == owner
         return hunks(self.tokens, ids) if same else [Hunk(0, len(self.tokens), list(ids))]
 
+    def continues(self, changes: Sequence[Hunk]) -> bool:
+        """Decides whether edits keep the end of its prompt, as a conversation's next turn does."""
+        stop = self._prompt_tokens
+        start = stop - END_TOKENS
+        lost = sum(max(0, min(hunk.stop, stop) - max(hunk.start, start)) for hunk in changes)
+        return 2 * lost <= END_TOKENS
+
     def give_to(self, owner: str) -> None:
         """Gives the slot to `owner`, and forgets a text that belongs to another one."""
         if self.owner != owner:
@@ -118,6 +129,7 @@ class Slot:
         """Notes that the content is now that of `saved`, which belongs to `owner`, or none."""
         self.owner = owner
         self.tokens = as_ids(self.session.tokens)
+        self._prompt_tokens = len(self.tokens)
         self._squeezed = self._overflows(len(self.tokens))
         self.saved = saved
         self.dirty = False
@@ -189,17 +201,23 @@ class Slots:
             self.saved.best(prompt.ids, prompt.owner, exact=exact) if reuse else (None, 0)
         )
         if row is not None and on_disk >= shared + WORTH_SAVING_TOKENS:
-            return self._loaded_slot(row, free, prompt)
+            return self._copied_slot(row, free, prompt)
         return self._unless_lost(closest, shared, free)
 
-    def _loaded_slot(
-        self, row: SavedSession, free: Sequence[Slot], prompt: "_Prompt"
+    def _copied_slot(
+        self, text: Slot | SavedSession, free: Sequence[Slot], prompt: "_Prompt"
     ) -> Slot | None:
-        """Returns a slot that holds `row`, or nothing where that cannot be used; None: not yet."""
+        """Returns a slot that holds `text`, or nothing where that cannot be used; None: not yet."""
         slot = self._make_free(free)
-        if slot is not None:
-            slot.give_to(prompt.owner)
-            slot.mark_loaded(row if self.saved.load(slot.session, row) else None, prompt.owner)
+        if slot is None or slot is text:
+            return slot
+        slot.give_to(prompt.owner)
+        if isinstance(text, Slot):
+            slot.session.restore(text.session.capture())
+            slot.mark_loaded(None, prompt.owner)
+        else:
+            loaded = self.saved.load(slot.session, text)
+            slot.mark_loaded(text if loaded else None, prompt.owner)
         return slot
 
     def _unless_lost(self, slot: Slot, shared: int, free: Sequence[Slot]) -> Slot | None:
@@ -234,20 +252,15 @@ class Slots:
         return best
 
     def _edited_slot(self, edit: "_Edit", free: Sequence[Slot], prompt: "_Prompt") -> Slot | None:
-        """Returns a slot that holds the text of `edit`, to be edited; None: not yet."""
-        if isinstance(edit.text, SavedSession):
-            slot = self._loaded_slot(edit.text, free, prompt)
-            if slot is not None and len(slot.tokens):
-                slot.changes = edit.changes
-            return slot
+        """Returns a slot that holds the text of `edit`, to be edited; None: not yet.
+
+        A conversation goes on in its own slot. A text that only resembles the prompt is copied.
+        """
         slot = edit.text
-        lost = sum(hunk.stop - hunk.start for hunk in edit.changes)
-        if lost > max(WORTH_SAVING_TOKENS, len(slot.tokens) - lost):
-            if self._worth_saving(slot) and not self.saved.writer.has_room:
-                return None
-            self._save(slot)
-            slot.saved = None
-        slot.changes = edit.changes
+        if not (isinstance(slot, Slot) and slot.continues(edit.changes)):
+            slot = self._copied_slot(slot, free, prompt)
+        if slot is not None and len(slot.tokens):
+            slot.changes = edit.changes
         return slot
 
     def release(self, slot: Slot, *, failed: bool = False) -> None:

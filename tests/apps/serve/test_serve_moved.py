@@ -85,15 +85,35 @@ def test_texts_of_others_are_not_edited(rule: Rule) -> None:
     assert kept == 0
 
 
-def test_a_text_that_would_lose_more_is_saved_first(rule: Rule, tmp_path: Path) -> None:
+def test_the_oldest_turns_may_be_left_out(slots: Slots) -> None:
+    slot, _ = read(slots, TEXT, edits=True)
+    shorter = [*TEXT[:10], *TEXT[430:], 66]
+    again, kept = read(slots, shorter, edits=True)
+    assert again is slot
+    assert len(shorter) - kept < 25
+
+
+def test_another_conversation_that_begins_alike_gets_a_copy(rule: Rule) -> None:
+    """Its beginning is edited, and the first conversation goes on where it was."""
+    slots = Slots(rule.session, 2, SavedSessions(Path(), "key", 0))
+    slot, _ = read(slots, TEXT, edits=True)
+    other = [*TEXT[:20], 261, *TEXT[21:600], *random.Random(1).choices(range(60, 260), k=150)]
+    second, kept = read(slots, other, edits=True)
+    assert second is not slot
+    assert len(other) - kept < 160
+    first, kept = read(slots, [*TEXT, 64], edits=True)
+    assert first is slot
+    assert kept == len(TEXT)
+    assert slot.session.exact
+
+
+def test_a_copy_is_taken_back_from_the_disk(rule: Rule, tmp_path: Path) -> None:
+    """With one slot the text that is edited has gone to disk before."""
     slots = Slots(rule.session, 1, SavedSessions(tmp_path, "key", 1 << 30))
     read(slots, TEXT, edits=True)
-    # The oldest turns are left out, and 380 of 800 tokens stay.
-    shorter = [*TEXT[:10], *TEXT[430:], 66]
-    _, kept = read(slots, shorter, edits=True)
-    assert kept > 350
-    _, kept = read(slots, TEXT, edits=True)
-    assert kept == len(TEXT)
+    other = [*TEXT[:20], 261, *TEXT[21:600], *random.Random(1).choices(range(60, 260), k=150)]
+    assert len(other) - read(slots, other, edits=True)[1] < 160
+    assert read(slots, [*TEXT, 64], edits=True)[1] == len(TEXT)
     slots.save_all()
 
 
