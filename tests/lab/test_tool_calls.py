@@ -14,7 +14,7 @@ from kvq_models.tokenizer import ControlTokens, Tokenizer
 from tiny import CHATML, byte_level_tokenizer
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATES["qwen 2.5"]
-TEXT = "def add(a, b):\n    return a + b\n" * 60
+TEXT = "def add(a, b):\n    return a + b\n" * 200
 
 
 @dataclass
