@@ -73,9 +73,12 @@ def measure(setup: Setup, job: ReplayJob) -> dict[str, Any]:
         if not _takes_tools(server, turns[0]):
             turns = [replace(turn, tools=[]) for turn in turns]
         ids = [_prompt_ids(server, turn) for turn in turns]
-        fits = [len(prompt) + job.answer_tokens <= job.context for prompt in ids]
-        turns, ids = ([value for value, fit in zip(values, fits, strict=True) if fit]
-                      for values in (turns, ids))  # fmt: skip
+        fitting = [
+            (turn, prompt)
+            for turn, prompt in zip(turns, ids, strict=True)
+            if len(prompt) + job.answer_tokens <= job.context
+        ]
+        turns, ids = [turn for turn, _ in fitting], [prompt for _, prompt in fitting]
         replies = {EXACT: _replayed(server, turns, job, setup, EXACT)}
     with _serving(setup, job, MOVED) as server:
         replies[MOVED] = _replayed(server, turns, job, setup, MOVED)
