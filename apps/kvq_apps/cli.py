@@ -54,6 +54,7 @@ EXTRAS = {
     "gguf": ("llama_cpp",),
     "plot": ("matplotlib",),
     "ray": ("ray",),
+    "traces": ("opentelemetry",),
 }
 
 SHELLS = ("bash", "zsh", "fish")

@@ -18,13 +18,13 @@ TEXT = "def add(a, b):\n    return a + b\n" * 200
 
 
 @dataclass
-class Asked:
+class RequestedCalls:
     """The calls of a request, read from its words."""
 
     calls: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, text: str) -> "Asked":
+    def of(cls, text: str) -> "RequestedCalls":
         calls = []
         for part in text.partition("without any other words: ")[2].split("Then ")[:2]:
             head, _, values = part.partition(" with ")
@@ -51,13 +51,13 @@ def test_right_answers_are_right_and_others_are_told_apart() -> None:
     begin = len("two")
     for problem in problems:
         prompt = tokenizer.decode(problem.ids)
-        asked = Asked.of(prompt[prompt.rindex("Now do only this") :])
-        assert len(asked.calls) == (2 if problem.name[:begin] == "two" else 1)
-        assert problem.solves(hermes(asked.calls))
+        expected = RequestedCalls.of(prompt[prompt.rindex("Now do only this") :])
+        assert len(expected.calls) == (2 if problem.name[:begin] == "two" else 1)
+        assert problem.solves(hermes(expected.calls))
         assert not problem.solves("I cannot do this.")
-        assert not problem.solves(hermes([asked.calls[0] | {"name": "search_web"}]))
-        other = asked.calls[0] | {"arguments": asked.calls[0]["arguments"] | {"more": 1}}
-        assert not problem.solves(hermes([other, *asked.calls[1:]]))
+        assert not problem.solves(hermes([expected.calls[0] | {"name": "search_web"}]))
+        other = expected.calls[0] | {"arguments": expected.calls[0]["arguments"] | {"more": 1}}
+        assert not problem.solves(hermes([other, *expected.calls[1:]]))
     others = {verdict: 21 for verdict in ("no call", "another tool", "other arguments")}
     assert verdicts == Counter({RIGHT: 21, **others})
 

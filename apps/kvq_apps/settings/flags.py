@@ -269,6 +269,8 @@ FLAGS: dict[str, Flag] = {
         "follows it too, as it was computed before (a request's x_kvq.exact comes first)",
         "{kvq_apps.serve.config:ServeConfig.reuse}", setting="serve.reuse",
         choices=("exact", "moved")),
+    "traces": Flag("send a span of each request, without texts, to the OTLP collector at this "
+        "address, such as http://127.0.0.1:4318", setting="serve.traces", metavar="URL"),
     "strict-model": Flag("refuse a request for a model of another name; else any name is taken "
         "for the one that is served", setting="serve.strict-model", switch=True),
     "grace": Flag("seconds for running answers at the end",
@@ -308,7 +310,7 @@ SAMPLING_FLAGS = (
 )  # fmt: skip
 SERVE_FLAGS = (
     "host", "port", "socket", "api-key", "origin", "alias", "strict-model", "models-budget",
-    "grace",
+    "traces", "grace",
 )  # fmt: skip
 CHAT_FLAGS = ("continue", "cid", "no-log", "list", "search", "export", "import")
 ENGINE_FLAGS = (

@@ -96,6 +96,7 @@ class Counts:
     new_tokens: int = 0
     rounds: Rounds = NO_ROUNDS
     decode_s: float = 0.0
+    queued_s: float = 0.0
     busy_s: float = 0.0
     _recent_s: float = 1.0
 
@@ -109,6 +110,7 @@ class Counts:
         self.new_tokens += report.new_tokens
         self.rounds += report.rounds
         self.decode_s += report.decode_ms / 1e3
+        self.queued_s += report.queued_ms / 1e3
         seconds = (report.prompt_ms + report.decode_ms) / 1e3
         self._recent_s += _RECENT * (seconds - self._recent_s)
 
