@@ -58,8 +58,8 @@ def test_right_answers_are_right_and_others_are_told_apart() -> None:
         assert not problem.solves(hermes([expected.calls[0] | {"name": "search_web"}]))
         other = expected.calls[0] | {"arguments": expected.calls[0]["arguments"] | {"more": 1}}
         assert not problem.solves(hermes([other, *expected.calls[1:]]))
-    others = {verdict: 21 for verdict in ("no call", "another tool", "other arguments")}
-    assert verdicts == Counter({RIGHT: 21, **others})
+    wrong = {verdict: 21 for verdict in ("no call", "another tool", "other arguments")}
+    assert verdicts == Counter({RIGHT: 21, **wrong})
 
 
 def test_the_conversation_has_the_length_that_is_asked_for() -> None:

@@ -42,6 +42,8 @@ def run(arguments: Namespace) -> int:
     from kvq_apps.lsp.language_server import LanguageServer
 
     engine_options.check(arguments)
+    # What the editor says before a model is loaded. Next edits take a session of their own.
+    next_edits = True
 
     def load() -> "Completer":
         if arguments.server is not None:
@@ -58,13 +60,18 @@ def run(arguments: Namespace) -> int:
         engine = open_engine(options.model_name(arguments), **options.engine_options(arguments))
         files = DEFAULT_FILES if arguments.files is None else arguments.files
         return engine_options.completion_engine(
-            arguments, engine, DEFAULT_CONTEXT, exact=arguments.exact, files=files, next_edits=True
+            *(arguments, engine, DEFAULT_CONTEXT),
+            exact=arguments.exact,
+            files=files,
+            next_edits=next_edits,
         )
 
     def log(line: str) -> None:
         output.print_note(f"kvq lsp: {line}")
 
     def configure(editor: Mapping[str, Any]) -> None:
+        nonlocal next_edits
+        next_edits = editor.get("nextEdit") != "off"
         take_editor_options(arguments, editor, log)
 
     with _own_stdout() as sink:

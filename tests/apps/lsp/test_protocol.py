@@ -282,6 +282,33 @@ def test_an_editor_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert model_of("word's", model="editor's") == "word's"
 
 
+OPENS_NO_SESSION = """
+import sys
+from kvq_apps import opening
+from kvq_apps.commands import lsp
+def refuse(*_, next_edits, **options):
+    raise OSError(f"a session for next edits: {next_edits}")
+opening.open_engine = lambda *_, **options: None
+lsp.engine_options.completion_engine = refuse
+from kvq_apps.cli import main
+sys.exit(main(["lsp"]))
+"""
+
+
+@pytest.mark.parametrize(("choice", "opens"), [("off", False), ("always", True), (None, True)])
+def test_next_edits_that_are_off_take_no_session(
+    choice: str | None, opens: bool, tmp_path: Path
+) -> None:
+    client = ProcessClient(tmp_path, command=("-c", OPENS_NO_SESSION))
+    client.start("x", initializationOptions={} if choice is None else {"nextEdit": choice})
+    while True:
+        assert client.complete(0, 0)["result"] is None
+        if (why_not := client.why_not()).startswith("there is no model: "):
+            break
+    client.close()
+    assert why_not.endswith(f"a session for next edits: {opens}")
+
+
 def test_an_editors_options_come_before_the_environment_and_after_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
