@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from os import SEEK_END
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
@@ -47,6 +48,7 @@ _KEYS = ("command", "env", "url")
 _REASON_CHARACTERS = 300
 _DESCRIPTION_CHARACTERS = 2000
 _NAME_CHARACTERS = 64
+_LOG_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +135,7 @@ class ToolServer:
 
     async def keep(self, say: Callable[[str, bool], None]) -> None:
         """Connects, and stays connected. Says when the tools are there, and what went wrong."""
-        with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        with TemporaryFile() as log:
             try:
                 async with AsyncExitStack() as stack:
                     async with timeout(START_TIMEOUT_S):
@@ -147,7 +149,7 @@ class ToolServer:
             except Exception as error:  # noqa: BLE001 - what a server does never ends the chat
                 self.state = f"failed: {_reason(error, log)}"
             if self.state != "ready":
-                self.tools = []
+                self._client, self.tools = None, []
                 say(f"the server of tools {self.name} {self.state}", True)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -156,7 +158,7 @@ class ToolServer:
         from mcp.types import CONNECTION_CLOSED
 
         if self._client is None:
-            return f"error: {self.name} is not connected"
+            return f"error: the server {self.name} {self.state}"
         try:
             async with timeout(CALL_TIMEOUT_S):
                 result = await self._client.call_tool(name, {**arguments})
@@ -257,6 +259,8 @@ class ToolServers:
         async with TaskGroup() as tasks:
             for server in () if self._closed else self.servers:
                 tasks.create_task(server.keep(self._note))
+            # Calls of a server that is lost are still answered.
+            await Event().wait()
 
     def _note(self, text: str, error: bool) -> None:
         if not self._closed:
@@ -286,8 +290,8 @@ def _reason(error: Exception, log: Any = None) -> str:
         return _reason(cast("ExceptionGroup[Exception]", error).exceptions[0], log)
     words = ""
     if log is not None:
-        log.seek(0)
-        words = next((line.strip() for line in reversed(log.readlines()) if line.strip()), "")
+        log.seek(max(0, log.seek(0, SEEK_END) - _LOG_BYTES))
+        words = log.read().decode(errors="replace").rstrip().rpartition("\n")[2].strip()
     is_late = isinstance(error, TimeoutError)
     text = f"no answer within {START_TIMEOUT_S:.0f} s" if is_late else format_error(error)
     return ": ".join(filter(None, (text, words)))[:_REASON_CHARACTERS]
