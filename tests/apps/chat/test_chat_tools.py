@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ from textual.pilot import Pilot
 
 from chat_pilot import on_screen, run, saved, say, send, sent_messages, shown, until
 from chat_templates import TEMPLATES
+from environment import folders_in
 from fake_chat import FakeClient, FakeOptions
-from kvq.errors import DataError
+from kvq.errors import DataError, UsageError
+from kvq_apps import cli
 from kvq_apps.chat import tool_servers
 from kvq_apps.chat.chat_app import ChatApp
+from kvq_apps.chat.chat_settings import ChatSettings
 from kvq_apps.chat.client import Stream, Turn
 from kvq_apps.chat.interchange import export_chat, import_chat
 from kvq_apps.chat.local import LocalClient
@@ -26,7 +30,9 @@ from kvq_apps.chat.remote import RemoteClient
 from kvq_apps.chat.screens import QuestionScreen
 from kvq_apps.chat.tool_calls import MOST_CHARACTERS, MOST_ROUNDS, REFUSED
 from kvq_apps.chat.tool_servers import read_tool_servers
+from kvq_apps.commands import chat
 from kvq_apps.serve.tools import Tools
+from kvq_apps.settings import configuration
 from kvq_export.export import export_model
 from kvq_models.tools import tool_form
 from scripted_agent import call as call_text
@@ -34,6 +40,8 @@ from scripted_agent import scripted_agent
 from shelf import PLAIN
 from tiny import make_llama_checkpoint
 from tool_server import HOSTILE, desk
+
+ROOT = Path(__file__).parents[3]
 
 
 def call(name: str, **arguments: Any) -> ToolCall:
@@ -111,6 +119,10 @@ def test_a_call_runs_once_it_is_allowed_and_the_answer_goes_on(tmp_path: Path) -
     assert [(row.role, row.text, list(row.calls)) for row in again] == [
         (row.role, row.text, list(row.calls)) for row in messages
     ]
+    export_chat(tmp_path / "chat.md", messages)
+    assert [row.text for row in import_chat(tmp_path / "chat.md")] == [
+        "what is 20 + 22?", "Let me see.", "It said 42",
+    ]  # fmt: skip
     (tmp_path / "wrong.jsonl").write_text('{"role":"assistant","content":"","tool_calls":[1]}')
     with pytest.raises(DataError, match="tool_calls"):
         import_chat(tmp_path / "wrong.jsonl")
@@ -398,6 +410,47 @@ def test_the_users_file_names_servers_and_a_wrong_one_is_left_out(tmp_path: Path
         assert part in warning
         assert warning.startswith(str(path))
     assert f"{path}:10: " in warnings[0]
+
+
+def test_only_the_users_file_starts_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, folder in folders_in(tmp_path / "user").items():
+        monkeypatch.setenv(name, str(folder))
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    section = '[mcp.files]\ncommand = ["server"]\n'
+    for name in ("config.toml", ".kvq.toml", "kvq.toml"):
+        Path(name).write_text(section)
+    assert chat.chat_settings(cli.parse(["chat"])).tool_servers == []
+    path = configuration.user_path()
+    path.parent.mkdir(parents=True)
+    path.write_text(section + "[mcp.wrong]\n")
+    settings = chat.chat_settings(cli.parse(["chat"]))
+    assert [server.name for server in settings.tool_servers] == ["files"]
+    (warning,) = settings.warnings
+    assert f"{path}:3: [mcp.wrong] needs either" in warning
+
+
+def test_the_files_that_pages_show_are_read_without_a_warning(tmp_path: Path) -> None:
+    names: list[list[str]] = []
+    for page in ("mcp", "settings"):
+        text = (ROOT / f"apps/docs/docs/howto/{page}.md").read_text()
+        (tmp_path / "config.toml").write_text(text.split("```toml\n")[1].split("```")[0])
+        servers, warnings = read_tool_servers(tmp_path / "config.toml")
+        names.append([server.name for server in servers])
+        assert warnings == []
+    assert names == [["files", "search", "far"], ["files"]]
+
+
+def test_an_error_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "find_spec", lambda _: None)
+    settings = ChatSettings(tool_servers=[desk()])
+    with (
+        pytest.raises(UsageError, match=r'needs mcp; .*"kvq-runtime\[mcp\]"'),
+        cli._explain_missing_extras(),
+    ):
+        chat._on_screen(FakeClient(), settings, Namespace(inline=False))
 
 
 def test_a_chat_without_servers_does_not_import_the_package(tmp_path: Path) -> None:
