@@ -33,8 +33,8 @@ NAMES = {"user": "you", "assistant": "kvq", "system": "system"}
 _THOUGHT_CHARACTERS = 2048
 # A longer message of the user, usually a paste, shows only its first lines.
 LONG_LINES, FIRST_LINES = 20, 6
-# A call and its result show so much of themselves before they are unfolded.
-FOLDED_CHARACTERS = 60
+# Longer calls and results show only their beginning.
+SHORT_CHARACTERS, FOLDED_CHARACTERS = 160, 40
 _TONES = ("user", "assistant", "note", "error", "header")
 STATES = {
     "stopped": "stopped",
@@ -320,10 +320,10 @@ class TranscriptView(ScrollView, can_focus=True):
             self._append_folded(message, f"calls {call.name} ", call.arguments)
 
     def _append_folded(self, message: Message, head: str, text: str) -> None:
-        """Appends a line with the beginning of `text`, which unfolds to all of it."""
-        beginning = " ".join(text[: 2 * FOLDED_CHARACTERS].split())[:FOLDED_CHARACTERS]
-        folded = text != beginning
-        more = f" … {len(text)} characters; Ctrl+O shows them" * folded
+        """Appends `text`; of a long one a line with its beginning, which unfolds to all of it."""
+        folded = len(text) > SHORT_CHARACTERS or "\n" in text
+        beginning = " ".join(text.split())[:FOLDED_CHARACTERS] if folded else text
+        more = f" … {len(text)} characters, Ctrl+O" * folded
         line = plain_blocks(f"{head}{beginning}{more}")[0]
         self._add_row(message, line, tone="note", unfolded=False if folded else None)
         for block in plain_blocks(f"{head}{text}") if folded else ():
