@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from os import SEEK_END
+from os.path import expanduser
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
@@ -48,6 +49,7 @@ _KEYS = ("command", "env", "url")
 _REASON_CHARACTERS = 300
 _DESCRIPTION_CHARACTERS = 2000
 _NAME_CHARACTERS = 64
+_SCHEMA_CHARACTERS = 16384
 _LOG_BYTES = 4096
 
 
@@ -86,9 +88,9 @@ def read_tool_servers(path: Path) -> tuple[list[ToolServerSettings], list[str]]:
             warnings.append(f"{where}: {trouble}; this server is not used")
             continue
         first, *words = values.get("command") or ("",)
-        if "/" in first:
+        if Path(first).name != first:
             # Beside this file, and never in the folder where the chat was started.
-            first = str(path.parent / Path(first).expanduser())
+            first = str(path.parent / expanduser(first))
         command = (first, *words) if first else ()
         env, url = values.get("env", {}), values.get("url", "")
         servers.append(ToolServerSettings(name=name, command=command, env=env, url=url))
@@ -106,7 +108,8 @@ def _trouble(name: str, values: Any) -> str:
         ({*values} - {*_KEYS}, f"[mcp.{name}] takes the keys {', '.join(_KEYS)}"),
         ((command is None) == (url is None), f"[mcp.{name}] needs either a command or a url"),
         (
-            command is not None and not (is_array(command) and command and _all_texts(command)),
+            command is not None
+            and not (is_array(command) and _all_texts(command) and any(command[:1])),
             'command is a list of texts, such as ["npx", "-y", "PACKAGE"]',
         ),
         (
@@ -119,7 +122,7 @@ def _trouble(name: str, values: Any) -> str:
 
 
 def _all_texts(values: Any) -> bool:
-    return all(isinstance(value, str) and value and "\0" not in value for value in values)
+    return all(isinstance(value, str) for value in values)
 
 
 class ToolServer:
@@ -141,10 +144,11 @@ class ToolServer:
                     async with timeout(START_TIMEOUT_S):
                         client = await stack.enter_async_context(self._connection(log))
                         tools = await _all_tools(client)
-                    self._client, self.tools, self.state = client, tools[:MOST_TOOLS], "ready"
-                    left_out = f" of {len(tools)}" if len(tools) > MOST_TOOLS else ""
-                    counted = f"{len(self.tools)}{left_out} tools"
-                    say(f"the server {self.name} offers {counted}; /mcp lists them", False)
+                    self._client, self.state = client, "ready"
+                    self.tools = [*filter(_is_short, tools)][:MOST_TOOLS]
+                    left_out = f" of {len(tools)}" * (len(self.tools) < len(tools))
+                    counted = f"{len(self.tools)}{left_out}"
+                    say(f"tools of the server {self.name}: {counted}; /mcp lists them", False)
                     await self._lost.wait()
             except Exception as error:  # noqa: BLE001 - what a server does never ends the chat
                 self.state = f"failed: {_reason(error, log)}"
@@ -279,6 +283,12 @@ async def _all_tools(client: "Client") -> "list[Tool]":
     return tools
 
 
+def _is_short(tool: "Tool") -> bool:
+    """Says whether a tool's name and parameters leave room for a conversation."""
+    schema = json.dumps(tool.input_schema)
+    return len(tool.name) <= _NAME_CHARACTERS and len(schema) <= _SCHEMA_CHARACTERS
+
+
 def _model_name(name: str) -> str:
     """Returns a name that every notation of calls can write."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name)[:_NAME_CHARACTERS]
@@ -294,7 +304,7 @@ def _reason(error: Exception, log: Any = None) -> str:
         words = log.read().decode(errors="replace").rstrip().rpartition("\n")[2].strip()
     is_late = isinstance(error, TimeoutError)
     text = f"no answer within {START_TIMEOUT_S:.0f} s" if is_late else format_error(error)
-    return ": ".join(filter(None, (text, words)))[:_REASON_CHARACTERS]
+    return " ".join(": ".join(filter(None, (text, words))).split())[:_REASON_CHARACTERS]
 
 
 def _result_text(result: "CallToolResult") -> str:

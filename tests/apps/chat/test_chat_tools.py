@@ -93,7 +93,7 @@ def test_a_call_runs_once_it_is_allowed_and_the_answer_goes_on(tmp_path: Path) -
         assert '"second": 22' in question
         await answer_question(app, pilot, *ONCE)
         text = shown(app)
-        assert "the server desk offers 6 tools" in text
+        assert "tools of the server desk: 6; /mcp lists them" in text
         assert 'calls add {"first": 20, "second": 22}' in text
         assert "result: 42" in text
         assert text.index("Let me see.") < text.index("calls add") < text.index("It said 42")
@@ -390,7 +390,9 @@ def test_the_users_file_names_servers_and_a_wrong_one_is_left_out(tmp_path: Path
     path.write_text(
         '[mcp.files]\ncommand = ["npx", "-y", "server"]\nenv = {TOKEN = "x"}\n'
         '[mcp.beside]\ncommand = ["./bin/server"]\n'
-        '[mcp.home]\ncommand = ["~/server"]\n'
+        '[mcp.home]\ncommand = ["~/server", ""]\n'
+        '[mcp.nobody]\ncommand = ["~no-such-user/server"]\n'
+        '[mcp.empty]\ncommand = [""]\n'
         '[mcp.far]\nurl = "https://example.org/mcp"\n'
         '[mcp.both]\ncommand = ["x"]\nurl = "http://x"\n'
         "[mcp.text]\ncommand = 'x'\n"
@@ -404,13 +406,15 @@ def test_the_users_file_names_servers_and_a_wrong_one_is_left_out(tmp_path: Path
     assert [(row.name, row.command, row.url) for row in servers] == [
         ("files", ("npx", "-y", "server"), ""),
         ("beside", (str(tmp_path / "bin/server"),), ""),
-        ("home", (str(Path.home() / "server"),), ""),
+        ("home", (str(Path.home() / "server"), ""), ""),
+        ("nobody", (str(tmp_path / "~no-such-user/server"),), ""),
         ("far", (), "https://example.org/mcp"),
     ]
     assert servers[0].env == {"TOKEN": "x"}
     needed = (
-        *("either a command or a url", "command is a list of texts", "takes the keys command"),
-        *("'a b' is no name", "url begins with http", "env is a table", "is a section"),
+        *("command is a list of texts", "either a command or a url", "command is a list of texts"),
+        *("takes the keys command", "'a b' is no name", "url begins with http", "env is a table"),
+        "is a section",
     )
     assert len(warnings) == len(needed)
     for part, warning in zip(needed, warnings, strict=True):
