@@ -6,13 +6,14 @@ Only the engine counts tokens: its count of the whole conversation gives charact
 from asyncio import ensure_future
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvq.errors import KvqError
 from kvq_apps.chat.client import ContextFullError, EngineLostError, StreamUpdate, Turn
 from kvq_apps.chat.messages import Message, ReplyStats, state_after
 from kvq_apps.chat.meter import WARN_SHARE, context_share, why_cut
 from kvq_apps.chat.tool_calls import MOST_ROUNDS, ToolCalls
+from kvq_apps.chat.tool_servers import ServerTool
 from kvq_apps.chat.visible import storable
 from kvq_apps.settings.flags import format_error
 from kvq_models.thinking import split
@@ -57,6 +58,7 @@ class Replies:
         self._conversation = chat.conversation
         self._settings = chat.settings
         self._tool_calls = ToolCalls(chat)
+        self._tools: Mapping[str, ServerTool] = {}
         self.warned_full = False
 
     async def answer(self, text: str) -> None:
@@ -97,23 +99,18 @@ class Replies:
             if number:
                 message, edited, partial_reply = self._conversation.add("assistant", ""), (), None
                 self._view.add(message)
-            tools = self._tool_calls.offered()
-            functions = [tool.function for tool in tools.values()]
-            state = await self._stream_into(message, functions, edited, partial_reply)
+            self._tools = self._tool_calls.offered()
+            state = await self._stream_into(message, edited, partial_reply)
             if not message.calls:
                 self._tell_context(state)
                 return
-            if not await self._tool_calls.answer(message.calls, tools):
+            if not await self._tool_calls.answer(message.calls, self._tools):
                 self._view.say("the calls were stopped; /retry answers without them")
                 return
         self._view.say(f"{MOST_ROUNDS} replies in a row called tools; /retry lets the model go on")
 
     async def _stream_into(
-        self,
-        message: Message,
-        tools: Sequence[Mapping[str, Any]],
-        edited: Sequence[Message],
-        partial_reply: Message | None,
+        self, message: Message, edited: Sequence[Message], partial_reply: Message | None
     ) -> str:
         """Streams an answer into the branch's last message, or continues `partial_reply`.
 
@@ -121,7 +118,7 @@ class Replies:
         """
         state = "failed"
         try:
-            state = await self._ask(tools, edited, partial_reply)
+            state = await self._ask(edited, partial_reply)
             # Calls that are complete run, even if the reply was cut after them.
             state = "done" if state == "length" and message.calls else state
         except EngineLostError as error:
@@ -178,15 +175,11 @@ class Replies:
             self._view.feed_draft(first + draft, storable(text))
             self._conversation.feed(storable(text), new[draft])
 
-    async def _ask(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        edited: Sequence[Message],
-        partial_reply: Message | None,
-    ) -> str:
+    async def _ask(self, edited: Sequence[Message], partial_reply: Message | None) -> str:
         """Asks the client until the conversation fits; returns the state of the reply."""
         remedy: str | None = None
         left_out = self._conversation.num_left_out
+        tools = [tool.function for tool in self._tools.values()]
         while True:
             try:
                 context = self._conversation.context(up_to=partial_reply)

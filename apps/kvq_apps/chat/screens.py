@@ -251,11 +251,10 @@ class QuestionScreen(BoxScreen[str]):
         )
 
     def compose(self) -> ComposeResult:
-        with Vertical() as box:
+        with Vertical():
             with self.scroll:
                 yield Static(visible(self._text), markup=False)
             yield self._options
-        box.border_subtitle = "PgUp and PgDn scroll, Esc closes"
 
     def on_mount(self) -> None:
         """Marks the first answer, so that Enter takes it."""

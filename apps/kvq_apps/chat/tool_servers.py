@@ -5,21 +5,10 @@ own. Only the user's settings file names servers, since that starts programs. Th
 imported on that thread, and only if there is a server.
 """
 
+import asyncio
 import json
 import logging
 import re
-from asyncio import (
-    AbstractEventLoop,
-    CancelledError,
-    Event,
-    Runner,
-    Task,
-    TaskGroup,
-    current_task,
-    new_event_loop,
-    run_coroutine_threadsafe,
-    timeout,
-)
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
@@ -134,14 +123,14 @@ class ToolServer:
         self.tools: list[Tool] = []
         self._settings = settings
         self._client: Client | None = None
-        self._lost = Event()
+        self._lost = asyncio.Event()
 
     async def keep(self, say: Callable[[str, bool], None]) -> None:
         """Connects, and stays connected. Says when the tools are there, and what went wrong."""
         with TemporaryFile() as log:
             try:
                 async with AsyncExitStack() as stack:
-                    async with timeout(START_TIMEOUT_S):
+                    async with asyncio.timeout(START_TIMEOUT_S):
                         client = await stack.enter_async_context(self._connection(log))
                         tools = await _all_tools(client)
                     self._client, self.state = client, "ready"
@@ -164,7 +153,7 @@ class ToolServer:
         if self._client is None:
             return f"error: the server {self.name} {self.state}"
         try:
-            async with timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
                 result = await self._client.call_tool(name, {**arguments})
         except TimeoutError:
             return f"error: {self.name} gave no result within {CALL_TIMEOUT_S:.0f} s"
@@ -204,14 +193,14 @@ class ToolServers:
         self.servers = [ToolServer(row) for row in settings]
         self._say = say
         self._closed = False
-        self._loop: AbstractEventLoop | None = None
-        self._main: Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[Any] | None = None
         self._thread = Thread(target=self._run, name="kvq-tools", daemon=True)
 
     def start(self) -> None:
         """Begins to connect, if there are servers."""
         if self.servers:
-            self._loop = new_event_loop()
+            self._loop = asyncio.new_event_loop()
             self._thread.start()
 
     def offered(self) -> dict[str, ServerTool]:
@@ -237,7 +226,7 @@ class ToolServers:
         """Calls a tool that was offered; a cancel of the future reaches the server."""
         assert self._loop is not None
         server = next(row for row in self.servers if row.name == tool.server)
-        return run_coroutine_threadsafe(server.call(tool.name, arguments), self._loop)
+        return asyncio.run_coroutine_threadsafe(server.call(tool.name, arguments), self._loop)
 
     def end(self) -> None:
         """Ends all servers, without waiting."""
@@ -255,16 +244,16 @@ class ToolServers:
     def _run(self) -> None:
         loop = self._loop
         assert loop is not None
-        with suppress(CancelledError), Runner(loop_factory=lambda: loop) as runner:
+        with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.run(self._keep_all())
 
     async def _keep_all(self) -> None:
-        self._main = current_task()
-        async with TaskGroup() as tasks:
+        self._main = asyncio.current_task()
+        async with asyncio.TaskGroup() as tasks:
             for server in () if self._closed else self.servers:
                 tasks.create_task(server.keep(self._note))
             # Calls of a server that is lost are still answered.
-            await Event().wait()
+            await asyncio.Event().wait()
 
     def _note(self, text: str, error: bool) -> None:
         if not self._closed:
