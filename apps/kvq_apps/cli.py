@@ -55,6 +55,7 @@ EXTRAS = {
     "mcp": ("mcp",),
     "plot": ("matplotlib",),
     "ray": ("ray",),
+    "traces": ("opentelemetry",),
 }
 
 SHELLS = ("bash", "zsh", "fish")

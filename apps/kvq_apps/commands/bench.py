@@ -105,7 +105,7 @@ def _run_speed(arguments: Namespace) -> int:
     device = chosen_device(arguments)
     engines.check_peers(peers, device)
     threads = thread_counts(arguments)
-    files, gguf = opened_files(arguments), _gguf(arguments)
+    files, gguf = opened_files(arguments), gguf_argument(arguments)
     engine = engines.default_engine(files)
     job = _job(arguments, files, peers, device)
     if engine != engines.KVQ:
@@ -261,7 +261,7 @@ def opened_files(arguments: Namespace) -> "ModelFiles":
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 
-def _gguf(arguments: Namespace) -> "ModelFiles | None":
+def gguf_argument(arguments: Namespace) -> "ModelFiles | None":
     """Returns the GGUF file on the command line, if there is one."""
     from kvq_runtime.bundle.gguf_file import GgufFile
     from kvq_runtime.bundle.gguf_format import is_gguf

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Opened = tuple[OpenSession, OpenSession]
 
 DEFAULT_CONTEXT = 2048
-LABORATORY_TASKS = ("drafts", "edit", "fim", "program", "math")
+LABORATORY_TASKS = ("calls", "drafts", "edit", "fim", "program", "math")
 # A table reads its text many times, so it is short.
 DEFAULT_WINDOWS = 16
 
@@ -37,8 +37,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         nargs="*",
         metavar="[MODEL] FILE",
         help="UTF-8 texts (`-`: stdin), for facts prose to hide them in; from a checkout for "
-        "drafts and edit source files, for fim also infilling records (.jsonl, .gz, .xz), for "
-        "program HumanEval's records, for math GSM8K's; a first word that is no file is the model",
+        "calls, drafts and edit source files, for fim also infilling records (.jsonl, .gz, .xz), "
+        "for program HumanEval's records, for math GSM8K's; a first word that is no file is the "
+        "model",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(

@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "and comes back without being read again.",
     )
     flags.add_flags(cache, "sessions", "sessions-disk", "sessions-folder")
-    flags.add_flags(cache, "queue", "chunk-tokens", "ctx-size")
+    flags.add_flags(cache, "queue", "chunk-tokens", "ctx-size", "reuse")
     flags.add_flags(
         cache,
         *flags.KV_FLAGS,

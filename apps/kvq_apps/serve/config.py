@@ -18,6 +18,8 @@ class ServeConfig(PoolConfig):
 
     With `port` None it listens on `socket_path` only, a socket file that only its owner may open.
     A request may name any model; with `strict_model` only the served model's names and `aliases`.
+    `reuse` "moved" lets a prompt that an earlier one was changed into keep what follows the change,
+    as PIE does; "exact" reads that again. Spans go to the OTLP collector at `traces`.
     `sampling` holds fields of `Sampling` that replace the model's. Sessions on disk take at most
     `saved_bytes`, 0 for none, in `saved_folder`, or else in the cache folder. The engine writes at
     most `buffer_bytes` ahead of a reader. A request's head must arrive within `head_s`, its body
@@ -32,6 +34,8 @@ class ServeConfig(PoolConfig):
     origins: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ("default",)
     strict_model: bool = False
+    reuse: str = "exact"
+    traces: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     saved_bytes: int = 2 << 30
     saved_folder: Path | None = None

@@ -52,6 +52,7 @@ from kvq_apps.serve.streams import (
     measured_prompts,
     whole_answer,
 )
+from kvq_apps.serve.tracing import tracer
 from kvq_apps.serve.wire import (
     ChatShape,
     CompletionShape,
@@ -70,7 +71,7 @@ from kvq_runtime.answer.constraint import Grammar
 from kvq_runtime.config import Sampling
 from kvq_runtime.serving.outbox import Failed
 from kvq_runtime.serving.pool import Counts, SessionPool
-from kvq_runtime.serving.request import shutdown_error
+from kvq_runtime.serving.request import GenerationRequest, shutdown_error
 from kvq_runtime.serving.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -183,6 +184,7 @@ class _Routes:
         self._pool = pool
         self._config = config
         self._ignored: set[str] = set()
+        self._begin_span = tracer(config.traces)
         self._readers = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammars")
         self._long_bodies = ThreadPoolExecutor(_LONG_BODY_THREADS, "long-bodies")
 
@@ -327,6 +329,7 @@ class _Routes:
             names=_names(served, self._config),
             owner=owner,
             strict=self._config.strict_model,
+            exact=self._config.reuse == "exact",
             tokenizer=served.tokenizer,
             gaps=served.gaps.for_owner(owner),
             vocab_size=served.vocab_size,
@@ -383,8 +386,12 @@ class _Routes:
                 logger.warning("the field %r of a request has no effect here", name)
         return names
 
+    def _events(self, request: Request, generation: GenerationRequest) -> JobEvents:
+        report_end = self._begin_span(request.url.path, self._served().name, request.headers)
+        return JobEvents(self._pool, self._config, generation, report_end)
+
     async def _measured(self, request: Request, vectors: VectorRequest) -> Response:
-        events = JobEvents(self._pool, self._config, vectors.generation)
+        events = self._events(request, vectors.generation)
         watcher = asyncio.create_task(cancel_when_gone(request.receive, events))
         try:
             body = await asyncio.to_thread(vectors.answer, *await measured_prompts(events))
@@ -397,7 +404,7 @@ class _Routes:
         return await asyncio.to_thread(JsonAnswer, body | notes)
 
     async def _answer(self, request: Request, shape: Shape) -> Response:
-        events = JobEvents(self._pool, self._config, shape.request.generation)
+        events = self._events(request, shape.request.generation)
         watcher = asyncio.create_task(cancel_when_gone(request.receive, events))
         try:
             if shape.request.stream:
@@ -637,9 +644,11 @@ def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:
         "jobs_cancelled_total": ("Jobs whose client left.", counts.cancelled),
         "jobs_refused_total": ("Jobs refused because the queue was full.", counts.refused),
         "steps_total": ("Steps of the pool.", counts.steps),
+        "queued_seconds_total": ("Seconds that jobs waited for a session.", counts.queued_s),
         "busy_seconds_total": ("Seconds the model was computing.", counts.busy_s),
         "prompt_tokens_total": ("Tokens of prompts.", counts.prompt_tokens),
         "cached_tokens_total": ("Tokens of prompts found in a session.", counts.cached_tokens),
+        "moved_tokens_total": ("Of these, encoded before a change.", counts.moved_tokens),
         "new_tokens_total": ("Tokens written.", counts.new_tokens),
         "drafted_tokens_total": ("Tokens guessed by drafters.", rounds.drafted_tokens),
         "accepted_tokens_total": ("Guessed tokens that were right.", rounds.accepted_tokens),

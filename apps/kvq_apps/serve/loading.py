@@ -85,7 +85,8 @@ def serve_engine(
     requested_name: str | None = None,
 ) -> ServedModel:
     """Makes a served model of an opened engine; the user called it `requested_name`."""
-    session_options = {"draft_tokens": DRAFT_TOKENS, **session_options}
+    moves = config.reuse == "moved"
+    session_options = {"draft_tokens": DRAFT_TOKENS, "edits": moves, **session_options}
     if engine.tokenizer.fim is not None:
         session_options["sink_tokens"] = fixed_tokens(engine.tokenizer)
     first = engine.session(**session_options)

@@ -12,7 +12,8 @@ from kvq_runtime.text_embedding import TextEmbedding
 class ModelView:
     """Describes the served model to what reads a request.
 
-    With `strict` a request for a model that is not in `names` is refused. `owner` is the request's,
+    With `strict` a request for a model that is not in `names` is refused. `exact`: what follows a
+    change in a prompt is read again, unless the request says otherwise. `owner` is the request's,
     whose sessions it may find again. `embedding` says how it makes vectors of texts, of
     `state_width` numbers.
     """
@@ -21,6 +22,7 @@ class ModelView:
     names: frozenset[str]
     owner: str
     strict: bool
+    exact: bool
     tokenizer: Tokenizer
     gaps: GapPrompts
     vocab_size: int

@@ -372,6 +372,7 @@ def _any_request(fields: Fields, model: ModelView, priority: str) -> GenerationR
         distinct=extension.flag("distinct"),
         stop=fields.texts("stop", MOST_STOPS),
         reuse=fields.flag("cache_prompt", True),
+        edits=not extension.flag("exact", model.exact),
         draft=_draft(extension),
         predict=_predict(extension),
     )

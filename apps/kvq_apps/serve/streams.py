@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import as_request_error
+from kvq_apps.serve.tracing import Ended
 from kvq_apps.serve.wire import Choice, Json, Shape
 from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.outbox import (
@@ -30,7 +31,7 @@ from kvq_runtime.serving.outbox import (
     Report,
 )
 from kvq_runtime.serving.pool import SessionPool
-from kvq_runtime.serving.request import GenerationRequest
+from kvq_runtime.serving.request import GenerationRequest, PoolError
 
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -39,11 +40,17 @@ class JobEvents:
     """Passes a job's events to the event loop."""
 
     def __init__(
-        self, pool: SessionPool[Any], config: ServeConfig, request: GenerationRequest
+        self,
+        pool: SessionPool[Any],
+        config: ServeConfig,
+        request: GenerationRequest,
+        report_end: Ended,
     ) -> None:
+        """Submits the job. `report_end` gets its last event, None for a client that has left."""
         self._pool = pool
         self._arrived = asyncio.Event()
         self._ended = False
+        self._report_end = report_end
         loop = asyncio.get_running_loop()
 
         def notify() -> None:
@@ -52,7 +59,11 @@ class JobEvents:
                 loop.call_soon_threadsafe(self._arrived.set)
 
         self.job = Job(request, Outbox(config.buffer_bytes, notify))
-        pool.submit(self.job)
+        try:
+            pool.submit(self.job)
+        except PoolError as error:
+            report_end(Failed(error=error))
+            raise
 
     async def next(self, timeout_s: float | None = None) -> Event | None:
         """Returns the next event; None after `timeout_s` without one. Raises `ClientDisconnect`."""
@@ -65,7 +76,9 @@ class JobEvents:
             if was_full and not self.job.outbox.full:
                 self._pool.poke()
             if event is not None:
-                self._ended = isinstance(event, Done | Failed)
+                if isinstance(event, Done | Failed):
+                    self._ended = True
+                    self._report_end(event)
                 return event
             try:
                 await asyncio.wait_for(self._arrived.wait(), timeout_s)
@@ -75,6 +88,8 @@ class JobEvents:
     def cancel(self) -> None:
         """Ends the job, unless it has ended, and wakes what waits for it."""
         if not self._ended:
+            if not self.job.cancelled:
+                self._report_end(None)
             self._pool.cancel(self.job)
             self._arrived.set()
 

@@ -35,7 +35,8 @@ Json = dict[str, Any]
 REPORTED = (
     *("stats.kv_bytes", "stats.kv_bytes_peak", "stats.kv_budget", "stats.auxiliary_bytes"),
     *("stats.held.mean_k_bits", "stats.held.mean_v_bits", "stats.held.evicted_share"),
-    *("prompt_tokens", "cached_tokens", "stats.edits.predicted_tokens", "new_tokens"),
+    *("prompt_tokens", "cached_tokens", "moved_tokens"),
+    *("stats.edits.predicted_tokens", "new_tokens"),
     *("rounds.drafted_tokens", "rounds.accepted_tokens"),
     *("rounds.draft_ms", "rounds.pass_ms", "rounds.choose_ms", "context_tokens"),
     *("queued_ms", "ttft_ms", "prefill_tok_s", "decode_tok_s"),

@@ -191,9 +191,9 @@ FLAGS: dict[str, Flag] = {
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
     "task": Flag("what to measure: ppl, kld, passkey, retrieval or facts; from a checkout "
-        "(`apps/lab`) also drafts, edit, fim, program and math",
-        choices=("ppl", "kld", "passkey", "retrieval", "facts", "drafts", "edit", "fim", "program",
-            "math"), common=True),
+        "(`apps/lab`) also calls, drafts, edit, fim, program and math",
+        choices=("ppl", "kld", "passkey", "retrieval", "facts", "calls", "drafts", "edit", "fim",
+            "program", "math"), common=True),
     "context": Flag("context lengths in tokens", metavar="N,..", common=True),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
@@ -211,10 +211,10 @@ FLAGS: dict[str, Flag] = {
     "tune": Flag("measure in seconds what is fastest on this machine, keep it, and end",
         switch=True, common=True),
     "suite": Flag("speed: steps and prefill of engines (default); serve: completions over HTTP "
-        "while a chat streams, at the first --context; from a checkout (`apps/lab`) also drafts: "
-        "all drafters against plain decoding; edit: recorded typing in a file; ttft: the first "
-        "token of a prompt, predicted and computed",
-        choices=("speed", "serve", "drafts", "edit", "ttft"), common=True),
+        "while a chat streams, at the first --context; from a checkout (`apps/lab`) also agent: "
+        "prompts whose beginning changed; drafts: all drafters against plain decoding; edit: "
+        "recorded typing in a file; ttft: the first token of a prompt, predicted and computed",
+        choices=("speed", "serve", "agent", "drafts", "edit", "ttft"), common=True),
     "shape": Flag("random weights in a real model's shape, such as qwen2.5-0.5b or lfm2-1.2b "
         "(a name that is none lists all); NAME:layers=N: its first layers",
         metavar="NAME", common=True),
@@ -265,6 +265,12 @@ FLAGS: dict[str, Flag] = {
         "{kvq_apps.serve.config:ServeConfig.queue}", setting="serve.queue", metavar="N"),
     "chunk-tokens": Flag("tokens of a prompt read at once, while others wait",
         "what takes 50 ms, measured at the start", setting="serve.chunk-tokens", metavar="N"),
+    "reuse": Flag("what of a changed prompt is kept: exact: all before the change; moved: what "
+        "follows it too, as it was computed before (a request's x_kvq.exact comes first)",
+        "{kvq_apps.serve.config:ServeConfig.reuse}", setting="serve.reuse",
+        choices=("exact", "moved")),
+    "traces": Flag("send a span of each request, without texts, to the OTLP collector at this "
+        "address, such as http://127.0.0.1:4318", setting="serve.traces", metavar="URL"),
     "strict-model": Flag("refuse a request for a model of another name; else any name is taken "
         "for the one that is served", setting="serve.strict-model", switch=True),
     "grace": Flag("seconds for running answers at the end",
@@ -304,7 +310,7 @@ SAMPLING_FLAGS = (
 )  # fmt: skip
 SERVE_FLAGS = (
     "host", "port", "socket", "api-key", "origin", "alias", "strict-model", "models-budget",
-    "grace",
+    "traces", "grace",
 )  # fmt: skip
 CHAT_FLAGS = ("continue", "cid", "no-log", "list", "search", "export", "import")
 ENGINE_FLAGS = (

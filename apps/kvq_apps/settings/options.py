@@ -200,7 +200,8 @@ def serve_options(arguments: Namespace) -> dict[str, Any]:
     values = keywords(
         arguments, host="host", port="port", api_key="api-key", sessions="sessions", queue="queue",
         chunk_tokens="chunk-tokens", grace_s="grace", saved_bytes="sessions-disk",
-        saved_folder="sessions-folder",
+        saved_folder="sessions-folder", reuse="reuse",
+        traces="traces",
     )  # fmt: skip
     if "saved_bytes" in values:
         values["saved_bytes"] = _disk_bytes(values["saved_bytes"])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from kvq.errors import UsageError, argument
 from kvq_apps.commands.bench import (
     chosen_device,
+    gguf_argument,
     kv_settings,
     opened_files,
     refuse,
@@ -32,6 +33,28 @@ def check(arguments: Namespace, /) -> None:
             f"{argument('--kv-predict')} needs {argument('--suite')} ttft, which reads prompts "
             "with it and without, in turn"
         )
+
+
+def _agent(arguments: Namespace) -> int:
+    """The suite `agent`."""
+    refuse(arguments, "device", "kv-policy", "kv-read", "shape")
+    from kvq_lab import agent_replay
+
+    chosen = options.keywords(arguments, turns="repeat")
+    if options.on_command_line(arguments, "context"):
+        chosen["context"] = max(arguments.context)
+    for peer in arguments.peer or ():
+        name, _, program = peer.partition("=")
+        if name != "llama-server" or not program:
+            raise UsageError(
+                f"{argument('--peer')} {peer} is not possible; the suite agent has "
+                "llama-server=PROGRAM"
+            )
+        gguf = gguf_argument(arguments)
+        if gguf is None:
+            raise UsageError(f"{argument('--peer')} {name} reads GGUF files; measure one of these")
+        chosen |= {"peer": program, "peer_model": str(gguf.path)}
+    return run_sessions(arguments, agent_replay, agent_replay.ReplayJob(**chosen))
 
 
 def _drafts(arguments: Namespace) -> int:
@@ -72,4 +95,9 @@ def _ttft(arguments: Namespace) -> int:
     return run_sessions(arguments, ttft, ttft.TtftJob(**chosen))
 
 
-RUNS: Mapping[str, Callable[[Namespace], int]] = {"drafts": _drafts, "edit": _edit, "ttft": _ttft}
+RUNS: Mapping[str, Callable[[Namespace], int]] = {
+    "agent": _agent,
+    "drafts": _drafts,
+    "edit": _edit,
+    "ttft": _ttft,
+}

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 # Lines to fill in, problems to solve and edits to make.
 DEFAULT_LIMIT = 200
-LINE_TOKENS, PROGRAM_TOKENS, MATH_TOKENS = 64, 512, 320
+LINE_TOKENS, PROGRAM_TOKENS, MATH_TOKENS, CALL_TOKENS = 64, 512, 320, 192
+# Tools and a request of the task `calls`, beside its conversation.
+PROMPT_TOKENS = 1024
 # Places where several drafts are written, and tokens before each and of a draft.
 DRAFTS_PLACES, DRAFTS_CONTEXT, DRAFTS_TOKENS = 100, 256, 10
 DRAFTS = (1, 3, 5)
@@ -42,7 +44,8 @@ def add_flags(parser: ArgumentParser, /) -> None:
         "limit", "predict", "execute", "drafts", "drafts-method",
         predict="tokens of a line, a solution or a draft at most (default: "
         "{kvq_lab.eval:LINE_TOKENS}, program: {kvq_lab.eval:PROGRAM_TOKENS}, math: "
-        "{kvq_lab.eval:MATH_TOKENS}, drafts: {kvq_lab.eval:DRAFTS_TOKENS})",
+        "{kvq_lab.eval:MATH_TOKENS}, calls: {kvq_lab.eval:CALL_TOKENS}, drafts: "
+        "{kvq_lab.eval:DRAFTS_TOKENS})",
         drafts="numbers of drafts to compare (default: {kvq_lab.eval:DRAFTS})",
         drafts_method="a way to write them; may be repeated (default: "
         "each of {kvq_lab.drafts_quality:METHODS})",
@@ -116,6 +119,24 @@ def _edit(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
         return editing(*opened, cases, progress)
 
     return judge(engine, arguments, context_tokens, 0, measure)
+
+
+def _calls(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    """Runs the task `calls`: calls of tools after a conversation that shows the files."""
+    from kvq_lab.text_files import training_texts
+    from kvq_lab.tool_calls import call_problems, calling
+
+    limit, tokens = _limits(arguments, DEFAULT_LIMIT, CALL_TOKENS)
+    seed, context_tokens = choices_of(arguments).seed, one_length(engine, arguments)
+
+    def measure(opened: "Opened", progress: "Progress") -> "Measurement":
+        texts = [text for file in files for text in training_texts(file)]
+        problems, verdicts = call_problems(
+            engine.tokenizer, texts, limit=limit, seed=seed, context_tokens=context_tokens
+        )
+        return calling(opened[0], problems, verdicts, tokens, progress)
+
+    return judge(engine, arguments, context_tokens, PROMPT_TOKENS + tokens, measure)
 
 
 def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
@@ -274,6 +295,7 @@ def _sweep_settings(arguments: Namespace) -> "tuple[CacheSetting, ...]":
 
 
 RUNS: "Mapping[str, Callable[[Engine, Namespace, list[str]], int]]" = {
+    "calls": _calls,
     "drafts": _drafts,
     "edit": _edit,
     "fim": _fim,

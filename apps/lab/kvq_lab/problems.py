@@ -44,12 +44,16 @@ _CALCULATION = re.compile(r"<<.*?>>")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Holds a prompt in ids; `solves` tells whether a text is a solution."""
+    """Holds a prompt in ids; `solves` decides whether a text is a solution.
+
+    Control tokens in `shown` are part of that text.
+    """
 
     name: str
     ids: list[int]
     stops: tuple[str, ...]
     solves: Callable[[str], bool]
+    shown: frozenset[int] = frozenset()
 
 
 def problems(
@@ -104,7 +108,7 @@ def solving(
     def attempt(problem: Problem) -> Work[Any, bool]:
         options = GenerationOptions(
             max_tokens=answer_tokens, sampling=Sampling(temperature=0),
-            stop_strings=problem.stops, draft=False,
+            stop_strings=problem.stops, draft=False, shown=problem.shown,
         )  # fmt: skip
         with open_session() as session:
             if checkpoint is not None:

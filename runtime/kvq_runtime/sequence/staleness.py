@@ -18,6 +18,8 @@ Ages = NDArray[np.int32]
 PREDICTED, FROM_PREDICTED, FROM_STALE = 1 << 30, 1 << 29, 1 << 28
 # The token stood right after an edit.
 AFTER_EDIT = 1 << 27
+# What of an age says that text on the left of the token has changed.
+_MOVED = FROM_STALE | (AFTER_EDIT - 1)
 
 # The tokens right after an edit lose most by it: this many are encoded again before others.
 NEXT_TOKENS = 16
@@ -78,6 +80,17 @@ class Staleness:
         return int(stale_tokens[0]) if len(stale_tokens) else None
 
     @property
+    def moved(self) -> int:
+        """Returns how many tokens were encoded before a change on their left, or from such ones."""
+        return len(self._moved())
+
+    @property
+    def first_moved(self) -> int | None:
+        """Returns the first of the tokens that `moved` counts, None if there is none."""
+        moved = self._moved()
+        return int(moved[0]) if len(moved) else None
+
+    @property
     def predicted(self) -> int:
         """Returns how many tokens have predicted keys and values."""
         return int((self.ages >= PREDICTED).sum())
@@ -110,6 +123,9 @@ class Staleness:
             if following:
                 return following[-1]
         return _runs(self.ages > 0)[0]
+
+    def _moved(self) -> NDArray[np.int64]:
+        return np.flatnonzero((self.ages > 0) & (self.ages & _MOVED > 0))
 
     def _moved_runs(self) -> list[tuple[int, int]]:
         """Returns the runs that edits have moved, split where the number of moves changes."""

@@ -64,7 +64,7 @@ class Job:
         self._decode_s = 0.0
         self._decoded = 0
         self._encoded = 0
-        self._cached = 0
+        self._cached = self._moved = 0
         self._new = 0
         self._session: Session[Any] | None = None
         self._edits_before = 0
@@ -139,6 +139,7 @@ class Job:
         return Report(
             prompt_tokens=sum(map(len, self.request.prompts)),
             cached_tokens=self._cached,
+            moved_tokens=self._moved,
             edited_tokens=stats.edits.edited_tokens - self._edits_before,
             new_tokens=self._new,
             queued_ms=self._queued_s * 1e3,
@@ -160,6 +161,7 @@ class Job:
             ids, reuse=self.request.reuse, edits=self.request.edits, helpers=helpers
         )
         self._cached += cached
+        self._moved += slot.session.sequence.encoding.staleness.moved
         remaining = len(slot.session.sequence.ready())
         self.progress = (self.progress[0] + len(ids) - remaining, self.progress[1])
         while remaining:

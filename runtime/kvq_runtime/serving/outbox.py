@@ -53,11 +53,13 @@ class Report:
     Rates are in tokens per second, 0 when unmeasured. `ttft_ms` is from the request's arrival to
     its first token, waiting included. `prompt_ms` and `decode_ms` are the engine's own time.
     `rounds` are the request's. `stats` are its session's, which holds `context_tokens`.
+    `moved_tokens` of the `cached_tokens` were encoded before a change on their left;
     `edited_tokens` are new ones in the middle of a text that was kept.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    moved_tokens: int = 0
     edited_tokens: int = 0
     new_tokens: int = 0
     queued_ms: float = 0.0

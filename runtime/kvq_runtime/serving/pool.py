@@ -92,9 +92,11 @@ class Counts:
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    moved_tokens: int = 0
     new_tokens: int = 0
     rounds: Rounds = NO_ROUNDS
     decode_s: float = 0.0
+    queued_s: float = 0.0
     busy_s: float = 0.0
     _recent_s: float = 1.0
 
@@ -104,9 +106,11 @@ class Counts:
         self.failed += failed
         self.prompt_tokens += report.prompt_tokens
         self.cached_tokens += report.cached_tokens
+        self.moved_tokens += report.moved_tokens
         self.new_tokens += report.new_tokens
         self.rounds += report.rounds
         self.decode_s += report.decode_ms / 1e3
+        self.queued_s += report.queued_ms / 1e3
         seconds = (report.prompt_ms + report.decode_ms) / 1e3
         self._recent_s += _RECENT * (seconds - self._recent_s)
 
@@ -311,6 +315,7 @@ class SessionPool(Generic[S]):
                 owner=request.owner,
                 reuse=request.reuse,
                 transient=request.transient,
+                edits=request.edits,
                 predict=request.predict,
             )
         except Exception as error:  # noqa: BLE001  one request's fault must not end the pool

@@ -1,12 +1,13 @@
 """Sessions on disk: found by the tokens they begin with, limited in bytes, never trusted.
 
 A saved session is two files: `NAME.kvq`, the runtime's snapshot, which checks every byte, and
-`NAME.ids`, its tokens as int64. If only the first n - 1 tokens were computed and others predicted,
--n follows them; this is only a hint where to look. Files of one model and KV setting share a
-folder, and several servers may share it: each finds what the others wrote. Other users may write
-there, too. What is no regular file of this user, or larger than it can be, is never read. The
-thread that saves a session copies it, and another one writes the copy; until it is on disk the copy
-stands in for the file. Whatever the disk does, the worst case is that a prompt is read again.
+`NAME.ids`, its tokens as int64. If only the first n - 1 tokens are exact, and later ones were
+predicted or moved by an edit, -n follows them; this is only a hint where to look. Files of one
+model and KV setting share a folder, and several servers may share it: each finds what the others
+wrote. Other users may write there, too. What is no regular file of this user, or larger than it can
+be, is never read. The thread that saves a session copies it, and another one writes the copy; until
+it is on disk the copy stands in for the file. Whatever the disk does, the worst case is that a
+prompt is read again.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from kvq.errors import DataError, KvqError
 from kvq.files import is_private, read_regular, replace_file
-from kvq_runtime.sequence.hunks import common_prefix
+from kvq_runtime.sequence.hunks import common_prefix, hunks
 from kvq_runtime.sequence.staleness import Staleness
 from kvq_runtime.serving.writer import Parcel, SnapshotWriter
 from kvq_runtime.session import snapshot
@@ -47,14 +48,14 @@ _MOST_TOKENS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedSession:
-    """Describes one session on disk: its tokens, and how many first ones were computed.
+    """Describes one session on disk: its tokens, and how many first ones are exact.
 
-    `computed` None: all were. The tokens are only believed until the session is loaded.
+    `exact_tokens` None: all are. The tokens are only believed until the session is loaded.
     """
 
     path: Path
     tokens: Ids
-    computed: int | None = None
+    exact_tokens: int | None = None
 
     @property
     def owner(self) -> str:
@@ -97,17 +98,20 @@ class SavedSessions:
     ) -> tuple[SavedSession | None, int]:
         """Returns the session of `owner` with the longest beginning of `ids`, and its length.
 
-        `exact`: only computed tokens count, no predicted ones.
+        `exact`: only computed tokens count, no predicted ones and none that an edit has moved.
         """
         best, length = None, 0
-        self._look()
-        with self._lock:
-            rows = [row for row in self._rows if row.owner == owner]
-        for row in rows:
-            shared = common_prefix(row.tokens[: row.computed if exact else None], ids)
+        for row in self.of(owner):
+            shared = common_prefix(row.tokens[: row.exact_tokens if exact else None], ids)
             if shared > length:
                 best, length = row, shared
         return best, length
+
+    def of(self, owner: str) -> list[SavedSession]:
+        """Returns the sessions of `owner`."""
+        self._look()
+        with self._lock:
+            return [row for row in self._rows if row.owner == owner]
 
     def save(
         self, session: Session[Any], tokens: Ids, replaces: SavedSession | None, owner: str = ""
@@ -118,9 +122,9 @@ class SavedSessions:
         this is logged and counted, and what was there before is found again. A session that is
         larger than the limit is not written.
         """
-        computed = session.sequence.encoding.staleness.computed
+        exact_tokens = session.sequence.encoding.staleness.first_stale
         path = self._path_for(tokens, replaces, owner)
-        row = SavedSession(path=path, tokens=tokens, computed=computed)
+        row = SavedSession(path=path, tokens=tokens, exact_tokens=exact_tokens)
         if not self.fits(session):
             return row
         with self._lock:
@@ -204,8 +208,8 @@ class SavedSessions:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         parcel.snapshot.write(parcel.path)
         state = parcel.snapshot.state
-        computed = Staleness(state.ages).computed
-        marks = [] if computed is None else [-1 - computed]
+        exact_tokens = Staleness(state.ages).first_stale
+        marks = [] if exact_tokens is None else [-1 - exact_tokens]
         ids = np.append(state.tokens, marks).astype("<i8").tobytes()
         with replace_file(parcel.path.with_suffix(".ids")) as stream:
             stream.write(ids)
@@ -226,7 +230,8 @@ class SavedSessions:
 
     def _path_for(self, tokens: Ids, replaces: SavedSession | None, owner: str) -> Path:
         if replaces is not None and replaces.owner == owner:
-            kept = common_prefix(replaces.tokens, tokens)
+            lost = sum(hunk.stop - hunk.start for hunk in hunks(replaces.tokens, tokens))
+            kept = len(replaces.tokens) - lost
             if 2 * kept >= len(replaces.tokens):
                 return replaces.path
         return self._folder / f"{owner}{_OWNED if owner else ''}{secrets.token_hex(8)}.kvq"
@@ -277,10 +282,10 @@ def _read_row(path: Path, most_bytes: int) -> SavedSession | None:
         return None
     if not is_private(session.lstat()):
         raise DataError(f"{session} is no regular file of this user")
-    tokens, computed = np.frombuffer(content, "<i8").astype(np.int64), None
+    tokens, exact_tokens = np.frombuffer(content, "<i8").astype(np.int64), None
     if len(tokens) and tokens[-1] < 0:
-        tokens, computed = tokens[:-1], -1 - int(tokens[-1])
-    return SavedSession(path=session, tokens=tokens, computed=computed)
+        tokens, exact_tokens = tokens[:-1], -1 - int(tokens[-1])
+    return SavedSession(path=session, tokens=tokens, exact_tokens=exact_tokens)
 
 
 def _unlink(path: Path) -> None:

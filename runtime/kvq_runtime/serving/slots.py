@@ -3,12 +3,14 @@
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from kvq.errors import KvqError
 from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks
 from kvq_runtime.sequence.prediction import OFF
+from kvq_runtime.sequence.staleness import next_tokens
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
 from kvq_runtime.session.answering import AnswerHelpers
 from kvq_runtime.session.session import Session
@@ -17,6 +19,12 @@ logger = logging.getLogger(__name__)
 
 # Reading fewer tokens than this again is faster than saving or loading them.
 WORTH_SAVING_TOKENS = 32
+# An edit of another text pays where it saves reading so many tokens.
+LEAST_SAVED_TOKENS = 256
+# Tokens at the end of a prompt, most of which stay where its conversation goes on.
+END_TOKENS = 64
+# An edit is looked for in so many texts, those that share the longest beginning.
+COMPARED_TEXTS = 8
 
 
 class Slot:
@@ -35,6 +43,7 @@ class Slot:
         self.changes: list[Hunk] | None = None
         self.released_at = 0.0
         self._squeezed = False
+        self._prompt_tokens = 0
 
     def align(
         self,
@@ -46,14 +55,17 @@ class Slot:
     ) -> int:
         """Makes `ids` the session's prompt; returns how many of them need not be computed.
 
-        `edits`: what follows a change in the middle is kept, see `TokenSequence.align`. A session
-        that gave up precision or tokens for a longer text is not reused for a text that fits, as a
-        fresh one is better.
+        `edits`: what follows a change in the middle is kept, see `TokenSequence.align`; otherwise
+        what an earlier edit moved is not reused. A session that gave up precision or tokens for a
+        longer text is not reused for a text that fits, as a fresh one is better.
         """
+        if not edits and self.session.sequence.encoding.staleness.first_moved is not None:
+            self.session.sequence.drop_stale()
         if not reuse or (self._squeezed and not self._overflows(len(ids))):
             self.session.rollback(len(self.session.tokens))
             self.changes = None
         changes, self.changes = self.changes, None
+        self._prompt_tokens = len(ids)
         cached = self.session.align(ids, edits=edits, changes=changes, helpers=helpers)
         if cached == 0:
             self._squeezed = False
@@ -64,14 +76,20 @@ class Slot:
         """Returns whether it is idle and some of its text is not exact, see `Staleness`."""
         return not self.busy and self.session.sequence.encoding.staleness.stale > 0
 
-    def shared(self, ids: Ids, owner: str, *, exact: bool) -> int:
-        """Returns how many tokens it shares with a text of `owner`.
+    def shared(self, prompt: "_Prompt") -> int:
+        """Returns how many tokens `prompt` may share with its text.
 
         A text of another owner shares none, so that its speed tells nothing about others' texts.
-        `exact`: only computed tokens count.
         """
-        computed = self.session.sequence.encoding.staleness.computed if exact else None
-        return common_prefix(self.tokens[:computed], ids) if self.owner == owner else 0
+        if self.owner != prompt.owner:
+            return 0
+        staleness = self.session.sequence.encoding.staleness
+        ends = (
+            None if prompt.predicted else staleness.computed,
+            None if prompt.moved else staleness.first_moved,
+        )
+        usable = min((end for end in ends if end is not None), default=None)
+        return common_prefix(self.tokens[:usable], prompt.ids)
 
     def edits_to(self, ids: Ids, owner: str) -> list[Hunk]:
         """Returns the edits that turn this text into `ids`; for another owner all is new.
@@ -83,6 +101,13 @@ class Slot:
         """
         same = self.owner == owner
         return hunks(self.tokens, ids) if same else [Hunk(0, len(self.tokens), list(ids))]
+
+    def continues(self, changes: Sequence[Hunk]) -> bool:
+        """Decides whether edits keep the end of its prompt, as a conversation's next turn does."""
+        stop = self._prompt_tokens
+        start = stop - END_TOKENS
+        lost = sum(max(0, min(hunk.stop, stop) - max(hunk.start, start)) for hunk in changes)
+        return 2 * lost <= END_TOKENS
 
     def give_to(self, owner: str) -> None:
         """Gives the slot to `owner`, and forgets a text that belongs to another one."""
@@ -104,6 +129,7 @@ class Slot:
         """Notes that the content is now that of `saved`, which belongs to `owner`, or none."""
         self.owner = owner
         self.tokens = as_ids(self.session.tokens)
+        self._prompt_tokens = len(self.tokens)
         self._squeezed = self._overflows(len(self.tokens))
         self.saved = saved
         self.dirty = False
@@ -127,6 +153,7 @@ class Slots:
         owner: str,
         reuse: bool,
         transient: bool = False,
+        edits: bool = False,
         predict: str | None = None,
     ) -> Slot | None:
         """Returns a free slot for a text of `owner`, the one that shares most with it.
@@ -136,46 +163,105 @@ class Slots:
         its place; None while that has to wait for earlier copies to reach the disk.
 
         A `transient` text, which an editor sends with every key, is never saved. It takes the place
-        of a text that it is an edit of, else an empty slot, else any other. Predicted tokens are
-        shared only with a text that would be predicted too; `predict` is as in a request.
+        of a text that it is an edit of, else an empty slot, else any other. With `edits` another
+        text may take the place of a text that it is an edit of, where that saves much reading.
+        Predicted tokens are shared only with a text that would be predicted too, and moved ones
+        with a text that may be edited; `predict` is as in a request.
         """
-        prompt = as_ids(ids)
-        exact = not self.all[0].session.predicts if predict is None else predict == OFF
+        predicted = self.all[0].session.predicts if predict is None else predict != OFF
+        prompt = _Prompt(as_ids(ids), owner, predicted=predicted, moved=edits)
         free = [slot for slot in self.all if not slot.busy]
         for slot in free:
             slot.changes = None
-        slot = _editor_slot(free, prompt, owner) if transient else None
-        slot = slot or _closest_slot(free, prompt, owner, exact=exact)
-        if not (transient and slot.transient):
-            slot = self._kept_slot(slot, free, prompt, owner, reuse=reuse, exact=exact)
+        if transient:
+            slot = _editor_slot(free, prompt) or _closest_slot(free, prompt)
+            if not slot.transient:
+                slot = self._kept_slot(slot, free, prompt, reuse=reuse)
+        elif edits and reuse and (edit := self._best_edit(free, prompt)) is not None:
+            slot = self._edited_slot(edit, free, prompt)
+        else:
+            slot = self._kept_slot(_closest_slot(free, prompt), free, prompt, reuse=reuse)
         if slot is None:
             return None
         slot.give_to(owner)
+        if edits and not transient and slot.changes is None:
+            shared = common_prefix(slot.tokens, prompt.ids)
+            slot.changes = [Hunk(shared, len(slot.tokens), prompt.ids[shared:].tolist())]
         slot.transient = transient
         slot.busy = True
         return slot
 
     def _kept_slot(
-        self,
-        closest: Slot,
-        free: Sequence[Slot],
-        prompt: Ids,
-        owner: str,
-        *,
-        reuse: bool,
-        exact: bool,
+        self, closest: Slot, free: Sequence[Slot], prompt: "_Prompt", *, reuse: bool
     ) -> Slot | None:
         """Returns a slot for `prompt` that costs no other text more than it must; None: not yet."""
-        shared = closest.shared(prompt, owner, exact=exact) if reuse else 0
-        row, on_disk = self.saved.best(prompt, owner, exact=exact) if reuse else (None, 0)
+        exact = not (prompt.predicted or prompt.moved)
+        shared = closest.shared(prompt) if reuse else 0
+        row, on_disk = (
+            self.saved.best(prompt.ids, prompt.owner, exact=exact) if reuse else (None, 0)
+        )
         if row is not None and on_disk >= shared + WORTH_SAVING_TOKENS:
-            slot = self._make_free(free)
-            if slot is not None:
-                slot.give_to(owner)
-                slot.mark_loaded(row if self.saved.load(slot.session, row) else None, owner)
+            return self._copied_slot(row, free, prompt)
+        return self._unless_lost(closest, shared, free)
+
+    def _copied_slot(
+        self, text: Slot | SavedSession, free: Sequence[Slot], prompt: "_Prompt"
+    ) -> Slot | None:
+        """Returns a slot that holds `text`, or nothing where that cannot be used; None: not yet."""
+        slot = self._make_free(free)
+        if slot is None or slot is text:
             return slot
-        loses_more = len(closest.tokens) - shared > max(WORTH_SAVING_TOKENS, shared)
-        return self._make_free(free) if loses_more and not closest.transient else closest
+        slot.give_to(prompt.owner)
+        if isinstance(text, Slot):
+            slot.session.restore(text.session.capture())
+            slot.mark_loaded(None, prompt.owner)
+        else:
+            loaded = self.saved.load(slot.session, text)
+            slot.mark_loaded(text if loaded else None, prompt.owner)
+        return slot
+
+    def _unless_lost(self, slot: Slot, shared: int, free: Sequence[Slot]) -> Slot | None:
+        """Returns `slot`, or another one if it would lose more than it shares; None: not yet."""
+        loses_more = len(slot.tokens) - shared > max(WORTH_SAVING_TOKENS, shared)
+        return self._make_free(free) if loses_more and not slot.transient else slot
+
+    def _best_edit(self, free: Sequence[Slot], prompt: "_Prompt") -> "_Edit | None":
+        """Returns the edit of a text into `prompt` that leaves least to read; None: no good one.
+
+        What an edit moves is not exact, so it saves `LEAST_SAVED_TOKENS`.
+        """
+        session = self.all[0].session
+        if session.sequence.cache.why_not_edit() is not None:
+            return None
+        slots = [slot for slot in free if slot.owner == prompt.owner and not slot.transient]
+        texts = [*slots, *self.saved.of(prompt.owner)]
+        shared = {text: common_prefix(text.tokens, prompt.ids) for text in texts}
+        unread = len(prompt.ids) - max(shared.values(), default=0)
+        best, least_unread = None, unread - LEAST_SAVED_TOKENS
+        # A change of a sink computes all that follows again.
+        texts = [text for text in texts if shared[text] >= session.config.plan.sink_tokens]
+        for text in sorted(texts, key=lambda text: -shared[text])[:COMPARED_TEXTS]:
+            if least_unread <= 0:
+                break
+            changes = hunks(text.tokens, prompt.ids)
+            unread = sum(
+                len(new) + next_tokens(stop - start, len(new)) for start, stop, new in changes
+            )
+            if unread <= least_unread:
+                best, least_unread = _Edit(text, changes), unread - 1
+        return best
+
+    def _edited_slot(self, edit: "_Edit", free: Sequence[Slot], prompt: "_Prompt") -> Slot | None:
+        """Returns a slot that holds the text of `edit`, to be edited; None: not yet.
+
+        A conversation goes on in its own slot. A text that only resembles the prompt is copied.
+        """
+        slot = edit.text
+        if not (isinstance(slot, Slot) and slot.continues(edit.changes)):
+            slot = self._copied_slot(slot, free, prompt)
+        if slot is not None and len(slot.tokens):
+            slot.changes = edit.changes
+        return slot
 
     def release(self, slot: Slot, *, failed: bool = False) -> None:
         """Gives a slot back. After an error nothing that it held is kept."""
@@ -266,23 +352,44 @@ class Slots:
         slot.saved = None
 
 
-def _editor_slot(free: Sequence[Slot], prompt: Ids, owner: str) -> Slot | None:
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """Holds a text that needs a slot: its ids and owner, and what it may share of other texts.
+
+    `predicted`: tokens whose keys and values were predicted. `moved`: those that an edit moved.
+    """
+
+    ids: Ids
+    owner: str
+    predicted: bool
+    moved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    """Holds a text, of a slot or on disk, and the changes that make a prompt of it."""
+
+    text: Slot | SavedSession
+    changes: list[Hunk]
+
+
+def _editor_slot(free: Sequence[Slot], prompt: _Prompt) -> Slot | None:
     """Returns the slot of a text that `prompt` is an edit of, else an empty or an editor's one.
 
     Of editors' texts the owner's own go first: files of others stay where they are.
     """
     transient = [slot for slot in free if slot.transient]
-    edits = [slot.edits_to(prompt, owner) for slot in transient]
+    edits = [slot.edits_to(prompt.ids, prompt.owner) for slot in transient]
     costs = [sum(len(hunk.new_ids) for hunk in changes) for changes in edits]
-    if costs and min(costs) <= len(prompt) // 2:
+    if costs and min(costs) <= len(prompt.ids) // 2:
         best = costs.index(min(costs))
         transient[best].changes = edits[best]
         return transient[best]
     empty = [slot for slot in free if not len(slot.tokens)]
-    of_owner = [slot for slot in transient if slot.owner == owner]
+    of_owner = [slot for slot in transient if slot.owner == prompt.owner]
     return min(empty or of_owner or transient, key=lambda slot: slot.released_at, default=None)
 
 
-def _closest_slot(slots: Sequence[Slot], prompt: Ids, owner: str, *, exact: bool) -> Slot:
+def _closest_slot(slots: Sequence[Slot], prompt: _Prompt) -> Slot:
     """Returns the slot whose text shares the longest beginning; of several the longest unused."""
-    return max(slots, key=lambda slot: (slot.shared(prompt, owner, exact=exact), -slot.released_at))
+    return max(slots, key=lambda slot: (slot.shared(prompt), -slot.released_at))
