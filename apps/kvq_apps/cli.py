@@ -52,6 +52,7 @@ EXTRAS = {
     "apps": ("markdown_it", "pygments", "rich", "starlette", "textual", "uvicorn"),
     "export": ("gguf",),
     "gguf": ("llama_cpp",),
+    "mcp": ("mcp",),
     "plot": ("matplotlib",),
     "ray": ("ray",),
     "traces": ("opentelemetry",),

@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from environment import environment_in
+from kvq_apps.chat.chat_settings import ChatSettings
 from kvq_apps.commands import chat
 from kvq_apps.names import known_models
 from kvq_apps.processes import is_alive
@@ -176,7 +177,8 @@ def test_a_chat_below_the_command_line_takes_the_screen_where_it_cannot(
     monkeypatch.setattr("kvq_apps.chat.chat_app.ChatApp", App)
     monkeypatch.setattr("kvq_apps.chat.chat_app.NoteHandler", lambda _: logging.NullHandler())
     monkeypatch.setitem(sys.modules, "termios", None)
-    assert chat._on_screen(None, None, Namespace(inline=True)) == 0  # type: ignore[arg-type]
+    arguments = Namespace(inline=True)
+    assert chat._on_screen(None, ChatSettings(), arguments) == 0  # type: ignore[arg-type]
     assert started == [None, True]
     assert "--inline needs a terminal of Linux or macOS" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from time import sleep
 from kvq.config import parse_budget, parse_kv
 from kvq.errors import BudgetError, ModelError, SnapshotError, UsageError
 from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
-from kvq_apps.chat.messages import ReplyStats
+from kvq_apps.chat.messages import ReplyStats, ToolCall
 from kvq_runtime.sequence.hunks import common_prefix
 
 BYTES_PER_TOKEN = 768
@@ -70,12 +70,12 @@ def echo(turn: Turn, tokens: int) -> list[str]:
 
 
 class FakeClient:
-    """Answers with `script(turn)`, a list of pieces of text; each counts as a token."""
+    """Answers with `script(turn)`, pieces of text, each a token, and calls of tools."""
 
     def __init__(
         self,
         options: FakeOptions | None = None,
-        script: Callable[[Turn], Iterable[str]] | None = None,
+        script: Callable[[Turn], Iterable[str | ToolCall]] | None = None,
     ) -> None:
         self.options = FakeOptions() if options is None else options
         self._script = script or self._echo
@@ -124,6 +124,9 @@ class FakeClient:
                 return "cancelled"
             self._fault(count)
             sleep(self.options.tok_ms / 1e3)
+            if isinstance(piece, ToolCall):
+                stream.report_call(piece.name, piece.arguments)
+                continue
             stream.write(piece)
             self.tokens += _tokens_of(piece)
             stream.report_stats(self._measured(stats, count))
@@ -143,7 +146,7 @@ class FakeClient:
             sleep(self.options.tok_ms / 1e3)
             for draft, script in enumerate(scripts):
                 piece = next(script, None)
-                if piece is None:
+                if not isinstance(piece, str):
                     reasons[draft] = "stop"
                 else:
                     stream.write(piece, draft)

@@ -214,9 +214,9 @@ class ChatApp(App[None]):
         """Shows a remark in the conversation."""
         self.transcript.note(" ".join(text.split()) if error else text, error=error)
 
-    def say_from_thread(self, text: str) -> None:
-        """Shows an error of another thread."""
-        self.call_later(partial(self.say, text, error=True))
+    def say_from_thread(self, text: str, error: bool = True) -> None:
+        """Shows a remark of another thread."""
+        self.call_later(partial(self.say, text, error=error))
 
     def changed(self) -> None:
         """Shows new activity, numbers or a changed queue."""
@@ -340,6 +340,9 @@ class ChatApp(App[None]):
         if selected:
             self._copy(selected, "selection")
             return
+        if isinstance(self.screen, QuestionScreen):
+            self.screen.dismiss(None)
+            return
         if self.controller.engine.cancel():
             return
         now = monotonic()
@@ -375,7 +378,7 @@ class ChatApp(App[None]):
         view: ScrollableContainer | TranscriptView = self.transcript
         if isinstance(screen, DraftsScreen):
             view = screen.columns[screen.marked]
-        elif isinstance(screen, HelpScreen):
+        elif isinstance(screen, HelpScreen | QuestionScreen):
             view = screen.scroll
         scroll = view.scroll_page_down if step > 0 else view.scroll_page_up
         scroll(animate=False)
@@ -419,7 +422,7 @@ class ChatApp(App[None]):
     def action_edit(self) -> None:
         """Edits the selected message, or the user's last one."""
         message = self.transcript.selected or self.controller.conversation.last_message("user")
-        if message is None or message.role == "system":
+        if message is None or message.role in ("system", "tool"):
             self.notify("there is no message to edit; Alt+Up selects one", markup=False)
             return
         self._edit(message)

@@ -1,7 +1,7 @@
 """The settings of a chat, and how `/set` changes them. Knows no screen and no engine."""
 
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from kvq.errors import UsageError
 from kvq_apps.chat.client import Turn
 from kvq_apps.chat.messages import Message
+from kvq_apps.chat.tool_servers import ToolServerSettings
 from kvq_apps.settings.flags import FLAGS
 from kvq_apps.settings.options import SAMPLING_FIELDS, max_tokens
 from kvq_apps.thinking import AUTO, CHOICES
@@ -30,7 +31,7 @@ class ChatSettings:
     `chat_id` is the chat to go on with; `latest` means the last one. `theme` comes from
     `theme_origin`, as a warning names it; None: the last theme. `warnings` are about settings.
     `kv_pinned`: the KV settings of the command line also hold for a chat that was saved at others.
-    `model_pinned`: so does its model.
+    `model_pinned`: so does its model. `tool_servers` offer tools to the model.
     """
 
     sampling_overrides: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -50,6 +51,7 @@ class ChatSettings:
     warnings: Sequence[str] = ()
     chat_id: str | None = None
     latest: bool = False
+    tool_servers: Sequence[ToolServerSettings] = ()
 
     @property
     def sampling(self) -> Sampling:
@@ -61,6 +63,7 @@ class ChatSettings:
         max_tokens: int | None = None,
         *,
         edited: Sequence[Message] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Turn:
         """Makes a request for a reply to `messages`; `max_tokens` None: as the settings say."""
         return Turn(
@@ -70,6 +73,7 @@ class ChatSettings:
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
             seed=self.seed,
             think=self.think,
+            tools=tools,
         )
 
     def change(self, words: str) -> str:

@@ -4,20 +4,24 @@ A client is called from one thread, never the screen's. It writes one reply at a
 `Stream`, and the screen reads from it when it likes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from secrets import token_hex
 from threading import Lock
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvq.errors import KvqError, ModelError
 from kvq.formats import format_bytes
-from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.messages import Message, ReplyStats, ToolCall
+from kvq_apps.chat.visible import storable
 from kvq_apps.terminal import cache_report
 from kvq_apps.terminal.output import kv_text
 from kvq_apps.thinking import AUTO
 from kvq_models.thinking import Piece, ThinkingReader, ThinkingWriter, Thought
+from kvq_models.tools import CallPiece, Reader
+from kvq_models.tools import Piece as CallingPiece
 from kvq_runtime.config import Sampling
 
 
@@ -55,7 +59,8 @@ class Facts:
     `budget_tokens` is what the budget holds at these widths; `full_kv` and `full_tokens` describe
     the full cache (`kvq_apps.terminal.cache_report`); 0 and empty where they are not known.
     `sampling` is the default of the model or its server. `lasting_name` opens this model again from
-    any folder; empty where the client cannot do that.
+    any folder; empty where the client cannot do that. `calls_tools` is False for a model whose
+    template has no known form of calls.
     """
 
     model: str
@@ -70,6 +75,7 @@ class Facts:
     keeps_kv: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     lasting_name: str = ""
+    calls_tools: bool = True
 
     @property
     def cache_text(self) -> str:
@@ -97,7 +103,8 @@ class Turn:
 
     If the last of `messages` is the assistant's, the reply continues it. If the last message was
     edited, `edited` are the messages as they were, up to the old version; what follows the change
-    in it may then be kept as computed. `think` is the value of `--think`.
+    in it may then be kept as computed. `think` is the value of `--think`. The model may call the
+    functions in `tools`, which have a name, a description and parameters.
     """
 
     messages: Sequence[Message]
@@ -106,6 +113,7 @@ class Turn:
     max_tokens: int | None = None
     seed: int | None = None
     think: str = AUTO
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,6 +123,7 @@ class StreamUpdate:
     texts: dict[int, str] = field(default_factory=dict[int, str])
     prefill_progress: tuple[int, int] | None = None
     stats: ReplyStats | None = None
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
 
     @property
     def text(self) -> str:
@@ -132,7 +141,7 @@ class Stream:
         # Drafts whose last piece ended with CR: a LF may follow.
         self._half_breaks = set[int]()
         self._cancelled = False
-        self._stop: Callable[[], None] | None = None
+        self._stop: Callable[[], object] | None = None
 
     def write(self, text: str, draft: int = 0) -> None:
         """Adds the next piece of a reply or of one of its drafts.
@@ -157,6 +166,16 @@ class Stream:
         with self._lock:
             self._update.stats = stats
 
+    def report_call(self, name: str, arguments: str, identity: str = "") -> None:
+        """Reports a call of a tool; without an `identity` it gets one that every template takes."""
+        call = ToolCall(
+            id=storable(identity) or token_hex(5)[:9],
+            name=storable(name),
+            arguments=storable(arguments),
+        )
+        with self._lock:
+            self._update.calls.append(call)
+
     def take(self) -> StreamUpdate:
         """Returns everything new; the next call begins after it."""
         with self._lock:
@@ -170,7 +189,7 @@ class Stream:
         if stop is not None:
             stop()
 
-    def when_cancelled(self, stop: Callable[[], None]) -> None:
+    def when_cancelled(self, stop: Callable[[], object]) -> None:
         """Calls `stop` on a cancel, for a client that may wait; at once if it is cancelled."""
         with self._lock:
             self._stop, cancelled = stop, self._cancelled
@@ -185,15 +204,22 @@ class Stream:
 class ReplyWriter:
     """Writes one reply or draft to `stream`; `reader` None: all of it is the answer.
 
-    `tokens` and `ms` are what the thought took.
+    `calls` separates calls of tools from the answer. `tokens` and `ms` are what the thought took.
     """
 
-    def __init__(self, stream: Stream, reader: ThinkingReader | None, draft: int = 0) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        reader: ThinkingReader | None,
+        draft: int = 0,
+        calls: Reader | None = None,
+    ) -> None:
         self.tokens = 0
         self.ms = 0.0
         self._stream = stream
         self._reader = reader
         self._draft = draft
+        self._calls = calls
         self._writer = ThinkingWriter()
         self._began_s: float | None = None
 
@@ -205,7 +231,7 @@ class ReplyWriter:
     def token(self, text: str) -> None:
         """Writes what one token of the model adds."""
         if self._reader is None:
-            self._stream.write(text, self._draft)
+            self.write([text])
             return
         if self._reader.thinking:
             self.tokens += 1
@@ -216,12 +242,25 @@ class ReplyWriter:
         """Writes pieces that are told apart already."""
         if any(isinstance(piece, Thought) for piece in pieces):
             self._update_time()
-        self._stream.write(self._writer.text(pieces), self._draft)
+        for piece in pieces:
+            if self._calls is None or isinstance(piece, Thought):
+                self._stream.write(self._writer.text([piece]), self._draft)
+            else:
+                self._write_answer(self._calls.feed(piece))
 
     def end(self, reason: str) -> None:
         """Ends the reply. A reply that was cut may go on, so only a finished one is flushed."""
         if self._reader is not None and reason == "stop":
             self.write(self._reader.flush())
+        if self._calls is not None:
+            self._write_answer(self._calls.flush(cut=reason != "stop"))
+
+    def _write_answer(self, pieces: Sequence[CallingPiece]) -> None:
+        for piece in pieces:
+            if isinstance(piece, CallPiece):
+                self._stream.report_call(piece.name, piece.arguments)
+            else:
+                self._stream.write(self._writer.text([piece]), self._draft)
 
     def with_thought(self, stats: ReplyStats) -> ReplyStats:
         """Returns `stats` with the numbers of the thought."""
@@ -241,7 +280,9 @@ class ChatClient(Protocol):
         ...
 
     def reply(self, turn: Turn, stream: Stream) -> str:
-        """Writes an answer into `stream`; returns why it ended: stop, length or cancelled.
+        """Writes an answer into `stream`; returns why it ended.
+
+        That is stop, length, cancelled, or of some servers tool_calls.
 
         Raises `ContextFullError` before anything else, `EngineLostError`, and other `KvqError`s.
         """

@@ -11,6 +11,8 @@ from kvq.errors import DataError, UsageError
 from kvq.files import path_of
 from kvq_apps.chat import interchange
 from kvq_apps.chat.messages import ReplyStats
+from kvq_apps.chat.tool_servers import ToolServer
+from kvq_apps.settings import configuration
 from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
@@ -93,6 +95,19 @@ def _export(app: "ChatApp", name: str) -> None:
     app.say(f"{len(messages)} messages are written to {name}")
 
 
+def _tool_servers(app: "ChatApp", _: str) -> None:
+    servers = app.controller.tool_servers.servers
+    lines = [f"{server.name}: {server.state}{_tool_names(server)}" for server in servers]
+    none = f"no server of tools: [mcp.NAME] in {configuration.user_path()} names one"
+    app.say("\n".join(lines) or none)
+
+
+def _tool_names(server: ToolServer) -> str:
+    return f", {', '.join(tool.name for tool in server.tools) or 'no tools'}" * (
+        server.state == "ready"
+    )
+
+
 def _stats_text(stats: ReplyStats) -> str:
     """Describes in two lines what a reply cost."""
     return (
@@ -150,6 +165,7 @@ COMMANDS = (
     Command("kv", "change the KV bits and budget: /kv 4:2 64MiB", _kv, "[K:V] [SIZE]"),
     Command("stats", "what the last reply cost",
         lambda app, _: app.say(_stats_text(app.controller.engine.stats))),
+    Command("mcp", "the servers of tools, and the tools of each", _tool_servers),
     Command("model", "go on with another model", _model, "NAME"),
     Command("save", "save the KV cache of this chat now",
         lambda app, _: app.controller.do(app.controller.kv_files.save_now)),

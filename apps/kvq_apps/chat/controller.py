@@ -22,6 +22,7 @@ from kvq_apps.chat.kv_files import KvFiles
 from kvq_apps.chat.messages import Message, ReplyStats
 from kvq_apps.chat.replies import RETRY_HINT, Replies, error_text
 from kvq_apps.chat.threads import FRAME_S, EngineLink, HistoryLink
+from kvq_apps.chat.tool_servers import ToolServers
 from kvq_apps.names.model_names import NotPulledError
 from kvq_apps.settings.flags import format_error
 from kvq_apps.terminal.output import LOG
@@ -57,6 +58,7 @@ class ChatController:
         self.engine = EngineLink(view, client)
         self.history = HistoryLink(view)
         self.conversation = ChatConversation(self.history.write, system=settings.system)
+        self.tool_servers = ToolServers(settings.tool_servers, view.say_from_thread)
         self.replies = Replies(self)
         self.kv_files = KvFiles(self)
         self._jobs: list[_Job] = []
@@ -81,6 +83,7 @@ class ChatController:
 
     async def work(self) -> None:
         """Opens history and engine, then runs jobs until it is cancelled."""
+        self.tool_servers.start()
         await self._attempt(self._open_history)
         await self._attempt(self._open_engine)
         while True:
@@ -181,6 +184,7 @@ class ChatController:
         self.queue.clear()
         self._jobs.clear()
         self.engine.cancel()
+        self.tool_servers.end()
         with suppress(TimeoutError):
             await wait_for(self._until_idle(), within_s)
         if self._busy and self.engine.stream is not None:
@@ -192,6 +196,7 @@ class ChatController:
                 await wait_for(self.kv_files.save(), save_within_s)
                 await wait_for(self.engine.call(self.engine.client.close), within_s)
         self.history.close(within_s)
+        self.tool_servers.join(within_s)
 
     async def _until_idle(self) -> None:
         while self._busy:
@@ -285,7 +290,7 @@ class ChatController:
         answer = selected
         if answer is None and last is not None and last.role == "assistant":
             answer = last
-        if answer is None and (last is None or last.role != "user"):
+        if answer is None and (last is None or last.role not in ("user", "tool")):
             raise UsageError(_NO_QUESTION)
         await self.replies.reply(instead_of=answer)
 

@@ -11,7 +11,7 @@ from time import monotonic, time
 from kvq.errors import UsageError
 from kvq_apps.chat.client import Facts
 from kvq_apps.chat.history import History, SavedChat, model_name, new_id
-from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.messages import Message, ReplyStats, ToolCall
 
 CHUNK_INTERVAL_S = 0.25
 TITLE_CHARACTERS = 60
@@ -70,7 +70,14 @@ class ChatConversation:
             return first.text
         return "" if self._stored else self._system or ""
 
-    def add(self, role: str, text: str, *, instead_of: Message | None = None) -> Message:
+    def add(
+        self,
+        role: str,
+        text: str,
+        *,
+        instead_of: Message | None = None,
+        calls: Sequence[ToolCall] = (),
+    ) -> Message:
         """Appends a message; with `instead_of` it replaces the branch from that message on.
 
         Raises `UsageError` where that message is not in the branch.
@@ -87,10 +94,11 @@ class ChatConversation:
             parent_id=parent,
             role=role,
             text=text,
-            state="streaming" if role == "assistant" and not text else "done",
+            state="streaming" if role == "assistant" and not (text or calls) else "done",
             created_s=time(),
             branch=branches,
             branches=branches,
+            calls=calls,
         )
         self.messages.append(message)
         self._save(message)
@@ -110,7 +118,7 @@ class ChatConversation:
         if messages[0].role == "system":
             self._system = None
         for message in messages:
-            self.add(message.role, message.text)
+            self.add(message.role, message.text, calls=message.calls)
 
     def begin_drafts(self, count: int) -> list[Message]:
         """Adds `count` more replies to the last question. The branch has no reply meanwhile."""
@@ -146,12 +154,13 @@ class ChatConversation:
             self._flush()
 
     def finish(self, state: str, stats: ReplyStats, message: Message | None = None) -> None:
-        """Ends a message, by default the last."""
+        """Ends a message, by default the last. Calls of a reply that did not end are dropped."""
         self._flush()
         message = message or self.messages[-1]
         message.state, message.stats = state, asdict(stats)
+        message.calls = calls = message.calls if state == "done" else ()
         key, values = message.id, dict(message.stats)
-        self._write(lambda history: history.finish(key, state, values))
+        self._write(lambda history: history.finish(key, state, values, calls))
 
     def context(self, *, up_to: Message | None = None) -> list[Message]:
         """Returns what the model gets: the system message, then all from the first not left out.
@@ -160,7 +169,10 @@ class ChatConversation:
         to return, also while it is streaming; the list is empty if it is left out.
         """
         rows = [
-            row for row in self.messages if row.text and (row.state != "streaming" or row is up_to)
+            row
+            for row in self.messages
+            if (row.text or row.calls or row.role == "tool")
+            and (row.state != "streaming" or row is up_to)
         ]
         system = [row for row in rows[:1] if row.role == "system"]
         rest = rows[len(system) :]

@@ -18,7 +18,7 @@ from time import monotonic, sleep, time, time_ns
 from typing import Any
 
 from kvq.errors import DataError
-from kvq_apps.chat.messages import Message
+from kvq_apps.chat.messages import Message, ToolCall
 from kvq_apps.chat.visible import storable, visible
 from kvq_apps.processes import is_alive
 
@@ -43,6 +43,7 @@ MIGRATIONS = (
     "ALTER TABLE chat ADD COLUMN summary TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE kv_snapshot ADD COLUMN kv_budget INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE chat ADD COLUMN model TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE message ADD COLUMN calls TEXT NOT NULL DEFAULT '[]'",
 )
 BUSY_TIMEOUT_S = 10.0
 LOSES_NOTHING = "; this chat goes on in memory and will not be saved, nothing was deleted"
@@ -161,9 +162,9 @@ class History:
 
         def write(db: sqlite3.Connection) -> None:
             db.execute(
-                "INSERT INTO message VALUES (?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (message.id, chat_id, message.parent_id, message.role, message.state,
-                 message.created_s or time(), os.getpid()),
+                 message.created_s or time(), os.getpid(), _calls_text(message.calls)),
             )  # fmt: skip
             if message.text:
                 db.execute("INSERT INTO chunk VALUES (?, 0, ?)", (message.id, message.text))
@@ -186,11 +187,20 @@ class History:
             id=message_id, text=text,
         )  # fmt: skip
 
-    def finish(self, message_id: str, state: str, stats: Mapping[str, Any]) -> None:
+    def finish(
+        self,
+        message_id: str,
+        state: str,
+        stats: Mapping[str, Any],
+        calls: Sequence[ToolCall] = (),
+    ) -> None:
         """Stores the final state of a message."""
 
         def write(db: sqlite3.Connection) -> None:
-            db.execute("UPDATE message SET state = ? WHERE id = ?", (state, message_id))
+            db.execute(
+                "UPDATE message SET state = ?, calls = ? WHERE id = ?",
+                (state, _calls_text(calls), message_id),
+            )
             _index(db, message_id)
             if stats:
                 _store_stats(db, message_id, stats)
@@ -309,8 +319,7 @@ class History:
         return [ChatSummary(**dict(row)) for row in self._rows(statement, *values)]
 
     def _messages(self, statement: str, *values: Any) -> list[Message]:
-        rows = self._rows(statement, *values)
-        return [Message(**{**dict(row), "stats": loads(row["stats"] or "{}")}) for row in rows]
+        return [_message(dict(row)) for row in self._rows(statement, *values)]
 
     # The database
 
@@ -375,7 +384,7 @@ _SIBLINGS = (
     "AND sibling.parent_id IS message.parent_id"
 )
 _MESSAGE = (
-    "SELECT message.id, parent_id, role, state, created AS created_s, stats, "  # noqa: S608
+    "SELECT message.id, parent_id, role, state, created AS created_s, calls, stats, "  # noqa: S608
     f"coalesce({_TEXT.format('message.id')}, '') AS text, {_SIBLINGS}) AS branches, "
     f"{_SIBLINGS} AND (sibling.created, sibling.id) <= (message.created, message.id)) AS branch "
     "FROM message LEFT JOIN run ON run.message_id = message.id"
@@ -482,6 +491,16 @@ def _version(db: sqlite3.Connection) -> int:
 def _index(db: sqlite3.Connection, message_id: str) -> None:
     db.execute("DELETE FROM message_text WHERE message_id = :id", {"id": message_id})
     db.execute(f"INSERT INTO message_text SELECT {_TEXT.format(':id')}, :id", {"id": message_id})
+
+
+def _calls_text(calls: Sequence[ToolCall]) -> str:
+    return dumps([asdict(call) for call in calls])
+
+
+def _message(row: dict[str, Any]) -> Message:
+    row["stats"] = loads(row["stats"] or "{}")
+    row["calls"] = [ToolCall(**call) for call in loads(row["calls"])]
+    return Message(**row)
 
 
 def _store_stats(db: sqlite3.Connection, message_id: str, stats: Mapping[str, Any]) -> None:

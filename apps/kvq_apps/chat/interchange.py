@@ -9,10 +9,11 @@ from typing import Any
 from kvq.errors import DataError, argument, reason_of
 from kvq.files import replace_file
 from kvq.json_values import is_array, is_object
-from kvq_apps.chat.messages import ROLES, Message
+from kvq_apps.chat.messages import ROLES, Message, ToolCall
 from kvq_apps.chat.visible import storable
 from kvq_apps.terminal import text_input
 
+_ROLES = (*ROLES, "tool")
 _HEADING = re.compile(r"^## (system|user|assistant)$", re.MULTILINE)
 
 
@@ -37,7 +38,7 @@ def import_chat(path: Path) -> list[Message]:
         messages = _from_markdown(text)
     else:
         messages = _from_json(path, text)
-    messages = [message for message in messages if message.text]
+    messages = [row for row in messages if row.text or row.calls or row.role == "tool"]
     if not messages:
         raise DataError(
             f"{path} holds no messages; give JSON lines with role and content, Markdown made by "
@@ -54,9 +55,10 @@ def as_lines(messages: Sequence[Message]) -> str:
             "content": message.text,
             "ts": message.created_s,
             "stats": dict(message.stats),
+            **({"tool_calls": _call_rows(message.calls)} if message.calls else {}),
         }
         for message in messages
-        if message.role in ROLES
+        if message.role in _ROLES
     ]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -66,7 +68,7 @@ def _markdown(messages: Sequence[Message]) -> str:
     parts = [
         f"## {message.role}\n\n" + _HEADING.sub(r"\\\g<0>", message.text)
         for message in messages
-        if message.role in ROLES
+        if message.role in ROLES and (message.text or not message.calls)
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -101,9 +103,24 @@ def _from_json(path: Path, text: str) -> list[Message]:
 
 def _message(path: Path, row: Any) -> Message:
     role, content = (row.get("role"), row.get("content")) if is_object(row) else (None, None)
-    if role not in ROLES or not isinstance(content, str):
-        raise DataError(f"{path}: each row needs a role ({', '.join(ROLES)}) and its content")
-    return Message(role=role, text=storable(content))
+    if role not in _ROLES or not isinstance(content, str):
+        raise DataError(f"{path}: each row needs a role ({', '.join(_ROLES)}) and its content")
+    try:
+        calls = [*map(_call, row.get("tool_calls") or ())] if role == "assistant" else []
+    except (AttributeError, KeyError, TypeError):
+        raise DataError(f"{path}: tool_calls are not as OpenAI's API writes them") from None
+    return Message(role=role, text=storable(content), calls=calls)
+
+
+def _call_rows(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    return [call.row(call.arguments) for call in calls]
+
+
+def _call(row: Mapping[str, Any]) -> ToolCall:
+    function = row["function"]
+    texts = row["id"], function["name"], function["arguments"]
+    identity, name, arguments = map(storable, texts)
+    return ToolCall(id=identity, name=name, arguments=arguments)
 
 
 def _from_chatgpt(chat: Mapping[str, Any]) -> list[Message]:

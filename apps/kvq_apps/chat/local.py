@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.errors import BudgetError, UsageError
 from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, ReplyWriter, Stream, Turn
-from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.messages import Message, ReplyStats, with_results
 from kvq_apps.chat.visible import storable
 from kvq_apps.terminal.output import kv_text
 from kvq_apps.thinking import AUTO, variables
 from kvq_models.thinking import Thinking, ThinkingWriter, assistant_message, split
+from kvq_models.tools import tool_form
 
 if TYPE_CHECKING:
+    from kvq_apps.serve.tools import Tools
     from kvq_runtime.engine import Engine
     from kvq_runtime.session.branch_answers import BranchAnswers
     from kvq_runtime.session.metrics import Rounds
@@ -51,6 +53,7 @@ class LocalClient:
         self._engine: Engine | None = None
         self._thinking: Thinking | None = None
         self._think = AUTO
+        self._tools: Tools | None = None
         self._request_tokens = 0
         self._session: Session[Any] | None = None
 
@@ -101,7 +104,7 @@ class LocalClient:
         engine, session = self._opened()
         last = turn.messages[-1]
         messages = turn.messages[:-1] if last.role == "assistant" else turn.messages
-        prompt = prompt_tokens(engine, messages, turn.think)
+        prompt = prompt_tokens(engine, messages, turn.think, self._tools_of(turn))
         self._request_tokens = len(prompt)
         if last.role == "assistant":
             prompt = self._with_reply_start(prompt, last.text)
@@ -109,6 +112,15 @@ class LocalClient:
         if len(prompt) >= limit:
             raise ContextFullError(len(prompt), limit)
         return prompt
+
+    def _tools_of(self, turn: Turn) -> "Tools | None":
+        """Returns the tools of `turn` in the form of this model's calls, if it has one."""
+        form = tool_form(self._opened()[0].tokenizer.chat_template)
+        if form is None or not turn.tools:
+            return None
+        from kvq_apps.serve.tools import Tools
+
+        return Tools(form=form, functions={tool["name"]: tool for tool in turn.tools})
 
     def _with_reply_start(self, prompt: list[int], text: str) -> list[int]:
         """Returns `prompt` and the reply begun as `text`, as cached tokens if they match."""
@@ -132,7 +144,7 @@ class LocalClient:
         """Encodes `prompt`; returns how many of its tokens were cached, None if it was stopped."""
         _, session = self._opened()
         self._rounds_before = session.rounds
-        self._think = turn.think
+        self._think, self._tools = turn.think, self._tools_of(turn)
         cached = session.align(prompt, edits=self._roll_back_edit(turn.edited))
         stream.report_stats(self._stats(prompt, cached, 0))
         complete = cached == len(prompt) or session.prefill(
@@ -160,15 +172,19 @@ class LocalClient:
 
     @property
     def _shown_tokens(self) -> frozenset[int]:
-        """Returns the control tokens that mark thoughts."""
-        return frozenset() if self._thinking is None else self._thinking.shown
+        """Returns the control tokens that mark thoughts and calls."""
+        thoughts = frozenset[int]() if self._thinking is None else self._thinking.shown
+        if self._tools is None:
+            return thoughts
+        return thoughts | self._tools.shown(self._opened()[0].tokenizer)
 
     def _reply_writer(self, prompt: Sequence[int], stream: Stream, draft: int = 0) -> ReplyWriter:
         """Returns the writer of the reply to `prompt`, which may end with the reply's beginning."""
+        calls = None if self._tools is None else self._tools.reader()
         if self._thinking is None:
-            return ReplyWriter(stream, None, draft)
+            return ReplyWriter(stream, None, draft, calls)
         request, reply_start = prompt[: self._request_tokens], prompt[self._request_tokens :]
-        writer = ReplyWriter(stream, self._thinking.reader(request), draft)
+        writer = ReplyWriter(stream, self._thinking.reader(request), draft, calls)
         writer.begin(self._thinking.text(reply_start))
         return writer
 
@@ -295,7 +311,8 @@ class LocalClient:
 
         engine, session = self._opened()
         if edited:
-            shared = common_prefix(session.tokens, prompt_tokens(engine, edited, self._think))
+            before = prompt_tokens(engine, edited, self._think, self._tools)
+            shared = common_prefix(session.tokens, before)
             session.rollback(len(session.tokens) - shared)
         return bool(edited)
 
@@ -332,6 +349,7 @@ class LocalClient:
             keeps_kv=True,
             sampling=engine.model.sampling,
             lasting_name=self._lasting_name,
+            calls_tools=tool_form(engine.tokenizer.chat_template) is not None,
         )
 
     def _stats(self, prompt: Sequence[int], cached: int, new_tokens: int) -> ReplyStats:
@@ -350,12 +368,31 @@ class LocalClient:
         )
 
 
-def prompt_tokens(engine: "Engine", messages: Sequence[Message], think: str = AUTO) -> list[int]:
+def prompt_tokens(
+    engine: "Engine", messages: Sequence[Message], think: str = AUTO, tools: "Tools | None" = None
+) -> list[int]:
     """Returns the tokens of the conversation in the model's chat template, ready for a reply."""
+    tokenizer = engine.tokenizer
+    template_variables = variables(Thinking.of(tokenizer), think)
+    template_variables |= {} if tools is None else {"tools": tools.rows}
+    rows = _template_rows(messages, tokenizer.chat_template)
+    return tokenizer.chat(rows, add_generation_prompt=True, variables=template_variables)
+
+
+def _template_rows(messages: Sequence[Message], template: str | None) -> list[dict[str, Any]]:
+    """Returns messages as chat templates take them."""
     rows: list[dict[str, Any]] = []
-    for row in messages:
-        replied = row.role == "assistant"
-        content = assistant_message(*split(row.text)) if replied else {"content": row.text}
-        rows.append({"role": row.role, **content})
-    template_variables = variables(Thinking.of(engine.tokenizer), think)
-    return engine.tokenizer.chat(rows, add_generation_prompt=True, variables=template_variables)
+    for message, call in with_results(messages):
+        row: dict[str, Any] = {"role": message.role, "content": message.text}
+        if message.role == "assistant":
+            row |= assistant_message(*split(message.text))
+        if message.calls:
+            row["tool_calls"] = [made.row(made.values or {}) for made in message.calls]
+        if call is not None:
+            row |= {"tool_call_id": call.id, "name": call.name}
+        rows.append(row)
+    if not any(message.role == "tool" for message in messages):
+        return rows
+    from kvq_apps.serve.tools import attach_results
+
+    return attach_results(rows, template)

@@ -5,16 +5,45 @@ wrote it. The transcript folds the thought away. The model gets both parts again
 keeps or drops the first.
 """
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvq.json_values import is_object
 from kvq_apps.chat.visible import storable
 from kvq_models.thinking import split
 
 ROLES = ("system", "user", "assistant")
 _FENCE = re.compile(r"(?P<indent> {0,3})(?P<mark>`{3,}|~{3,})(?P<info>.*)")
+
+# What the model reads in place of a result that never came.
+NO_RESULT = "error: this call did not run"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """Holds a call of a tool. `arguments` is a JSON text as the model wrote it, perhaps wrong."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def values(self) -> dict[str, Any] | None:
+        """Returns the arguments; None where they are no JSON object that can be sent."""
+        try:
+            values: Any = json.loads(self.arguments)
+            json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError):
+            return None
+        return values if is_object(values) else None
+
+    def row(self, arguments: Any) -> dict[str, Any]:
+        """Returns the call as OpenAI's API and chat templates have it, with these `arguments`."""
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,7 +52,8 @@ class Message:
 
     `state` is done, streaming, stopped (by the user), length (the reply's limit or the context's
     end came first), failed or interrupted (the process died). `branch` of `branches` siblings share
-    a parent. A note belongs to the screen only and has no id.
+    a parent. A note belongs to the screen only and has no id. A reply may end with `calls`. Each
+    message of the role `tool` after it is the result of the next of these.
     """
 
     role: str
@@ -35,11 +65,32 @@ class Message:
     branch: int = 1
     branches: int = 1
     stats: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    calls: Sequence[ToolCall] = ()
+
+
+def with_results(messages: Sequence[Message]) -> Iterator[tuple[Message, ToolCall | None]]:
+    """Yields each message, and with a result its call.
+
+    A call without a result gets one that says so, and a result without a call is left out.
+    """
+    waiting: list[ToolCall] = []
+    for message in messages:
+        if message.role != "tool":
+            yield from _unanswered(waiting)
+            waiting = [*message.calls]
+            yield message, None
+        elif waiting:
+            yield message, waiting.pop(0)
+    yield from _unanswered(waiting)
+
+
+def _unanswered(calls: Sequence[ToolCall]) -> Iterator[tuple[Message, ToolCall]]:
+    return ((Message(role="tool", text=NO_RESULT), call) for call in calls)
 
 
 def state_after(reason: str) -> str:
     """Returns the state of a reply that ended for `reason`."""
-    return {"cancelled": "stopped", "stop": "done"}.get(reason, reason)
+    return {"cancelled": "stopped", "stop": "done", "tool_calls": "done"}.get(reason, reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

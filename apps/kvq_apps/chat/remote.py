@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from itertools import starmap
 from pathlib import Path
 from socket import SHUT_RDWR, socket
 from typing import Any
@@ -21,7 +22,7 @@ from kvq_apps.chat.client import (
     Stream,
     Turn,
 )
-from kvq_apps.chat.messages import Message, ReplyStats
+from kvq_apps.chat.messages import Message, ReplyStats, ToolCall, with_results
 from kvq_apps.serve.protocol import check_answer, sampling_fields, sampling_of
 from kvq_apps.thinking import request_fields
 from kvq_models.thinking import KEPT, Piece, ThinkingReader, Thought, split
@@ -87,6 +88,7 @@ class RemoteClient:
             full_kv=str(meta.get("full_kv") or ""),
             full_tokens=int(meta.get("full_tokens") or 0),
             sampling=sampling_of(meta.get("sampling") or {}),
+            calls_tools=meta.get("tools") is not False,
         )
 
     def reply(self, turn: Turn, stream: Stream) -> str:
@@ -122,7 +124,7 @@ class RemoteClient:
         """Returns why each choice ended, by its number. The first begins with `reply_start`."""
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": [{"role": row.role, **_message_fields(row)} for row in turn.messages],
+            "messages": [*starmap(_message_fields, with_results(turn.messages))],
             "stream": True,
             "stream_options": {"include_usage": True},
             "temperature": turn.sampling.temperature,
@@ -130,6 +132,8 @@ class RemoteClient:
             **request_fields(turn.think),
             **extra_fields,
         }
+        if turn.tools:
+            body["tools"] = [{"type": "function", "function": tool} for tool in turn.tools]
         if self._is_kvq:
             body |= sampling_fields(turn.sampling)
         if turn.max_tokens is not None:
@@ -216,6 +220,7 @@ class RemoteClient:
         reasons: dict[int, str] = {}
         writers = {0: ReplyWriter(stream, ThinkingReader(KEPT))}
         writers[0].begin(reply_start)
+        calls: dict[int, list[str]] = {}
         # A response outlives its connection where the server closes that, so it is closed too.
         with connection.getresponse() as response:
             check_answer(self._url, response.getheader)
@@ -232,8 +237,11 @@ class RemoteClient:
                     delta: dict[str, Any] = choice.get("delta") or {}
                     writer = writers.setdefault(draft, ReplyWriter(stream, None, draft))
                     writer.write(_pieces(delta))
+                    _add_calls(calls, delta)
                     if choice.get("finish_reason"):
                         reasons[draft] = choice["finish_reason"]
+        for place in sorted(calls):
+            stream.report_call(*calls[place])
         if stream.cancelled():
             return reasons | {0: reasons.get(0, "cancelled")}
         if not reasons:
@@ -241,12 +249,31 @@ class RemoteClient:
         return reasons
 
 
-def _message_fields(message: Message) -> dict[str, str]:
-    """Returns a message as servers take it: a reply's thought apart from its answer."""
-    if message.role != "assistant":
-        return {"content": message.text}
-    thought, answer = split(message.text)
-    return {"content": answer} | ({"reasoning_content": thought} if thought else {})
+def _message_fields(message: Message, call: ToolCall | None) -> dict[str, Any]:
+    """Returns a message as servers take it: a reply's thought and calls apart from its answer."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.text}
+    if call is not None:
+        fields["tool_call_id"] = call.id
+    if message.role == "assistant":
+        thought, fields["content"] = split(message.text)
+        fields |= {"reasoning_content": thought} if thought else {}
+    if message.calls:
+        # A server refuses arguments that are no object, and the result says what was wrong.
+        fields["tool_calls"] = [
+            made.row("{}" if made.values is None else made.arguments) for made in message.calls
+        ]
+    return fields
+
+
+def _add_calls(calls: dict[int, list[str]], delta: Mapping[str, Any]) -> None:
+    """Adds a delta's pieces of calls to the name, the arguments and the id of each call."""
+    for piece in delta.get("tool_calls") or ():
+        call = calls.setdefault(piece.get("index") or 0, ["", "", ""])
+        function: dict[str, Any] = piece.get("function") or {}
+        for place, text in enumerate(
+            (function.get("name"), function.get("arguments"), piece.get("id"))
+        ):
+            call[place] += text or ""
 
 
 def _pieces(delta: Mapping[str, Any]) -> list[Piece]:

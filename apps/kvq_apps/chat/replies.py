@@ -4,7 +4,7 @@ Only the engine counts tokens: its count of the whole conversation gives charact
 """
 
 from asyncio import ensure_future
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ from kvq.errors import KvqError
 from kvq_apps.chat.client import ContextFullError, EngineLostError, StreamUpdate, Turn
 from kvq_apps.chat.messages import Message, ReplyStats, state_after
 from kvq_apps.chat.meter import WARN_SHARE, context_share, why_cut
+from kvq_apps.chat.tool_calls import MOST_ROUNDS, ToolCalls
+from kvq_apps.chat.tool_servers import ServerTool
 from kvq_apps.chat.visible import storable
 from kvq_apps.settings.flags import format_error
 from kvq_models.thinking import split
@@ -55,6 +57,8 @@ class Replies:
         self._engine = chat.engine
         self._conversation = chat.conversation
         self._settings = chat.settings
+        self._tool_calls = ToolCalls(chat)
+        self._tools: Mapping[str, ServerTool] = {}
         self.warned_full = False
 
     async def answer(self, text: str) -> None:
@@ -74,7 +78,7 @@ class Replies:
             self._view.add(message)
         else:
             self._view.show(self._conversation.messages)
-        await self._stream_into(message, edited)
+        await self._answer_at_end(message, edited)
 
     async def continue_reply(self) -> None:
         """Continues the reply that was cut or stopped. Raises `UsageError` where there is none."""
@@ -82,18 +86,41 @@ class Replies:
         message = self._conversation.cut_reply()
         message.state = "streaming"
         self._view.show(self._conversation.messages)
-        await self._stream_into(message, partial_reply=message)
+        await self._answer_at_end(message, partial_reply=message)
 
-    async def _stream_into(
+    async def _answer_at_end(
         self,
         message: Message,
         edited: Sequence[Message] = (),
         partial_reply: Message | None = None,
     ) -> None:
-        """Streams an answer into the branch's last message, or continues `partial_reply`."""
+        """Streams into `message`, and further answers while the model calls tools."""
+        for number in range(MOST_ROUNDS):
+            if number:
+                message, edited, partial_reply = self._conversation.add("assistant", ""), (), None
+                self._view.add(message)
+            self._tools = self._tool_calls.offered()
+            state = await self._stream_into(message, edited, partial_reply)
+            if not message.calls:
+                self._tell_context(state)
+                return
+            if not await self._tool_calls.answer(message.calls, self._tools):
+                self._view.say("the calls were stopped; /retry answers without them")
+                return
+        self._view.say(f"{MOST_ROUNDS} replies in a row called tools; /retry lets the model go on")
+
+    async def _stream_into(
+        self, message: Message, edited: Sequence[Message], partial_reply: Message | None
+    ) -> str:
+        """Streams an answer into the branch's last message, or continues `partial_reply`.
+
+        Returns its state.
+        """
         state = "failed"
         try:
             state = await self._ask(edited, partial_reply)
+            # Calls that are complete run, even if the reply was cut after them.
+            state = "done" if state == "length" and message.calls else state
         except EngineLostError as error:
             self._engine.lose(error)
         except ContextFullError as error:
@@ -104,7 +131,7 @@ class Replies:
         finally:
             self._conversation.finish(state, self._engine.stats)
             self._view.finished(message)
-        self._tell_context(state)
+        return state
 
     async def write_drafts(self, count: int) -> Message:
         """Writes replies to the last question until there are `count`; returns the chosen one.
@@ -152,10 +179,11 @@ class Replies:
         """Asks the client until the conversation fits; returns the state of the reply."""
         remedy: str | None = None
         left_out = self._conversation.num_left_out
+        tools = [tool.function for tool in self._tools.values()]
         while True:
             try:
                 context = self._conversation.context(up_to=partial_reply)
-                turn = self._settings.turn(context, edited=edited)
+                turn = self._settings.turn(context, edited=edited, tools=tools)
                 reason = await self._stream(turn, self._drain)
             except ContextFullError as error:
                 remedy = remedy or await self._ask_for_remedy(error)
@@ -186,6 +214,8 @@ class Replies:
             self._engine.activity = "answering"
         self._view.feed(text)
         self._conversation.feed(text)
+        message = self._conversation.messages[-1]
+        message.calls = [*message.calls, *update.calls]
 
     # A full context
 

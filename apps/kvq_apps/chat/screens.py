@@ -235,10 +235,16 @@ class HelpScreen(BoxScreen[None]):
 class QuestionScreen(BoxScreen[str]):
     """Asks a question with a few answers; returns the key of the chosen one."""
 
-    DEFAULT_CSS = "QuestionScreen OptionList { height: auto; }"
+    DEFAULT_CSS = """
+    QuestionScreen {
+        VerticalScroll { height: auto; max-height: 60%; }
+        OptionList { height: auto; }
+    }
+    """
 
     def __init__(self, text: str, answers: Sequence[tuple[str, str]]) -> None:
         super().__init__()
+        self.scroll = VerticalScroll(can_focus=False)
         self._text = text
         self._options = OptionList(
             *(Option(Content(visible(answer)), id=key) for key, answer in answers), markup=False
@@ -246,7 +252,8 @@ class QuestionScreen(BoxScreen[str]):
 
     def compose(self) -> ComposeResult:
         with Vertical():
-            yield Static(visible(self._text), markup=False)
+            with self.scroll:
+                yield Static(visible(self._text), markup=False)
             yield self._options
 
     def on_mount(self) -> None:

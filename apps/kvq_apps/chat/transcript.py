@@ -33,6 +33,8 @@ NAMES = {"user": "you", "assistant": "kvq", "system": "system"}
 _THOUGHT_CHARACTERS = 2048
 # A longer message of the user, usually a paste, shows only its first lines.
 LONG_LINES, FIRST_LINES = 20, 6
+# Longer calls and results show only their beginning.
+SHORT_CHARACTERS, FOLDED_CHARACTERS = 160, 40
 _TONES = ("user", "assistant", "note", "error", "header")
 STATES = {
     "stopped": "stopped",
@@ -167,6 +169,7 @@ class TranscriptView(ScrollView, can_focus=True):
         if markdown is None:
             return
         self._extend(self.messages[-1], markdown.finish())
+        self._append_calls(self.messages[-1])
         later, self._pending_notes = self._pending_notes, []
         for note in later:
             self._append(note)
@@ -293,8 +296,11 @@ class TranscriptView(ScrollView, can_focus=True):
                 self._streaming = markdown
             else:
                 self._extend(message, markdown.finish())
+                self._append_calls(message)
         elif message.role == "user":
             self._append_question(message)
+        elif message.role == "tool":
+            self._append_folded(message, "result: ", message.text)
         else:
             self._extend(message, plain_blocks(message.text))
 
@@ -308,6 +314,20 @@ class TranscriptView(ScrollView, can_focus=True):
             self._add_row(message, more[0], tone="note", unfolded=False)
             for block in plain_blocks("\n".join(lines[first:])):
                 self._add_row(message, block, unfolded=True)
+
+    def _append_calls(self, message: Message) -> None:
+        for call in message.calls:
+            self._append_folded(message, f"calls {call.name} ", call.arguments)
+
+    def _append_folded(self, message: Message, head: str, text: str) -> None:
+        """Appends `text`; of a long one a line with its beginning, which unfolds to all of it."""
+        folded = len(text) > SHORT_CHARACTERS or "\n" in text
+        beginning = " ".join(text.split())[:FOLDED_CHARACTERS] if folded else text
+        more = f" … {len(text)} characters, Ctrl+O" * folded
+        line = plain_blocks(f"{head}{beginning}{more}")[0]
+        self._add_row(message, line, tone="note", unfolded=False if folded else None)
+        for block in plain_blocks(f"{head}{text}") if folded else ():
+            self._add_row(message, block, tone="note", unfolded=True)
 
     def _blocks_of(
         self, message: Message, pieces: Sequence[Piece], markdown: StreamedMarkdown

@@ -74,6 +74,8 @@ def _on_screen(client: "ChatClient", settings: "ChatSettings", arguments: Namesp
     from kvq_apps.chat.chat_app import ChatApp, NoteHandler
     from kvq_apps.chat.keys import teach_old_terminals
 
+    if settings.tool_servers and find_spec("mcp") is None:
+        raise ModuleNotFoundError("there is no package mcp", name="mcp")
     teach_old_terminals()
     driver = None
     if arguments.inline and find_spec("termios") is None:
@@ -109,7 +111,9 @@ def _answer_piped(client: "ChatClient", settings: "ChatSettings", arguments: Nam
 def chat_settings(arguments: Namespace) -> "ChatSettings":
     """Returns the settings that the chat starts with."""
     from kvq_apps.chat.chat_settings import REPLY_TOKENS, ChatSettings
+    from kvq_apps.chat.tool_servers import read_tool_servers
 
+    tool_servers, server_warnings = read_tool_servers(configuration.user_path())
     system = arguments.system
     file = configuration.load()
     theme = file.values.get("theme")
@@ -130,7 +134,8 @@ def chat_settings(arguments: Namespace) -> "ChatSettings":
         theme=arguments.theme,
         theme_origin=theme.origin if theme and not overridden else "--theme",
         **options.keywords(arguments, meter="meter", think="think"),
-        warnings=file.warnings,
+        warnings=(*file.warnings, *server_warnings),
+        tool_servers=tool_servers,
         chat_id=arguments.cid,
         latest=getattr(arguments, "continue"),
     )

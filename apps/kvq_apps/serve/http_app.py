@@ -66,6 +66,7 @@ from kvq_apps.serve.wire import (
 )
 from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
+from kvq_models.tools import tool_form
 from kvq_runtime.answer.constraint import Grammar
 from kvq_runtime.config import Sampling
 from kvq_runtime.serving.outbox import Failed
@@ -466,6 +467,7 @@ def model_row(served: ServedModel, config: ServeConfig) -> Json:
             "full_tokens": served.full_tokens,
             "chat": served.tokenizer.chat_template is not None,
             "infill": served.tokenizer.fim is not None,
+            "tools": tool_form(served.tokenizer.chat_template) is not None,
             "sampling": sampling_fields(_sampling(served, config)),
         },
     }

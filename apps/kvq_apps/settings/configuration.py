@@ -1,7 +1,7 @@
 """Reads the user's settings file, `config.toml`: each value with its line.
 
-`flags.FLAGS` defines the settings; the chat reads the section `[keys]`. A wrong line never ends a
-command: it is left out with one warning.
+`flags.FLAGS` defines the settings; the chat reads the sections `[keys]` and `[mcp.NAME]`. A wrong
+line never ends a command: it is left out with one warning.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,9 +19,10 @@ from kvq_apps.settings.sources import FlagSource, FlagValue
 from kvq_apps.terminal import output
 
 KEYS = "keys"
+TOOL_SERVERS = "mcp"
 # Settings of these sections count for every command; other sections name their command.
 SHARED_SECTIONS = ("model", "kv")
-SECTIONS = (*SHARED_SECTIONS, "chat", "lsp", "serve", KEYS)
+SECTIONS = (*SHARED_SECTIONS, "chat", "lsp", "serve", KEYS, TOOL_SERVERS)
 FLAG_OF = {flag.setting: name for name, flag in FLAGS.items() if flag.setting is not None}
 MOST_BYTES = 64 << 10
 
@@ -119,7 +120,7 @@ def _rows(file: TomlFile, warnings: list[str]) -> Iterator[tuple[str, Any]]:
             warnings.append(f"{file.where(section)}: there is no section {section}; known: {known}")
         elif not is_object(rows):
             warnings.append(f"{file.where(section)}: {section} is a section; write [{section}]")
-        elif section != KEYS:
+        elif section not in (KEYS, TOOL_SERVERS):
             for key, value in rows.items():
                 name = f"{section}.{key}"
                 if name in FLAG_OF:
