@@ -113,7 +113,7 @@ def _rare_type(kind: TensorType) -> Any:
     return number
 
 
-def _fields(packed: np.ndarray, bits: int, run: int) -> np.ndarray:
+def _fields(packed: np.ndarray, bits: int, run: int) -> Any:
     """Returns the fields of `bits` bits in bytes uint8 [n, bytes], uint8 [n, bytes * 8 / bits].
 
     Of each `run` bytes the lowest fields come first, then those above them, and so on.

@@ -39,7 +39,6 @@ from kvq_export.gguf.gguf_tensors import (
     DealtHeads,
     GgufTensor,
     expert_factors,
-    part_names,
     spare_tensors,
     tensors_of,
 )
@@ -117,18 +116,12 @@ class GgufRows:
             dealt_columns=tensor.dealt_columns,
             decays=tensor.decays,
         )
-        if tensor.experts:
-            names, shapes = (
-                part_names(self.name, tensor.experts),
-                [tensor.shape[1:]] * tensor.experts,
-            )
-        elif tensor.dealt is not None and (len(tensor.shape) > 1 or self.kind.block == 1):
-            names = tuple(f"{self.name}.{run.start}" for run in tensor.rows)
-            shapes = [(len(run), *tensor.shape[1:]) for run in tensor.rows]
-        else:
+        is_dealt = tensor.dealt is not None and (len(tensor.shape) > 1 or self.kind.block == 1)
+        if not tensor.experts and not is_dealt:
             return {self.name: whole}
         start, parts = self.start, dict[str, GgufRows]()
-        for name, shape in zip(names, shapes, strict=True):
+        for name, rows in tensor.parts.items():
+            shape = (len(rows), *tensor.shape[2 if tensor.experts else 1 :])
             parts[name] = replace(whole, name=name, shape=shape, start=start)
             start += math.prod(shape) // self.kind.block * self.kind.block_bytes
         return parts
@@ -257,7 +250,10 @@ class GgufSource:
         """
         parts: dict[str, list[tuple[str, ...]]] = {}
         for tensor in tensors_of(config, self.metadata.architecture, self._rows):
-            parts.setdefault(tensor.source, []).append(tensor.parts)
+            starts = {name: rows.start for name, rows in tensor.parts.items()}
+            parts.setdefault(tensor.source, []).append(
+                tuple(sorted(starts, key=starts.__getitem__))
+            )
         factors = {
             f"layers.{layer}.experts_down": expert_factors(layer)
             for layer in range(config.num_layers)

@@ -31,23 +31,17 @@ class DealtHeads:
     size: int
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """Returns the canonical numbers of the heads in llama.cpp's order."""
-        order = np.arange(self.value_heads).reshape(self.key_heads, -1)
-        return tuple(order.T.reshape(-1).tolist())
+    def columns(self) -> np.ndarray:
+        """Returns the canonical numbers of columns in llama.cpp's order."""
+        order = np.arange(self.value_heads * self.size).reshape(self.key_heads, -1, self.size)
+        return order.swapaxes(0, 1).reshape(-1)
 
     def runs(self, rows: range) -> tuple[range, ...]:
         """Returns canonical `rows` in llama.cpp's order; those before the heads stay first."""
         before = len(rows) - self.value_heads * self.size
-        starts = (before + place * self.size for place in self.places)
+        starts = (before + self.columns[:: self.size]).tolist()
         heads = tuple(rows[start : start + self.size] for start in starts)
         return (rows[:before], *heads) if before else heads
-
-    @property
-    def columns(self) -> np.ndarray:
-        """Returns the canonical numbers of columns in llama.cpp's order."""
-        starts = np.array(self.places)[:, None] * self.size
-        return (starts + np.arange(self.size)).reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,11 +80,15 @@ class GgufTensor:
         return runs if self.dealt is None else self.dealt.runs(*runs)
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """Returns the names of what is read of it as one matrix each, as `GgufRows.parts` does."""
-        if self.dealt is not None:
-            return tuple(f"{self.name}.{start}" for start in sorted(run.start for run in self.rows))
-        return part_names(self.name, self.experts)
+    def parts(self) -> dict[str, range]:
+        """Returns `rows` by the names of what is read of it, each as a matrix or vector.
+
+        Names have the place among the rows of the canonical weight.
+        """
+        if not self.experts and self.dealt is None:
+            return {self.name: self.rows[0]}
+        places = {start: place for place, start in enumerate(sorted(r.start for r in self.rows))}
+        return {f"{self.name}.{places[rows.start]}": rows for rows in self.rows}
 
     def arrange(self, rows: np.ndarray) -> np.ndarray:
         """Puts whole heads of the canonical rows [n, ...] in this tensor's order, scaled."""
@@ -102,11 +100,6 @@ class GgufTensor:
         if self.decays:
             rows = -np.exp(rows)
         return rows if self.factor == 1 else rows * np.float32(self.factor)
-
-
-def part_names(name: str, experts: int) -> tuple[str, ...]:
-    """Returns a name for the matrix of each expert in a tensor; else the tensor's own."""
-    return tuple(f"{name}.{expert}" for expert in range(experts)) if experts else (name,)
 
 
 def tensors_of(
@@ -137,18 +130,7 @@ def spare_tensors(config: ModelConfig) -> frozenset[str]:
 
 def model_tensors(config: ModelConfig, architecture: Architecture) -> Iterator[GgufTensor]:
     """Yields the tensors of a model in a file of this architecture, without its rotary table's."""
-    hidden = config.hidden_size
-    table = (config.vocab_size, hidden)
-    yield GgufTensor(name="token_embd.weight", source="embed", shape=table)
-    if not config.tied_head:
-        yield GgufTensor(name="output.weight", source="head", shape=table)
-    final_norm = architecture.called.get("output_norm", "output_norm")
-    yield GgufTensor(name=f"{final_norm}.weight", source="final_norm", shape=(hidden,))
-    if config.norm == "layer":
-        yield GgufTensor(name="output_norm.bias", source="final_norm_bias", shape=(hidden,))
-    if config.head_bias:
-        yield GgufTensor(name="output.bias", source="head_bias", shape=(config.vocab_size,))
-    yield from _per_layer_tensors(config)
+    yield from _outer_tensors(config, architecture.called.get("output_norm", "output_norm"))
     for layer in range(config.num_layers):
         shapes = layer_shapes(config, layer)
         for source, parts in _parts(config, layer, architecture).items():
@@ -172,28 +154,28 @@ def model_tensors(config: ModelConfig, architecture: Architecture) -> Iterator[G
             assert row == stretch
 
 
-def _per_layer_tensors(config: ModelConfig) -> Iterator[GgufTensor]:
-    """Yields the tensors of all layers' own embeddings; llama.cpp scales them itself."""
-    if config.per_layer is None:
-        return
-    width, columns = config.per_layer.width, config.num_layers * config.per_layer.width
-    yield GgufTensor(
-        name="per_layer_token_embd.weight",
-        source="per_layer_embed",
-        shape=(config.per_layer.rows, columns),
-    )
-    yield GgufTensor(
-        name="per_layer_model_proj.weight",
-        source="per_layer_model",
-        shape=(columns, config.hidden_size),
-        factor=config.hidden_size**0.5,
-    )
-    yield GgufTensor(
-        name="per_layer_proj_norm.weight",
-        source="per_layer_norm",
-        shape=(width,),
-        factor=2**0.5,
-    )
+def _outer_tensors(config: ModelConfig, final_norm: str) -> Iterator[GgufTensor]:
+    """Yields the tensors of no layer; llama.cpp scales those of per-layer embeddings itself."""
+    hidden, tokens, per_layer = config.hidden_size, config.vocab_size, config.per_layer
+    rows: list[tuple[str, str, tuple[int, ...], bool]] = [
+        ("token_embd.weight", "embed", (tokens, hidden), True),
+        ("output.weight", "head", (tokens, hidden), not config.tied_head),
+        (f"{final_norm}.weight", "final_norm", (hidden,), True),
+        ("output_norm.bias", "final_norm_bias", (hidden,), config.norm == "layer"),
+        ("output.bias", "head_bias", (tokens,), config.head_bias),
+    ]
+    if per_layer is not None:
+        columns = config.num_layers * per_layer.width
+        rows += [
+            ("per_layer_token_embd.weight", "per_layer_embed", (per_layer.rows, columns), True),
+            ("per_layer_model_proj.weight", "per_layer_model", (columns, hidden), True),
+            ("per_layer_proj_norm.weight", "per_layer_norm", (per_layer.width,), True),
+        ]
+    factors = {"per_layer_model": hidden**0.5, "per_layer_norm": 2**0.5}
+    for name, source, shape, is_there in rows:
+        if is_there:
+            factor = factors.get(source, 1.0)
+            yield GgufTensor(name=name, source=source, shape=shape, factor=factor)
 
 
 def _part(name: str, rows: int = 0, **order: Any) -> GgufTensor:
@@ -225,51 +207,49 @@ def _parts(
     Raises `UnsupportedModelError` for a weight that llama.cpp has no tensor for.
     """
     mixer, feed = config.layers[layer].mixer, config.layers[layer].feed
-    gate_up = (_part("ffn_gate", feed.width), _part("ffn_up", feed.width))
-    if architecture.fused:
-        gate_up = (_part("ffn_up"),)
-    shared = feed.shared.width if isinstance(feed, Experts) and feed.shared else 0
-    if isinstance(feed, Experts) and feed.beside is not None:
-        gate_up = (_part("ffn_gate", feed.beside.width), _part("ffn_up", feed.beside.width))
-    experts_up = (_part("ffn_gate_exps", feed.width), _part("ffn_up_exps", feed.width))
-    if architecture.fused_experts:
-        experts_up = (_part(_FUSED_EXPERTS),)
+    dense = shared = feed
+    if isinstance(feed, Experts):
+        dense, shared = feed.beside or feed, feed.shared or feed
+
+    def gate_and_up(end: str, width: int) -> tuple[GgufTensor, ...]:
+        return _part(f"ffn_gate{end}", width), _part(f"ffn_up{end}", width)
+
     names = {source: (_part(name),) for source, name in _WHOLE_PARTS.items()}
     names |= {
-        "gate_up": gate_up,
-        "gate_up_bias": gate_up,
+        "gate_up": gate_and_up("", dense.width),
         # llama.cpp divides by this root itself.
         "router_norm": (_part("ffn_gate_inp.scale", factor=config.hidden_size**0.5),),
-        "experts_gate_up": experts_up,
-        "experts_gate_up_bias": experts_up,
-        "shared_gate_up": (_part("ffn_gate_shexp", shared), _part("ffn_up_shexp", shared)),
+        "experts_gate_up": gate_and_up("_exps", feed.width),
+        "shared_gate_up": gate_and_up("_shexp", shared.width),
     }
     match mixer:
         case Attention():
-            names |= _attention_parts(mixer, architecture)
+            names["qkv"] = _attention_parts(mixer, architecture)
         case ShortConv():
             parts = ("in_proj", "conv", "out_proj")
             names |= {name: (_part(f"shortconv.{name}"),) for name in parts}
         case DeltaNet():
             names |= _delta_parts(mixer, architecture)
+    if architecture.fused:
+        names |= {"gate_up": (_part("ffn_up"),), "qkv": (_part("attn_qkv"),)}
+    if architecture.fused_experts:
+        names["experts_gate_up"] = (_part(_FUSED_EXPERTS),)
+    for name in ("qkv", "gate_up", "experts_gate_up"):
+        names[f"{name}_bias"] = names.get(name, ())
     shapes = layer_shapes(config, layer)
     if unknown := shapes.keys() - names.keys():
         raise UnsupportedModelError(f"it has no tensor for {min(unknown)}")
     return {name: names[name] for name in shapes}
 
 
-def _attention_parts(
-    mixer: Attention, architecture: Architecture
-) -> dict[str, tuple[GgufTensor, ...]]:
+def _attention_parts(mixer: Attention, architecture: Architecture) -> tuple[GgufTensor, ...]:
     interleave = mixer.head_dim if architecture.interleaved else 0
     query, key = mixer.projected_width - 2 * mixer.kv_width, mixer.kv_width
-    qkv = (_part("attn_q", query, interleave=interleave),)
-    if key:
-        values = "attn_k" if mixer.values == "keys" else "attn_v"
-        qkv = (*qkv, _part("attn_k", key, interleave=interleave), _part(values, key))
-    if architecture.fused:
-        qkv = (_part("attn_qkv"),)
-    return {"qkv": qkv, "qkv_bias": qkv}
+    parts = (_part("attn_q", query, interleave=interleave),)
+    if not key:
+        return parts
+    values = "attn_k" if mixer.values == "keys" else "attn_v"
+    return (*parts, _part("attn_k", key, interleave=interleave), _part(values, key))
 
 
 def _delta_parts(net: DeltaNet, architecture: Architecture) -> dict[str, tuple[GgufTensor, ...]]:
@@ -277,18 +257,13 @@ def _delta_parts(net: DeltaNet, architecture: Architecture) -> dict[str, tuple[G
 
     It does where several value heads share the keys of one.
     """
-
-    def dealt(size: int) -> DealtHeads | None:
-        if net.value_heads == net.key_heads or architecture.by_key_head:
-            return None
-        return DealtHeads(key_heads=net.key_heads, value_heads=net.value_heads, size=size)
-
-    heads, shape = dealt(net.value_dim), net.shape(1)
-    single = dealt(1)
-    gates = (
-        _part("ssm_beta", net.value_heads, dealt=single),
-        _part("ssm_alpha", net.value_heads, dealt=single),
-    )
+    shape, heads, single = net.shape(1), None, None
+    if net.value_heads != net.key_heads and not architecture.by_key_head:
+        heads, single = (
+            DealtHeads(key_heads=net.key_heads, value_heads=net.value_heads, size=size)
+            for size in (net.value_dim, 1)
+        )
+    gates = tuple(_part(f"ssm_{name}", net.value_heads, dealt=single) for name in ("beta", "alpha"))
     if architecture.by_key_head:
         # For each key head what its value heads take in, then what they forget.
         per_key_head = net.value_heads // net.key_heads
