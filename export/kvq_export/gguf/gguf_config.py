@@ -17,6 +17,7 @@ from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import MOST_LAYERS, Family, FimNames
 from kvq_models.registry import family_for
+from kvq_runtime.bundle.gguf_file import CONTROL, FIM_KEYS, TOKENIZER
 from kvq_runtime.bundle.gguf_format import Value
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,6 @@ _RMS_NORMS: Mapping[str, str] = {"lfm2": "norm_eps", "lfm2moe": "norm_eps"}
 _UNLIKE = frozenset(("gemma4", "lfm2", "lfm2moe"))
 # Tokens that llama.cpp takes for the ends of an answer by their texts alone.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>")
-_CONTROL = 3
 # llama.cpp takes a gemma2 or gemma3 of this depth for the 27B model, whose scale is by hidden size.
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 # llama.cpp's number for shares by sigmoids.
@@ -138,7 +138,7 @@ class Metadata:
 
         One that no token has, such as -1, counts as absent; the first look at it is logged.
         """
-        name = f"tokenizer.ggml.{key}_token_id"
+        name = f"{TOKENIZER}{key}_token_id"
         value = self.values.get(name)
         if value is None:
             return None
@@ -756,7 +756,7 @@ _FAMILY_KEYS = {
 
 def _with_names(family: Family, metadata: Metadata, tokens: list[str], types: np.ndarray) -> Family:
     """Adds to the family the tokens that the file names for parts of a text, before its own."""
-    control = set(np.flatnonzero(types == _CONTROL).tolist())
+    control = set(np.flatnonzero(types == CONTROL).tolist())
     ends = [token for token in control if tokens[token] in _ENDS]
     return replace(
         family,
@@ -766,13 +766,7 @@ def _with_names(family: Family, metadata: Metadata, tokens: list[str], types: np
 
 
 def _fim_names(metadata: Metadata, tokens: list[str]) -> Iterator[FimNames]:
-    ids = {
-        role: metadata.token(f"fim_{key}", len(tokens))
-        for role, key in (
-            ("prefix", "pre"), ("suffix", "suf"), ("middle", "mid"), ("pad", "pad"),
-            ("repo", "rep"), ("file", "sep"),
-        )
-    }  # fmt: skip
+    ids = {role: metadata.token(key, len(tokens)) for role, key in FIM_KEYS.items()}
     if None not in (ids["prefix"], ids["suffix"], ids["middle"]):
         yield FimNames(
             **{role: None if token is None else tokens[token] for role, token in ids.items()}  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ tokens mean.
 """
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -123,7 +122,7 @@ class GgufRows:
         for name, rows in tensor.parts.items():
             shape = (len(rows), *tensor.shape[2 if tensor.experts else 1 :])
             parts[name] = replace(whole, name=name, shape=shape, start=start)
-            start += math.prod(shape) // self.kind.block * self.kind.block_bytes
+            start += self.kind.num_bytes(shape)
         return parts
 
     def check(self) -> None:
@@ -172,7 +171,7 @@ class GgufRows:
 
     def _bytes(self, start: int, stop: int) -> np.ndarray:
         """Returns rows of the file as they lie there; a vector is one row."""
-        row_bytes = self.shape[-1] // self.kind.block * self.kind.block_bytes
+        row_bytes = self.kind.num_bytes(self.shape[-1:])
         begin, count = self.start + start * row_bytes, (stop - start) * row_bytes
         return read_bytes(self.file, begin, count, str(self)).reshape(-1, row_bytes)
 

@@ -15,23 +15,23 @@ import numpy as np
 
 from kvq.errors import CheckpointError, UnsupportedModelError
 from kvq_export.gguf.gguf_config import Metadata
-from kvq_export.gguf.gguf_pre import Row, pre_tokenizer, row_called
-from kvq_export.gguf.gguf_vocabulary import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    WORD_MARK,
-)
+from kvq_export.gguf.gguf_pre import Row, byte_level, pre_tokenizer, row_called
+from kvq_export.gguf.gguf_vocabulary import WORD_MARK
 from kvq_models.control import FIM_ORDER, SUFFIX_FIRST
 from kvq_models.pieces import distinct_pieces
 from kvq_models.tokenizer import TokenizerFiles
+from kvq_runtime.bundle.gguf_file import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    TOKENIZER,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
 
 logger = logging.getLogger(__name__)
 
-_KEYS = "tokenizer.ggml."
 KINDS = ("gpt2", "llama", "gemma4")
 # Kinds of tokens that no text becomes, whatever it spells.
 _NEVER_MADE = (UNKNOWN, CONTROL, BYTE)
@@ -49,10 +49,10 @@ def read_tokens(metadata: Metadata) -> tuple[list[str], np.ndarray]:
     Of a text that several tokens have, all but the first are marked: see `distinct_pieces`. Raises
     `CheckpointError` for lists that do not belong together.
     """
-    raw = metadata.values.get(f"{_KEYS}tokens", [])
+    raw = metadata.values.get(f"{TOKENIZER}tokens", [])
     if not isinstance(raw, list):
         raise CheckpointError(f"{metadata.path} is damaged: its tokens are no texts")
-    types = metadata.values.get(f"{_KEYS}token_type", np.full(len(raw), NORMAL))
+    types = metadata.values.get(f"{TOKENIZER}token_type", np.full(len(raw), NORMAL))
     if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu" or len(types) != len(raw):
         raise CheckpointError(f"{metadata.path} is damaged: its tokens are not all of some kind")
     try:
@@ -76,7 +76,7 @@ def read_tokenizer(metadata: Metadata, tokens: list[str], types: np.ndarray) -> 
     Raises `UnsupportedModelError` for a vocabulary of another kind or cut, `CheckpointError` for a
     damaged one.
     """
-    kind = metadata.values.get(f"{_KEYS}model")
+    kind = metadata.values.get(f"{TOKENIZER}model")
     if kind not in KINDS or not tokens:
         none = kind in (None, "no_vocab")
         tokenizer = "no tokenizer" if none else f"a tokenizer of kind {kind!r}"
@@ -86,7 +86,8 @@ def read_tokenizer(metadata: Metadata, tokens: list[str], types: np.ndarray) -> 
     row, parts = None, dict[str, Any]()
     match kind:
         case "gpt2":
-            row = _cut(metadata)
+            name = metadata.values.get(f"{TOKENIZER}pre", "default")
+            row = row_called(str(name), metadata.path)
             parts = _byte_level(metadata, pieces, row)
         case "llama":
             merges = _merges_by_score(metadata, pieces, types)
@@ -117,7 +118,7 @@ def _pieces(tokens: list[str], types: np.ndarray) -> dict[str, int]:
 
 
 def _added(metadata: Metadata, tokens: list[str], types: np.ndarray) -> Iterator[dict[str, Any]]:
-    strips = metadata.architecture == "phi3" and metadata.values.get(f"{_KEYS}model") == "llama"
+    strips = metadata.architecture == "phi3" and metadata.values.get(f"{TOKENIZER}model") == "llama"
     for token in np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, USER_DEFINED))).tolist():
         yield {
             "id": token,
@@ -138,18 +139,10 @@ def _settings(metadata: Metadata, tokens: list[str], *, starts: bool) -> dict[st
     settings: dict[str, Any] = {
         name: tokens[token] for name, token in named.items() if token is not None
     }
-    settings["add_bos_token"] = bool(metadata.values.get(f"{_KEYS}add_bos_token", starts))
+    settings["add_bos_token"] = bool(metadata.values.get(f"{TOKENIZER}add_bos_token", starts))
     if metadata.values.get("kvq.fim.suffix_first") is True:
         settings[FIM_ORDER] = SUFFIX_FIRST
     return settings
-
-
-def _cut(metadata: Metadata) -> Row:
-    name = metadata.values.get(f"{_KEYS}pre", "default")
-    try:
-        return row_called(str(name))
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{metadata.path}: {error}") from error
 
 
 def _merges(metadata: Metadata, pieces: dict[str, int]) -> list[list[str]]:
@@ -157,7 +150,7 @@ def _merges(metadata: Metadata, pieces: dict[str, int]) -> list[list[str]]:
 
     Those of texts that are no tokens, as where a file has another's text twice, are left out.
     """
-    raw = metadata.values.get(f"{_KEYS}merges", [])
+    raw = metadata.values.get(f"{TOKENIZER}merges", [])
     if not isinstance(raw, list):
         raise CheckpointError(f"{metadata.path} is damaged: its merges are no texts")
     merges = [merge.decode("utf-8", errors="replace").split(" ") for merge in raw if merge]
@@ -177,12 +170,7 @@ def _byte_level(metadata: Metadata, pieces: dict[str, int], row: Row) -> dict[st
     return {
         "normalizer": {"type": "NFC"} if row.composed else None,
         "pre_tokenizer": pre_tokenizer(row),
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
+        "decoder": byte_level(use_regex=True),
         "model": {
             "type": "BPE",
             "byte_fallback": False,
@@ -205,8 +193,8 @@ def _marked_words(
 
     `prefix`: a file that does not say whether a text begins with a space means that it does.
     """
-    prefix = bool(metadata.values.get(f"{_KEYS}add_space_prefix", prefix))
-    single = bool(metadata.values.get(f"{_KEYS}remove_extra_whitespaces", False))
+    prefix = bool(metadata.values.get(f"{TOKENIZER}add_space_prefix", prefix))
+    single = bool(metadata.values.get(f"{TOKENIZER}remove_extra_whitespaces", False))
     unknown = np.flatnonzero(types == UNKNOWN).tolist()
     names = list(pieces)
     space = {"String": " "}
@@ -253,7 +241,7 @@ def _merges_by_score(
     leftmost in the text. A list ranks pairs, not places: with the longest piece and left part
     first, a run of one character, such as an indentation, grows from its left end as well.
     """
-    scores = metadata.values.get(f"{_KEYS}scores")
+    scores = metadata.values.get(f"{TOKENIZER}scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(types) or np.isnan(scores).any():
         raise CheckpointError(f"{metadata.path} is damaged: its tokens have no scores")
     texts = {piece for piece, token in pieces.items() if types[token] not in _NEVER_MADE}

@@ -16,10 +16,15 @@ from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.slices import encoded_up_to
 from kvq_models.tokenizer import Tokenizer, looks_like_control
 from kvq_runtime.backends.llama_library import LlamaModel
-from kvq_runtime.bundle.gguf_file import GgufFile
+from kvq_runtime.bundle.gguf_file import (
+    CONTROL,
+    FIM_KEYS,
+    TOKENIZER,
+    UNKNOWN,
+    USER_DEFINED,
+    GgufFile,
+)
 
-_KEYS = "tokenizer.ggml."
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _NO_VOCABULARY = 0
 _PIECE_BYTES = 64
 # llama.cpp cuts a text into words by `std::regex`, which recurses for every character of a word. A
@@ -45,12 +50,12 @@ class LlamaVocabulary:
         self.size: int = self._functions.llama_vocab_n_tokens(model.vocabulary)
         self._pieces = [
             piece.decode("utf-8", errors="replace")
-            for piece in file.strings(f"{_KEYS}tokens")[: self.size]
+            for piece in file.strings(f"{TOKENIZER}tokens")[: self.size]
         ]
-        self.special: Mapping[int, str] = self._special(file.numbers(f"{_KEYS}token_type"))
-        self._splits_words = file.contents.metadata.get(f"{_KEYS}model") == "gpt2"
-        marks_words = file.contents.metadata.get(f"{_KEYS}model") == "llama"
-        adds_space = file.contents.metadata.get(f"{_KEYS}add_space_prefix", marks_words)
+        self.special: Mapping[int, str] = self._special(file.numbers(f"{TOKENIZER}token_type"))
+        self._splits_words = file.contents.metadata.get(f"{TOKENIZER}model") == "gpt2"
+        marks_words = file.contents.metadata.get(f"{TOKENIZER}model") == "llama"
+        adds_space = file.contents.metadata.get(f"{TOKENIZER}add_space_prefix", marks_words)
         self.strips_space = marks_words and bool(adds_space)
 
     def encode(self, text: str, *, special: bool, most: int | None = None) -> list[int]:
@@ -117,10 +122,10 @@ class LlamaVocabulary:
 
     def _special(self, types: np.ndarray) -> dict[int, str]:
         types = types[: len(self._pieces)]
-        marked = np.flatnonzero((types == _CONTROL) | (types == _UNKNOWN)).tolist()
+        marked = np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist()
         named = [
             token
-            for token in np.flatnonzero(types == _USER_DEFINED).tolist()
+            for token in np.flatnonzero(types == USER_DEFINED).tolist()
             if looks_like_control(self._pieces[token])
         ]
         return {token: self._pieces[token] for token in sorted(marked + named)}
@@ -131,26 +136,20 @@ def _control_tokens(
 ) -> ControlTokens:
     functions, handle = model.library.functions, model.vocabulary
 
-    def named(key: str, token: int) -> int | None:
-        """Returns `token` if the file names it; else it may be a wrong guess of llama.cpp."""
-        is_named = file.contents.metadata.get(f"{_KEYS}{key}_token_id") == token
+    def named(key: str) -> int | None:
+        """Returns llama.cpp's token if the file names it; else it may be a wrong guess."""
+        token: int = getattr(functions, f"llama_vocab_{key}")(handle)
+        is_named = file.contents.metadata.get(f"{TOKENIZER}{key}_token_id") == token
         return token if token >= 0 and (is_named or token in vocabulary.special) else None
 
-    bos = named("bos", functions.llama_vocab_bos(handle))
+    bos = named("bos")
     ends = [
-        named("eos", functions.llama_vocab_eos(handle)),
-        named("eot", functions.llama_vocab_eot(handle)),
+        named("eos"),
+        named("eot"),
         *(token for token in vocabulary.special if functions.llama_vocab_is_eog(handle, token)),
     ]
     starts = bos is not None and functions.llama_vocab_get_add_bos(handle)
-    fim = {
-        "prefix": named("fim_pre", functions.llama_vocab_fim_pre(handle)),
-        "suffix": named("fim_suf", functions.llama_vocab_fim_suf(handle)),
-        "middle": named("fim_mid", functions.llama_vocab_fim_mid(handle)),
-        "pad": named("fim_pad", functions.llama_vocab_fim_pad(handle)),
-        "repo": named("fim_rep", functions.llama_vocab_fim_rep(handle)),
-        "file": named("fim_sep", functions.llama_vocab_fim_sep(handle)),
-    }
+    fim = {role: named(key) for role, key in FIM_KEYS.items()}
     suffix_first = file.contents.metadata.get("kvq.fim.suffix_first") is True
     complete = None not in (fim["prefix"], fim["suffix"], fim["middle"])
     return ControlTokens(
