@@ -12,27 +12,16 @@ from kvq.errors import BudgetError, argument
 from kvq.formats import format_bytes, sized
 from kvq.sizing import DEFAULT_TOKENS, SHORTEST_CONTEXT_TOKENS
 from kvq_runtime.bundle.gguf_file import GgufFile
+from kvq_runtime.bundle.gguf_format import TENSOR_TYPES
 from kvq_runtime.config import SessionRequest
 
 # llama.cpp makes room for a multiple of this many tokens.
 CELLS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class CacheType:
-    """Describes a type of llama.cpp for keys or values: `block` of them take `block_bytes`."""
-
-    name: str
-    number: int
-    block: int
-    block_bytes: int
-
-
-CACHE_TYPES: Mapping[int, CacheType] = {
-    16: CacheType("f16", 1, 1, 2),
-    8: CacheType("q8_0", 8, 32, 34),
-    4: CacheType("q4_0", 2, 32, 18),
-}
+# llama.cpp's number of the type of keys or values, by their bits.
+TYPE_NUMBERS: Mapping[int, int] = {16: 1, 8: 8, 4: 2}
+CACHE_TYPES = {bits: TENSOR_TYPES[number] for bits, number in TYPE_NUMBERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +41,7 @@ class CacheLayout:
     def bytes_per_token(self, plan: KvPlan) -> int:
         """Returns the bytes of one token, all layers."""
         sides = ((plan.k_bits, self.k_width), (plan.v_bits, self.v_width))
-        kinds = [(CACHE_TYPES[bits], width) for bits, width in sides]
-        return sum(width // kind.block * kind.block_bytes for kind, width in kinds)
+        return sum(CACHE_TYPES[bits].num_bytes((width,)) for bits, width in sides)
 
     def held_bytes(self, plan: KvPlan, tokens: int) -> int:
         """Returns the bytes of `tokens` tokens and of the states."""

@@ -82,7 +82,6 @@ class LlamaVocabulary:
         return tokens[:count]
 
     def piece_bytes(self, token: int) -> bytes:
-        """Implements `Vocabulary.piece_bytes`."""
         if not 0 <= token < self.size:
             return b""
         room = _PIECE_BYTES
@@ -96,15 +95,12 @@ class LlamaVocabulary:
             room = -count
 
     def every_piece(self) -> dict[int, bytes]:
-        """Implements `Vocabulary.every_piece`."""
         return {token: self.piece_bytes(token) for token in range(self.size)}
 
     def piece(self, token: int) -> str | None:
-        """Implements `Vocabulary.piece`."""
         return self._pieces[token] if 0 <= token < len(self._pieces) else None
 
     def token_id(self, content: str) -> int | None:
-        """Implements `Vocabulary.token_id`."""
         return self._ids.get(content)
 
     @cached_property
