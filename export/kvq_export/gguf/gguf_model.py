@@ -212,15 +212,15 @@ def _scaled(
     gains = {"embed": config.embedding_scale / theirs}
     if config.tied_head:
         gains["final_norm"] = 1 / gains["embed"]
-    normed = {tensor.source for tensor in tensors}
+    names = {tensor.name for tensor in tensors}
     for index, (layer, other) in enumerate(zip(config.layers, read.layers, strict=True)):
         if isinstance(layer.mixer, Attention):
-            source = f"layers.{index}.q_norm"
-            source = source if source in normed else f"layers.{index}.attn_q"
-            gains[source] = layer.mixer.scale / other.attention.scale
+            norm = f"blk.{index}.attn_q_norm.weight"
+            stem = (norm if norm in names else f"blk.{index}.attn_q.").rpartition(".")[0]
+            gains[stem] = layer.mixer.scale / other.attention.scale
     for tensor in tensors:
-        block = ".".join(tensor.name.split(".")[:3]).replace("blk.", "layers.")
-        gain = gains.get(tensor.source, gains.get(block, 1.0))
+        stem = tensor.name.rpartition(".")[0]
+        gain = gains.get(tensor.source, gains.get(stem, 1.0))
         yield tensor if _same(gain, 1.0) else replace(tensor, factor=tensor.factor * gain)
 
 

@@ -47,7 +47,7 @@ from kvq_export.read.source import format_of_file
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource, is_stack
 from kvq_models.tokenizer import TokenizerFiles
-from kvq_runtime.bundle.gguf_format import GgufContents, TensorInfo, TensorType, read_gguf
+from kvq_runtime.bundle.gguf_format import GgufContents, TensorType, read_gguf
 from kvq_runtime.text_embedding import TextEmbedding
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -81,25 +81,18 @@ class GgufRows:
     @property
     def grid(self) -> BlockFormat | None:
         """Returns the grid of a matrix whose blocks, or those of `CUT_GRIDS`, are not cut."""
-        grids = (GRIDS.get(self.kind.name), CUT_GRIDS.get(self.kind.name))
         dealt = self.dealt_columns
-        return next(
-            (
-                grid
-                for grid in grids
-                if grid is not None and not (dealt and dealt.size % grid.activation_block)
-            ),
-            None,
-        )
+        for grid in (GRIDS.get(self.kind.name), CUT_GRIDS.get(self.kind.name)):
+            if grid is not None and not (dealt and dealt.size % grid.activation_block):
+                return grid
+        return None
 
     @property
     def exact(self) -> bool:
         grid = self.grid
-        if grid is not None and grid == CUT_GRIDS.get(self.kind.name):
-            return False
-        if grid is None or grid.grid is not Grid.E2M1:
-            return True
-        return keeps_exponents(self.kind, self._bytes(0, self.shape[0]))
+        if grid is not None and grid.grid is Grid.E2M1:
+            return keeps_exponents(self.kind, self._bytes(0, self.shape[0]))
+        return grid is None or grid != CUT_GRIDS.get(self.kind.name)
 
     def parts(self, tensor: GgufTensor) -> dict[str, "GgufRows"]:
         """Returns by name what is read as one matrix, or vector, in the model's own order.
@@ -138,7 +131,7 @@ class GgufRows:
         if self.decays:
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = np.log(-values)
-        return values[self._order(0, len(values))][start:stop]
+        return self._heads(values)[start:stop]
 
     def read_blocks(self, start: int, stop: int) -> Blocks:
         assert self.grid is not None
@@ -160,14 +153,14 @@ class GgufRows:
             return self._bytes(start, stop)
         first = start // self.interleave * self.interleave
         last = min(-(-stop // self.interleave) * self.interleave, self.shape[0])
-        return self._bytes(first, last)[self._order(first, last)[start - first : stop - first]]
+        return self._heads(self._bytes(first, last))[start - first : stop - first]
 
-    def _order(self, first: int, last: int) -> np.ndarray:
-        """Returns the places in the file of rows of whole heads, counted from the first."""
-        order = np.arange(last - first)
+    def _heads(self, rows: np.ndarray) -> np.ndarray:
+        """Returns rows of whole heads in the model's order."""
         if not self.interleave:
-            return order
-        return order.reshape(-1, self.interleave // 2, 2).swapaxes(1, 2).reshape(-1)
+            return rows
+        pairs = rows.reshape(-1, self.interleave // 2, 2, *rows.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(rows.shape)
 
     def _bytes(self, start: int, stop: int) -> np.ndarray:
         """Returns rows of the file as they lie there; a vector is one row."""
@@ -201,13 +194,15 @@ class GgufSource:
 
     @property
     def name(self) -> str:
-        name = self.metadata.values.get("general.name")
-        return name if isinstance(name, str) and name else self.path.stem
+        return self._text("general.name") or self.path.stem
 
     @property
     def licence(self) -> str:
-        licence = self.metadata.values.get("general.license")
-        return licence if isinstance(licence, str) and licence else "unknown"
+        return self._text("general.license") or "unknown"
+
+    def _text(self, key: str) -> str:
+        value = self.metadata.values.get(key)
+        return value if isinstance(value, str) else ""
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -230,7 +225,13 @@ class GgufSource:
                         f"{path} has a tensor {tensor.name}, which another part has too; copy the "
                         "files again"
                     )
-                rows_by_name[tensor.name] = _rows_of(path, tensor, begin)
+                rows_by_name[tensor.name] = GgufRows(
+                    name=tensor.name,
+                    file=path,
+                    kind=tensor.kind,
+                    shape=tensor.shape,
+                    start=begin + tensor.offset,
+                )
         return rows_by_name
 
     def config(self) -> tuple[Family, ModelConfig, dict[str, Any]]:
@@ -273,12 +274,11 @@ class GgufSource:
 
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
         """Opens the tensors without a draft head's, and the rotary table's: the config has it."""
-        model_tensors = tensors_of(config, self.metadata.architecture, self._rows)
-        known = {tensor.name: tensor for tensor in model_tensors}
+        rows = tensors_of(config, self.metadata.architecture, self._rows)
+        known = {tensor.name: tensor for tensor in rows}
         spare = {*ROPE_TENSORS, *spare_tensors(config)}
-        drafts = tuple(
-            f"blk.{config.num_layers + layer}." for layer in range(draft_layers(self.metadata))
-        )
+        first, count = config.num_layers, draft_layers(self.metadata)
+        drafts = tuple(f"blk.{layer}." for layer in range(first, first + count))
         tensors: dict[str, GgufRows] = {}
         for name, rows in self._rows.items():
             tensor = known.get(name)
@@ -342,13 +342,3 @@ def split_files(path: Path) -> tuple[Path, ...]:
             "missing beside it; download all of them"
         )
     return files
-
-
-def _rows_of(path: Path, tensor: TensorInfo, begin: int) -> GgufRows:
-    return GgufRows(
-        name=tensor.name,
-        file=path,
-        kind=tensor.kind,
-        shape=tensor.shape,
-        start=begin + tensor.offset,
-    )
