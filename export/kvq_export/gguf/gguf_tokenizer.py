@@ -15,7 +15,7 @@ import numpy as np
 
 from kvq.errors import CheckpointError, UnsupportedModelError
 from kvq_export.gguf.gguf_config import Metadata
-from kvq_export.gguf.gguf_pre import Row, byte_level, pre_tokenizer, row_called
+from kvq_export.gguf.gguf_pre import byte_level, pre_tokenizer, row_called
 from kvq_export.gguf.gguf_vocabulary import WORD_MARK
 from kvq_models.control import FIM_ORDER, SUFFIX_FIRST
 from kvq_models.pieces import distinct_pieces
@@ -82,18 +82,24 @@ def read_tokenizer(metadata: Metadata, tokens: list[str], types: np.ndarray) -> 
         tokenizer = "no tokenizer" if none else f"a tokenizer of kind {kind!r}"
         supported = ", ".join(KINDS)
         raise UnsupportedModelError(f"{metadata.path} has {tokenizer}; supported: {supported}")
-    pieces = _pieces(tokens, types)
-    row, parts = None, dict[str, Any]()
-    match kind:
-        case "gpt2":
-            name = metadata.values.get(f"{TOKENIZER}pre", "default")
-            row = row_called(str(name), metadata.path)
-            parts = _byte_level(metadata, pieces, row)
-        case "llama":
-            merges = _merges_by_score(metadata, pieces, types)
-            parts = _marked_words(metadata, pieces, types, merges, prefix=True)
-        case _:
-            parts = _marked_words(metadata, pieces, types, _merges(metadata, pieces), prefix=False)
+    # Without the placeholders that fill a vocabulary up.
+    used = np.flatnonzero(types != UNUSED).tolist()
+    pieces = {token: index for index, token in enumerate(tokens[: max(used, default=-1) + 1])}
+    starts, by_score = True, kind == "llama"
+    if kind == "gpt2":
+        name = metadata.values.get(f"{TOKENIZER}pre", "default")
+        row = row_called(str(name), metadata.path)
+        starts = row.starts
+        parts: dict[str, Any] = {
+            "normalizer": {"type": "NFC"} if row.composed else None,
+            "pre_tokenizer": pre_tokenizer(row),
+            "decoder": byte_level(use_regex=True),
+            "model": {"type": "BPE", "byte_fallback": False, "ignore_merges": row.whole_words},
+        }
+    else:
+        parts = _marked_words(metadata, tokens, types, prefix=by_score)
+    merges = _merges_by_score(metadata, pieces, types) if by_score else _merges(metadata, pieces)
+    parts["model"] |= {"vocab": pieces, "merges": merges}
     definition = {
         "version": "1.0",
         "truncation": None,
@@ -105,16 +111,9 @@ def read_tokenizer(metadata: Metadata, tokens: list[str], types: np.ndarray) -> 
     template = metadata.values.get("tokenizer.chat_template")
     return TokenizerFiles(
         definition=json.dumps(definition, ensure_ascii=False),
-        settings=_settings(metadata, tokens, starts=row is None or row.starts),
+        settings=_settings(metadata, tokens, starts=starts),
         chat_template=template if isinstance(template, str) else None,
     )
-
-
-def _pieces(tokens: list[str], types: np.ndarray) -> dict[str, int]:
-    """Returns the ids of all texts but the placeholders that fill a vocabulary up."""
-    used = np.flatnonzero(types != UNUSED)
-    size = int(used[-1]) + 1 if len(used) else 0
-    return {token: index for index, token in enumerate(tokens[:size])}
 
 
 def _added(metadata: Metadata, tokens: list[str], types: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -166,28 +165,8 @@ def _merges(metadata: Metadata, pieces: dict[str, int]) -> list[list[str]]:
     return valid
 
 
-def _byte_level(metadata: Metadata, pieces: dict[str, int], row: Row) -> dict[str, Any]:
-    return {
-        "normalizer": {"type": "NFC"} if row.composed else None,
-        "pre_tokenizer": pre_tokenizer(row),
-        "decoder": byte_level(use_regex=True),
-        "model": {
-            "type": "BPE",
-            "byte_fallback": False,
-            "ignore_merges": row.whole_words,
-            "vocab": pieces,
-            "merges": _merges(metadata, pieces),
-        },
-    }
-
-
 def _marked_words(
-    metadata: Metadata,
-    pieces: dict[str, int],
-    types: np.ndarray,
-    merges: Sequence[Sequence[str]],
-    *,
-    prefix: bool,
+    metadata: Metadata, tokens: list[str], types: np.ndarray, *, prefix: bool
 ) -> dict[str, Any]:
     """Returns the parts of a tokenizer whose pieces have marked spaces.
 
@@ -196,22 +175,24 @@ def _marked_words(
     prefix = bool(metadata.values.get(f"{TOKENIZER}add_space_prefix", prefix))
     single = bool(metadata.values.get(f"{TOKENIZER}remove_extra_whitespaces", False))
     unknown = np.flatnonzero(types == UNKNOWN).tolist()
-    names = list(pieces)
-    space = {"String": " "}
+
+    def replaced(kind: str, pattern: str, content: str) -> dict[str, Any]:
+        return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
     return {
         "normalizer": {
             "type": "Sequence",
             "normalizers": [
-                *([_replaced({"Regex": " {2,}"}, " ")] if single else []),
+                *([replaced("Regex", " {2,}", " ")] if single else []),
                 *([{"type": "Prepend", "prepend": WORD_MARK}] if prefix else []),
-                _replaced(space, WORD_MARK),
+                replaced("String", " ", WORD_MARK),
             ],
         },
         "pre_tokenizer": None,
         "decoder": {
             "type": "Sequence",
             "decoders": [
-                _replaced({"String": WORD_MARK}, " "),
+                replaced("String", WORD_MARK, " "),
                 {"type": "ByteFallback"},
                 {"type": "Fuse"},
                 *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
@@ -219,17 +200,11 @@ def _marked_words(
         },
         "model": {
             "type": "BPE",
-            "unk_token": names[unknown[0]] if unknown else None,
+            "unk_token": tokens[unknown[0]] if unknown else None,
             "fuse_unk": True,
             "byte_fallback": bool((types == BYTE).any()),
-            "vocab": pieces,
-            "merges": merges,
         },
     }
-
-
-def _replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
 
 
 def _merges_by_score(
