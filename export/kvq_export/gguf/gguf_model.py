@@ -236,6 +236,13 @@ def _keys(config: ModelConfig, architecture: Architecture) -> dict[str, Key]:
     context = config.context_length
     if not architecture.windows:
         context = min(context, *filter(None, windows), context)
+    # llama.cpp knows convolutions by 0 heads, delta nets by a list of their own.
+    kv_heads = [
+        layer.mixer.kv_heads
+        if isinstance(layer.mixer, Attention)
+        else config.num_kv_heads * isinstance(layer.mixer, DeltaNet)
+        for layer in config.layers
+    ]
     epsilon = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
     keys: dict[str, Key] = {
         "context_length": context,
@@ -244,7 +251,7 @@ def _keys(config: ModelConfig, architecture: Architecture) -> dict[str, Key]:
         "vocab_size": config.vocab_size,
         "feed_forward_length": _one_or_all(widths),
         "attention.head_count": config.num_heads,
-        "attention.head_count_kv": _one_or_all(_kv_heads(config)),
+        "attention.head_count_kv": _one_or_all(kv_heads),
         "attention.key_length": mixer.head_dim,
         "attention.value_length": mixer.head_dim,
         f"attention.{epsilon}": config.norm_eps,
@@ -305,16 +312,6 @@ def _rare_keys(config: ModelConfig, name: str) -> dict[str, Key]:
 
 def _attending(config: ModelConfig) -> list[Attention]:
     return [layer.mixer for layer in config.layers if isinstance(layer.mixer, Attention)]
-
-
-def _kv_heads(config: ModelConfig) -> list[int]:
-    """Returns every layer's KV heads; llama.cpp knows convolutions by 0, delta nets by a list."""
-    mixers = [layer.mixer for layer in config.layers]
-    beside = config.num_kv_heads
-    return [
-        mixer.kv_heads if isinstance(mixer, Attention) else beside * isinstance(mixer, DeltaNet)
-        for mixer in mixers
-    ]
 
 
 def _one_or_all(numbers: list[int]) -> int | list[int]:
