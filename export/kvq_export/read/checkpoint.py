@@ -135,12 +135,14 @@ class TensorEntry:
             )
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        dtype = np.dtype(FLOAT_DTYPES[self.dtype])
-        row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
-        raw = read_bytes(
-            self.file, self.start + start * row_bytes, (stop - start) * row_bytes, str(self)
-        )
-        return raw.view(dtype).astype(np.float32, copy=False).reshape(stop - start, *self.shape[1:])
+        values = self.raw(start, stop).view(FLOAT_DTYPES[self.dtype])
+        return values.astype(np.float32, copy=False).reshape(stop - start, *self.shape[1:])
+
+    def raw(self, start: int, stop: int) -> np.ndarray:
+        """Returns rows [start, stop) as they lie in the file, uint8."""
+        row_bytes = math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
+        first, count = self.start + start * row_bytes, (stop - start) * row_bytes
+        return read_bytes(self.file, first, count, str(self))
 
     def read_blocks(self, start: int, stop: int) -> Blocks:
         """Fails: floats are on no grid."""
