@@ -6,7 +6,7 @@ that is not known is refused by name: leaving it out could silently mean another
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,11 +55,6 @@ class Metadata:
         self.architecture = name
         self._keys_read: set[str] = set()
         self._absent: set[str] = set()
-
-    @property
-    def has_experts(self) -> bool:
-        """Tells whether the file says how wide experts are; does not count as asking."""
-        return self._name("expert_feed_forward_length") in self.values
 
     def whole(self, key: str, default: int | None = None) -> int:
         """Returns a whole number, also where every layer has the same one.
@@ -280,7 +275,8 @@ def draft_layers(metadata: Metadata) -> int:
 
 def _width_of_experts(metadata: Metadata) -> int | None:
     """Returns the width of experts: where every MLP is one, few files say the width of others."""
-    return metadata.whole("expert_feed_forward_length") if metadata.has_experts else None
+    key = "expert_feed_forward_length"
+    return metadata.whole(key) if f"{metadata.architecture}.{key}" in metadata.values else None
 
 
 def _least(metadata: Metadata, key: str, default: int | None = None) -> int:
@@ -667,18 +663,13 @@ _FAMILY_KEYS: Mapping[str, tuple[dict[str, Any] | _Reader, ...]] = {
 
 def _with_names(family: Family, metadata: Metadata, tokens: list[str], types: np.ndarray) -> Family:
     """Adds to the family the tokens that the file names for parts of a text, before its own."""
-    control = set(np.flatnonzero(types == CONTROL).tolist())
-    ends = [token for token in control if tokens[token] in _ENDS]
-    return replace(
-        family,
-        fim_tokens=(*_fim_names(metadata, tokens), *family.fim_tokens),
-        turn_ends=(*family.turn_ends, *(tokens[end] for end in sorted(ends))),
-    )
-
-
-def _fim_names(metadata: Metadata, tokens: list[str]) -> Iterator[FimNames]:
     ids = {role: metadata.token(key, len(tokens)) for role, key in FIM_KEYS.items()}
+    fim_tokens = family.fim_tokens
     if None not in (ids["prefix"], ids["suffix"], ids["middle"]):
-        yield FimNames(
-            **{role: None if token is None else tokens[token] for role, token in ids.items()}  # type: ignore[arg-type]
-        )
+        names: dict[str, Any] = {
+            role: None if token is None else tokens[token] for role, token in ids.items()
+        }
+        fim_tokens = (FimNames(**names), *fim_tokens)
+    control = [tokens[token] for token in np.flatnonzero(types == CONTROL).tolist()]
+    ends = (text for text in control if text in _ENDS)
+    return replace(family, fim_tokens=fim_tokens, turn_ends=(*family.turn_ends, *ends))

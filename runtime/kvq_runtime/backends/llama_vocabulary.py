@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-import numpy as np
-
 from kvq.errors import DataError
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.slices import encoded_up_to
@@ -52,22 +50,25 @@ class LlamaVocabulary:
             piece.decode("utf-8", errors="replace")
             for piece in file.strings(f"{TOKENIZER}tokens")[: self.size]
         ]
-        self.special: Mapping[int, str] = self._special(file.numbers(f"{TOKENIZER}token_type"))
-        self._splits_words = file.contents.metadata.get(f"{TOKENIZER}model") == "gpt2"
-        marks_words = file.contents.metadata.get(f"{TOKENIZER}model") == "llama"
+        types = file.numbers(f"{TOKENIZER}token_type").tolist()
+        self.special: Mapping[int, str] = {
+            token: piece
+            for token, (piece, kind) in enumerate(zip(self._pieces, types, strict=False))
+            if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and looks_like_control(piece))
+        }
+        kind = file.contents.metadata.get(f"{TOKENIZER}model")
+        self._splits_words, marks_words = kind == "gpt2", kind == "llama"
         adds_space = file.contents.metadata.get(f"{TOKENIZER}add_space_prefix", marks_words)
         self.strips_space = marks_words and bool(adds_space)
 
     def encode(self, text: str, *, special: bool, most: int | None = None) -> list[int]:
         """Implements `Vocabulary.encode`; llama.cpp lets other threads run."""
-        return encoded_up_to(most, text, lambda part: self._encode(part, special=special))
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        return [
-            token
-            for part in self._parts(text)
-            for token in self.encode_bytes(part.encode("utf-8"), special=special)
-        ]
+        def cut(beginning: str) -> list[int]:
+            parts = (part.encode("utf-8") for part in self._parts(beginning))
+            return [token for part in parts for token in self.encode_bytes(part, special=special)]
+
+        return encoded_up_to(most, text, cut)
 
     def encode_bytes(self, text: bytes, *, special: bool) -> list[int]:
         """Returns the ids of any bytes; what is not UTF-8 is cut as llama.cpp sees fit."""
@@ -84,15 +85,14 @@ class LlamaVocabulary:
     def piece_bytes(self, token: int) -> bytes:
         if not 0 <= token < self.size:
             return b""
-        room = _PIECE_BYTES
-        while True:
-            piece = ctypes.create_string_buffer(room)
+        count = -_PIECE_BYTES
+        piece = ctypes.create_string_buffer(0)
+        while count < 0:
+            piece = ctypes.create_string_buffer(-count)
             count = self._functions.llama_token_to_piece(
-                self._model.vocabulary, token, piece, room, 0, True
+                self._model.vocabulary, token, piece, len(piece), 0, True
             )
-            if count >= 0:
-                return piece.raw[:count]
-            room = -count
+        return piece.raw[:count]
 
     def every_piece(self) -> dict[int, bytes]:
         return {token: self.piece_bytes(token) for token in range(self.size)}
@@ -115,16 +115,6 @@ class LlamaVocabulary:
             yield text[start : run.end()]
             start = run.end()
         yield text[start:]
-
-    def _special(self, types: np.ndarray) -> dict[int, str]:
-        types = types[: len(self._pieces)]
-        marked = np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist()
-        named = [
-            token
-            for token in np.flatnonzero(types == USER_DEFINED).tolist()
-            if looks_like_control(self._pieces[token])
-        ]
-        return {token: self._pieces[token] for token in sorted(marked + named)}
 
 
 def _control_tokens(
