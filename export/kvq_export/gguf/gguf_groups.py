@@ -12,17 +12,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kvq.errors import BackendError, UnsupportedModelError
-from kvq.reference.linear import (
-    E2M1_BIAS,
-    E2M1_CODES,
-    E2M1_MIDDLE,
-    E2M1_TOP,
-    BlockFormat,
-    Blocks,
-    Grid,
-    dequantize,
-)
-from kvq_export.read.checkpoint import FLOAT_DTYPES
+from kvq.reference.linear import E2M1_BIAS, E2M1_TOP, BlockFormat, Blocks, Grid, dequantize
+from kvq_export.read.checkpoint import FLOAT_DTYPES, LEVELS, as_levels
 from kvq_runtime.bundle.gguf_format import TensorType
 
 FLOATS: Mapping[str, DTypeLike] = {**FLOAT_DTYPES, "F64": np.float64}
@@ -71,9 +62,7 @@ def decode(kind: TensorType, raw: np.ndarray) -> np.ndarray:
         form = GRIDS[kind.name]
         blocks = blocks_of(kind, raw, form)
         if form.grid is Grid.E2M1:
-            # Levels around the middle of five bits.
-            levels = E2M1_CODES[blocks.codes] + np.uint8(16 - E2M1_MIDDLE)
-            return dequantize(Blocks(levels, blocks.scales), 5)
+            return dequantize(as_levels(blocks), LEVELS.bits)
         return dequantize(blocks, form.bits)
 
 

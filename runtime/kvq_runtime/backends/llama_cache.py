@@ -15,7 +15,6 @@ from kvq_runtime.backends.llama_layout import TYPE_NUMBERS, CacheLayout, padded
 from kvq_runtime.backends.llama_library import LlamaModel
 from kvq_runtime.config import SessionConfig
 
-FLASH_ATTENTION_ON = 1
 # A saved state is the number of tokens, then llama.cpp's own state.
 STATE_PREFIX = struct.Struct("<Q")
 _SEQUENCE = 0
@@ -40,7 +39,7 @@ class LlamaCppCache:
         # Nothing is quantised later than it is written, so a branch may have any number of rows.
         self.draft_room = self.tree_room = config.draft_tokens
         self.bytes_per_token: float = layout.bytes_per_token(config.plan)
-        self.peak_bytes = layout.num_bytes(config.plan, config.context_tokens)
+        self.peak_bytes = layout.num_bytes(config.plan, padded(config.context_tokens))
         self._layout = layout
         self.tokens = 0
         self._rows = 0
@@ -53,7 +52,7 @@ class LlamaCppCache:
         parameters.n_threads = parameters.n_threads_batch = threads
         parameters.type_k = TYPE_NUMBERS[self._plan.k_bits]
         parameters.type_v = TYPE_NUMBERS[self._plan.v_bits]
-        parameters.flash_attn_type = FLASH_ATTENTION_ON
+        parameters.flash_attn_type = self._functions.LLAMA_FLASH_ATTN_TYPE_ENABLED
         # A layer with a window keeps little more than the window; `trim` takes that into account.
         parameters.swa_full = False
         parameters.offload_kqv = parameters.op_offload = self._model.on_gpu
@@ -69,7 +68,7 @@ class LlamaCppCache:
     @property
     def used_bytes(self) -> int:
         """Returns the bytes that a step reads now."""
-        return self._layout.held_bytes(self._plan, self.tokens)
+        return self._layout.num_bytes(self._plan, self.tokens)
 
     def usage(self) -> CacheUsage:
         """Returns one width for every token; nothing is lost that a later token could see."""

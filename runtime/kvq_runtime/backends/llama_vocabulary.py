@@ -23,7 +23,6 @@ from kvq_runtime.bundle.gguf_file import (
     GgufFile,
 )
 
-_NO_VOCABULARY = 0
 _PIECE_BYTES = 64
 # llama.cpp cuts a text into words by `std::regex`, which recurses for every character of a word. A
 # word of 30,000 characters overflows a stack of 8 MiB and ends the program.
@@ -33,7 +32,7 @@ _LONG_RUN = re.compile(r"\S{4096}|\s{4096}")
 def tokenizer_of(model: LlamaModel, file: GgufFile) -> Tokenizer | None:
     """Returns the tokenizer of a file, None for a file without a vocabulary."""
     functions = model.library.functions
-    if functions.llama_vocab_type(model.vocabulary) == _NO_VOCABULARY:
+    if functions.llama_vocab_type(model.vocabulary) == functions.LLAMA_VOCAB_TYPE_NONE:
         return None
     vocabulary = LlamaVocabulary(model, file)
     return Tokenizer(vocabulary, _control_tokens(model, file, vocabulary), file.chat_template)
