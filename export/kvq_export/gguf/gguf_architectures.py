@@ -16,9 +16,8 @@ class Architecture:
     experts are one tensor. `by_key_head`: gates of delta nets lie key head by key head; else the
     heads of their values are dealt out. `rope_factors`: it reads tensors of rotary factors.
     `windows`: layers may have a window. `square`: all heads together are as wide as the hidden
-    states. `unlike`: layers may differ in their KV heads and in the width of their MLPs.
-    `drafting`: layers of a draft head may follow the model's. `epsilon`: what the family's
-    config.json calls that of its norms, which may have means. `called`: tensors that have other
+    states. `mixed`: layers may differ in their KV heads and in the width of their MLPs.
+    `drafting`: layers of a draft head may follow the model's. `called`: tensors that have other
     names than in most.
     """
 
@@ -31,10 +30,8 @@ class Architecture:
     rope_factors: bool = False
     windows: bool = False
     square: bool = False
-    unlike: bool = False
+    mixed: bool = False
     drafting: bool = False
-    epsilon: str = "rms_norm_eps"
-    norms_have_means: bool = False
     called: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -53,30 +50,19 @@ ARCHITECTURES = {
         Architecture("qwen35", "qwen3_5_text", drafting=True, called=_POST_NORM),
         Architecture("qwen35moe", "qwen3_5_moe_text", drafting=True, called=_POST_NORM),
         Architecture("qwen3next", "qwen3_next", by_key_head=True, drafting=True, called=_POST_NORM),
-        Architecture("phi2", "phi", square=True, epsilon="layer_norm_eps", norms_have_means=True),
+        Architecture("phi2", "phi", square=True),
         Architecture("phi3", "phi3", fused=True, rope_factors=True, square=True),
         Architecture("gemma", "gemma"),
         Architecture("gemma2", "gemma2", windows=True),
         Architecture("gemma3", "gemma3_text", windows=True),
         Architecture(
-            "gemma4",
-            "gemma4_text",
-            fused_experts=True,
-            rope_factors=True,
-            windows=True,
-            unlike=True,
+            "gemma4", "gemma4_text", fused_experts=True, rope_factors=True, windows=True, mixed=True
         ),
         Architecture("olmo2", "olmo2", windows=True, square=True),
         Architecture("olmoe", "olmoe", square=True),
-        Architecture(
-            "starcoder2", "starcoder2", square=True, epsilon="norm_epsilon", norms_have_means=True
-        ),
-        Architecture(
-            "lfm2", "lfm2", square=True, unlike=True, epsilon="norm_eps", called=_EMBED_NORM
-        ),
-        Architecture(
-            "lfm2moe", "lfm2_moe", square=True, unlike=True, epsilon="norm_eps", called=_EMBED_NORM
-        ),
+        Architecture("starcoder2", "starcoder2", square=True),
+        Architecture("lfm2", "lfm2", square=True, mixed=True, called=_EMBED_NORM),
+        Architecture("lfm2moe", "lfm2_moe", square=True, mixed=True, called=_EMBED_NORM),
         Architecture("gpt-oss", "gpt_oss", windows=True, called=_POST_NORM),
     )
 }

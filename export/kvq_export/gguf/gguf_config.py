@@ -26,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 # The family of each architecture.
 FAMILIES = {name: row.family for name, row in ARCHITECTURES.items()}
+# What config.json calls the epsilon of norms, and GGUF their kind, where not as in most.
+_EPSILONS = {
+    "phi2": ("layer_norm_eps", ""), "starcoder2": ("norm_epsilon", ""),
+    "lfm2": ("norm_eps", "rms_"), "lfm2moe": ("norm_eps", "rms_"),
+}  # fmt: skip
 # Tokens that llama.cpp takes for the ends of an answer by their texts alone.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>")
 # llama.cpp takes a gemma2 or gemma3 of this depth for the 27B model, whose scale is by hidden size.
@@ -240,8 +245,7 @@ def _model_type(metadata: Metadata, tensors: GgufShapes, tokens: list[str]) -> s
 def _common(
     metadata: Metadata, tensors: GgufShapes, vocab_size: int, tokens: int
 ) -> dict[str, Any]:
-    architecture = ARCHITECTURES[metadata.architecture]
-    rms = "" if architecture.norms_have_means else "rms_"
+    epsilon, norm = _EPSILONS.get(metadata.architecture, ("rms_norm_eps", "rms_"))
     heads, head_dim = metadata.whole("attention.head_count"), _head_dim(metadata)
     if metadata.whole("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
@@ -258,7 +262,7 @@ def _common(
         "num_key_value_heads": _least(metadata, "attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.whole("context_length"),
-        architecture.epsilon: metadata.real(f"attention.layer_norm_{rms}epsilon"),
+        epsilon: metadata.real(f"attention.layer_norm_{norm}epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors.shapes,
         "rope_theta": metadata.real("rope.freq_base", 10_000.0),
         "rope_scaling": _scaling(metadata, tensors),
@@ -281,7 +285,7 @@ def _width_of_experts(metadata: Metadata) -> int | None:
 
 def _least(metadata: Metadata, key: str, default: int | None = None) -> int:
     """Returns what every layer has, or, where layers may differ, the least that is not 0."""
-    if not ARCHITECTURES[metadata.architecture].unlike:
+    if not ARCHITECTURES[metadata.architecture].mixed:
         return metadata.whole(key, default)
     return min((number for number in metadata.wholes(key, default) if number), default=0)
 
