@@ -46,22 +46,21 @@ class DealtHeads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufTensor:
-    """Takes rows [start, stop) of a canonical weight, times `factor`, under a name of llama.cpp's.
+    """Takes runs of `rows` of a canonical weight, times `factor`, under a name of llama.cpp's.
 
     `interleave` is 0, or the rows of a head whose pairs (i, i + interleave/2) become neighbours.
-    `experts` is 0, or how many there are: the canonical weight has `stretch` rows of each, of which
-    [start, stop) are taken, and the shape begins with their number. `dealt`: rows are in the order
-    of these heads; `dealt_columns`: columns are. `decays`: it holds -exp of the weight.
+    `experts` is 0, or how many there are: each has a run, and the shape begins with their number.
+    `dealt`: rows are in the order of these heads; `dealt_columns`: columns are. `decays`: it holds
+    -exp of the weight.
     """
 
     name: str
     source: str
     shape: tuple[int, ...]
-    start: int = 0
+    rows: tuple[range, ...] = ()
     interleave: int = 0
     factor: float = 1.0
     experts: int = 0
-    stretch: int = 0
     dealt: DealtHeads | None = None
     dealt_columns: DealtHeads | None = None
     decays: bool = False
@@ -70,14 +69,6 @@ class GgufTensor:
     def stored_shape(self) -> tuple[int, ...]:
         """Returns its shape in a file, which has no axes of length 1 between the others."""
         return (*self.shape[:1], *(n for n in self.shape[1:-1] if n > 1), *self.shape[1:][-1:])
-
-    @property
-    def rows(self) -> tuple[range, ...]:
-        """Returns which rows of the canonical weight are taken, in their order."""
-        count = self.shape[1] if self.experts else self.shape[0]
-        starts = (expert * self.stretch + self.start for expert in range(max(1, self.experts)))
-        runs = tuple(range(start, start + count) for start in starts)
-        return runs if self.dealt is None else self.dealt.runs(*runs)
 
     @property
     def parts(self) -> dict[str, range]:
@@ -139,6 +130,8 @@ def model_tensors(config: ModelConfig, architecture: Architecture) -> Iterator[G
             stretch = shapes[source][0] // max(1, experts)
             for part in parts:
                 rows = part.shape[0] or stretch
+                starts = (expert * stretch + row for expert in range(max(1, experts)))
+                runs = tuple(range(start, start + rows) for start in starts)
                 name = f"blk.{layer}.{architecture.called.get(part.name, part.name)}"
                 end = ".bias" if source.endswith("bias") else ".weight"
                 yield replace(
@@ -146,9 +139,8 @@ def model_tensors(config: ModelConfig, architecture: Architecture) -> Iterator[G
                     name=name if part.decays or name.endswith(".scale") else f"{name}{end}",
                     source=f"layers.{layer}.{source}",
                     shape=(*([experts] if experts else []), rows, *shapes[source][1:]),
-                    start=row,
+                    rows=part.dealt.runs(*runs) if part.dealt else runs,
                     experts=experts,
-                    stretch=stretch,
                 )
                 row += rows
             assert row == stretch
@@ -157,7 +149,7 @@ def model_tensors(config: ModelConfig, architecture: Architecture) -> Iterator[G
 def _outer_tensors(config: ModelConfig, final_norm: str) -> Iterator[GgufTensor]:
     """Yields the tensors of no layer; llama.cpp scales those of per-layer embeddings itself."""
     hidden, tokens, per_layer = config.hidden_size, config.vocab_size, config.per_layer
-    rows: list[tuple[str, str, tuple[int, ...], bool]] = [
+    tensors: list[tuple[str, str, tuple[int, ...], bool]] = [
         ("token_embd.weight", "embed", (tokens, hidden), True),
         ("output.weight", "head", (tokens, hidden), not config.tied_head),
         (f"{final_norm}.weight", "final_norm", (hidden,), True),
@@ -166,16 +158,16 @@ def _outer_tensors(config: ModelConfig, final_norm: str) -> Iterator[GgufTensor]
     ]
     if per_layer is not None:
         columns = config.num_layers * per_layer.width
-        rows += [
+        tensors += [
             ("per_layer_token_embd.weight", "per_layer_embed", (per_layer.rows, columns), True),
             ("per_layer_model_proj.weight", "per_layer_model", (columns, hidden), True),
             ("per_layer_proj_norm.weight", "per_layer_norm", (per_layer.width,), True),
         ]
     factors = {"per_layer_model": hidden**0.5, "per_layer_norm": 2**0.5}
-    for name, source, shape, is_there in rows:
+    for name, source, shape, is_there in tensors:
         if is_there:
-            factor = factors.get(source, 1.0)
-            yield GgufTensor(name=name, source=source, shape=shape, factor=factor)
+            rows, factor = (range(shape[0]),), factors.get(source, 1.0)
+            yield GgufTensor(name=name, source=source, shape=shape, rows=rows, factor=factor)
 
 
 def _part(name: str, rows: int = 0, **order: Any) -> GgufTensor:
