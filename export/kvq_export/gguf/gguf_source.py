@@ -7,10 +7,10 @@ tokens mean.
 
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from kvq_export.gguf.gguf_tokenizer import read_tokenizer, read_tokens
 from kvq_export.read.checkpoint import Checkpoint, read_bytes
 from kvq_export.read.source import format_of_file
 from kvq_models.config import ModelConfig
-from kvq_models.family import Family, WeightSource, is_stack
+from kvq_models.family import Family, WeightSource
 from kvq_models.tokenizer import TokenizerFiles
 from kvq_runtime.bundle.gguf_format import GgufContents, TensorType, read_gguf
 from kvq_runtime.text_embedding import TextEmbedding
@@ -248,24 +248,18 @@ class GgufSource:
 
         Norms are stored as they multiply: none has an offset.
         """
-        parts: dict[str, list[tuple[str, ...]]] = {}
+        parts: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
         for tensor in tensors_of(config, self.metadata.architecture, self._rows):
-            starts = {name: rows.start for name, rows in tensor.parts.items()}
-            parts.setdefault(tensor.source, []).append(
-                tuple(sorted(starts, key=starts.__getitem__))
-            )
+            parts[tensor.source] += [(rows.start, name) for name, rows in tensor.parts.items()]
         factors = {
             f"layers.{layer}.experts_down": expert_factors(layer)
             for layer in range(config.num_layers)
             if expert_factors(layer) in self._rows
         }
         return {
-            # The matrices of one expert come after those of the other.
             name: replace(
                 source,
-                parts=tuple(
-                    chain(*(zip(*parts[name], strict=True) if is_stack(name) else parts[name]))
-                ),
+                parts=tuple(part for _, part in sorted(parts[name])),
                 offset=0.0,
                 factors=factors.get(name),
             )
@@ -274,8 +268,8 @@ class GgufSource:
 
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
         """Opens the tensors without a draft head's, and the rotary table's: the config has it."""
-        rows = tensors_of(config, self.metadata.architecture, self._rows)
-        known = {tensor.name: tensor for tensor in rows}
+        model_tensors = tensors_of(config, self.metadata.architecture, self._rows)
+        known = {tensor.name: tensor for tensor in model_tensors}
         spare = {*ROPE_TENSORS, *spare_tensors(config)}
         first, count = config.num_layers, draft_layers(self.metadata)
         drafts = tuple(f"blk.{layer}." for layer in range(first, first + count))
