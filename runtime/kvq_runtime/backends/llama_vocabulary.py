@@ -133,13 +133,12 @@ def _control_tokens(
         named("eot"),
         *(token for token in vocabulary.special if functions.llama_vocab_is_eog(handle, token)),
     ]
-    starts = bos is not None and functions.llama_vocab_get_add_bos(handle)
     fim = {role: named(key) for role, key in FIM_KEYS.items()}
     suffix_first = file.contents.metadata.get("kvq.fim.suffix_first") is True
     complete = None not in (fim["prefix"], fim["suffix"], fim["middle"])
     return ControlTokens(
         bos=bos,
         eos=tuple(dict.fromkeys(token for token in ends if token is not None)),
-        start=(bos,) if starts and bos is not None else (),
+        start=(bos,) if bos is not None and functions.llama_vocab_get_add_bos(handle) else (),
         fim=FimTokens(**fim, suffix_first=suffix_first) if complete else None,  # type: ignore[arg-type]
     )
