@@ -221,7 +221,7 @@ def _write_files(
                 lambda _, __, name: on_weight(name),
             )
     if model.gguf is not None:
-        model.gguf.write(partial, name, lambda _, __, name: on_weight(name))
+        model.gguf.write(partial, name, on_weight)
         files[GGUF_FILE] = _file_info(partial / GGUF_FILE)
     return files
 

@@ -11,6 +11,7 @@ import pytest
 
 import tiny
 from kvq.errors import BackendError, CheckpointError, KvqError, UsageError
+from kvq.reference.linear import Blocks
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
@@ -105,9 +106,9 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match='does not fit float16; export with gguf_type="bf16"'):
         export(source, "f16")
     assert export(source, "bf16").has_gguf
-    codes, scales = np.zeros((1, 64), np.uint8), np.array([[1, 1e6]], np.float32)
+    blocks = Blocks(np.zeros((1, 64), np.uint8), np.array([[1, 1e6]], np.float32))
     with pytest.raises(CheckpointError, match=r"a block's scale of 1e\+06 does not fit float16"):
-        pack_blocks(codes, scales, 8)
+        pack_blocks(blocks, 8)
 
 
 @pytest.mark.parametrize("wrong", [{"format": "ggml"}, {"gguf_type": "q5_k_m"}])

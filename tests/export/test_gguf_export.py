@@ -27,6 +27,7 @@ from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.config import Dense, Experts, ModelConfig, RopeConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for, read_checkpoint
+from kvq_runtime.backends.llama_layout import padded
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.bundle.manifest import GGUF_FILE, GgufInfo
 from kvq_runtime.config import Sampling
@@ -203,7 +204,7 @@ def expected_logits(source: Path, ids: np.ndarray) -> np.ndarray:
         # llama.cpp's ramp is one of whole pairs.
         ramp = values["rope_parameters"] | {"truncate": True}
         config = family.config(values | {"rope_parameters": ramp})
-    context = gguf_llama.context_tokens(len(ids))
+    context = padded(len(ids))
     return forward(
         config,
         tiny.checkpoint_weights(source),

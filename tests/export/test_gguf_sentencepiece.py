@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from kvq.errors import CheckpointError
 from kvq_export.gguf.gguf_config import Metadata
 from kvq_export.gguf.gguf_tokenizer import read_tokenizer, read_tokens
-from kvq_export.gguf.gguf_vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 from kvq_models.control import ControlTokens
 from kvq_models.tokenizer import Tokenizer
+from kvq_runtime.bundle.gguf_file import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 from kvq_runtime.bundle.gguf_format import read_gguf
 
 ROOT = Path(__file__).parents[2]

@@ -15,13 +15,14 @@ from tokenizers import Tokenizer as Library
 
 import tiny
 from kvq.errors import UnsupportedModelError
-from kvq_export.gguf import gguf_pre, gguf_vocabulary
+from kvq_export.gguf import gguf_pre
 from kvq_export.gguf.gguf_config import Metadata
 from kvq_export.gguf.gguf_tokenizer import read_tokenizer
 from kvq_export.read.source import open_source
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.backends.llama_library import LlamaModel
 from kvq_runtime.bundle.bundle import Bundle
+from kvq_runtime.bundle.gguf_file import BYTE, CONTROL, NORMAL, UNKNOWN
 from kvq_runtime.bundle.manifest import GGUF_FILE
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -331,13 +332,8 @@ def test_pieces_that_merge_as_a_list_says_come_back() -> None:
     library = byte_fallback(prefix=False)
     definition = json.loads(library.to_str())["model"]
     tokens = list(definition["vocab"])
-    kinds = {"<unk>": gguf_vocabulary.UNKNOWN, "<s>": gguf_vocabulary.CONTROL}
-    types = [
-        kinds.get(
-            token, gguf_vocabulary.BYTE if token.startswith("<0x") else gguf_vocabulary.NORMAL
-        )
-        for token in tokens
-    ]
+    kinds = {"<unk>": UNKNOWN, "<s>": CONTROL}
+    types = [kinds.get(token, BYTE if token.startswith("<0x") else NORMAL) for token in tokens]
     values = {
         "general.architecture": "gemma4",
         "tokenizer.ggml.model": "gemma4",

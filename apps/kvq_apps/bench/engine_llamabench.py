@@ -49,7 +49,7 @@ class LlamaBenchEngine:
         self._command = [program, "-m", str(self._file.path), *flags, *words]
         key_types = [kind for flag, kind in pairwise(words) if flag in _KEY_FLAGS]
         self._types_are_fixed = bool(key_types)
-        kinds = key_types[-1:] or [kind.name for kind in CACHE_TYPES.values()]
+        kinds = key_types[-1:] or [kind.name.lower() for kind in CACHE_TYPES.values()]
         self.settings = tuple(Setting(kv=kind) for kind in kinds)
 
     @staticmethod
@@ -67,7 +67,7 @@ class LlamaBenchEngine:
         del room
         types = [] if self._types_are_fixed else ["-ctk", setting.kv, "-ctv", setting.kv]
         # A type that only the program knows counts as float16.
-        bits = {kind.name: bits for bits, kind in CACHE_TYPES.items()}.get(setting.kv, 16)
+        bits = {kind.name.lower(): bits for bits, kind in CACHE_TYPES.items()}.get(setting.kv, 16)
         plan = KvPlan(k_bits=bits, v_bits=bits)
         kv_bytes = depth * CacheLayout.of(self._file).bytes_per_token(plan)
         weight_bytes = self._file.weight_bytes_per_step

@@ -37,7 +37,7 @@ class LlamaCppEngine:
         file = gguf_of(files, self.name)
         self._backend = LlamaCppBackend(file, threads=threads, on_gpu=device != gpu.PROCESSOR)
         self._widths = {setting.kv: parse_kv(setting.kv) for setting in settings} or {
-            kind.name: (bits, bits)
+            kind.name.lower(): (bits, bits)
             for bits, kind in CACHE_TYPES.items()
             if not refusal(file, KvPlan(k_bits=bits, v_bits=bits, sink_tokens=0))
         }

@@ -16,7 +16,6 @@ from kvq_apps.terminal import output
 from kvq_export.gguf.gguf_file import BLOCK, encode, write_gguf
 from kvq_export.gguf.gguf_model import gguf_model
 from kvq_export.gguf.gguf_tensors import GgufTensor
-from kvq_export.phases import no_progress
 from kvq_models.config import ModelConfig
 from kvq_models.registry import family_for
 from kvq_runtime.backends import ModelFiles
@@ -62,7 +61,7 @@ def gguf_of(files: ModelFiles, peer: str) -> GgufFile:
                 lambda tensor: encode(
                     kinds[tensor.name], _chunks(tensor, bundle), physical_cores()
                 ),
-                no_progress,
+                lambda _: None,
             )
             partial.replace(path)
         except OSError as error:

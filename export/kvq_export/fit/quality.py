@@ -20,12 +20,13 @@ import numpy as np
 
 from kvq.config import FLOAT_WIDTH, Budget, KvPlan
 from kvq_export.fit.substitutes import Rows, Stack
-from kvq_export.gguf.gguf_llama import context_tokens, file_logits, llama_missing
+from kvq_export.gguf.gguf_llama import file_logits, llama_missing
 from kvq_export.phases import Progress
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.config import ModelConfig
 from kvq_models.family import WeightSource, is_stack
 from kvq_models.reference import PlainAttention, forward
+from kvq_runtime.backends.llama_layout import padded
 from kvq_runtime.bundle.bundle import Bundle
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -165,7 +166,7 @@ def measure_gguf(original: Original, path: Path, ids: np.ndarray, threads: int) 
     reason = llama_missing()
     if reason is not None:
         return {"not_measured": reason}
-    long_rope = original.config.needs_long_rope(context_tokens(len(ids)))
+    long_rope = original.config.needs_long_rope(padded(len(ids)))
     expected = log_softmax(original.logits(ids, long_rope=long_rope))
     logits = file_logits(path, ids, original.config.vocab_size, threads)
     return {"kv": "f16", "tokens": len(ids)} | compare(expected, log_softmax(logits))

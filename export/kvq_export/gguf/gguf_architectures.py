@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Says how llama.cpp computes a model of this name, where architectures differ.
+    """Says which family this name means, and how llama.cpp computes it, where architectures differ.
 
     `interleaved`: it rotates neighbouring channels, where checkpoints rotate halves. `fused`: it
     wants one tensor for q, k and v, and one for gate and up. `fused_experts`: gate and up of
     experts are one tensor. `by_key_head`: gates of delta nets lie key head by key head; else the
     heads of their values are dealt out. `rope_factors`: it reads tensors of rotary factors.
     `windows`: layers may have a window. `square`: all heads together are as wide as the hidden
-    states. `called`: tensors that have other names than in most.
+    states. `mixed`: layers may differ in their KV heads and in the width of their MLPs.
+    `drafting`: layers of a draft head may follow the model's. `called`: tensors that have other
+    names than in most.
     """
 
     name: str
+    family: str
     interleaved: bool = False
     fused: bool = False
     fused_experts: bool = False
@@ -27,6 +30,8 @@ class Architecture:
     rope_factors: bool = False
     windows: bool = False
     square: bool = False
+    mixed: bool = False
+    drafting: bool = False
     called: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -35,27 +40,29 @@ _EMBED_NORM = {"output_norm": "token_embd_norm"}
 ARCHITECTURES = {
     row.name: row
     for row in (
-        Architecture("llama", interleaved=True, rope_factors=True),
-        Architecture("mistral3", interleaved=True, rope_factors=True),
-        Architecture("granite", interleaved=True, rope_factors=True),
-        Architecture("smollm3", interleaved=True),
-        Architecture("qwen2", square=True),
-        Architecture("qwen3"),
-        Architecture("qwen3moe"),
-        Architecture("qwen35", called=_POST_NORM),
-        Architecture("qwen35moe", called=_POST_NORM),
-        Architecture("qwen3next", by_key_head=True, called=_POST_NORM),
-        Architecture("phi2", square=True),
-        Architecture("phi3", fused=True, rope_factors=True, square=True),
-        Architecture("gemma"),
-        Architecture("gemma2", windows=True),
-        Architecture("gemma3", windows=True),
-        Architecture("gemma4", fused_experts=True, rope_factors=True, windows=True),
-        Architecture("olmo2", windows=True, square=True),
-        Architecture("olmoe", square=True),
-        Architecture("starcoder2", square=True),
-        Architecture("lfm2", square=True, called=_EMBED_NORM),
-        Architecture("lfm2moe", square=True, called=_EMBED_NORM),
-        Architecture("gpt-oss", windows=True, called=_POST_NORM),
+        Architecture("llama", "llama", interleaved=True, rope_factors=True),
+        Architecture("mistral3", "ministral3", interleaved=True, rope_factors=True),
+        Architecture("granite", "granite", interleaved=True, rope_factors=True),
+        Architecture("smollm3", "smollm3", interleaved=True),
+        Architecture("qwen2", "qwen2", square=True),
+        Architecture("qwen3", "qwen3"),
+        Architecture("qwen3moe", "qwen3_moe"),
+        Architecture("qwen35", "qwen3_5_text", drafting=True, called=_POST_NORM),
+        Architecture("qwen35moe", "qwen3_5_moe_text", drafting=True, called=_POST_NORM),
+        Architecture("qwen3next", "qwen3_next", by_key_head=True, drafting=True, called=_POST_NORM),
+        Architecture("phi2", "phi", square=True),
+        Architecture("phi3", "phi3", fused=True, rope_factors=True, square=True),
+        Architecture("gemma", "gemma"),
+        Architecture("gemma2", "gemma2", windows=True),
+        Architecture("gemma3", "gemma3_text", windows=True),
+        Architecture(
+            "gemma4", "gemma4_text", fused_experts=True, rope_factors=True, windows=True, mixed=True
+        ),
+        Architecture("olmo2", "olmo2", windows=True, square=True),
+        Architecture("olmoe", "olmoe", square=True),
+        Architecture("starcoder2", "starcoder2", square=True),
+        Architecture("lfm2", "lfm2", square=True, mixed=True, called=_EMBED_NORM),
+        Architecture("lfm2moe", "lfm2_moe", square=True, mixed=True, called=_EMBED_NORM),
+        Architecture("gpt-oss", "gpt_oss", windows=True, called=_POST_NORM),
     )
 }

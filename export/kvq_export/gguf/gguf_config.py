@@ -6,62 +6,38 @@ that is not known is refused by name: leaving it out could silently mean another
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
+from kvq_export.gguf.gguf_architectures import ARCHITECTURES
 from kvq_models.config import ModelConfig, RopeConfig
 from kvq_models.family import MOST_LAYERS, Family, FimNames
 from kvq_models.registry import family_for
+from kvq_runtime.bundle.gguf_file import CONTROL, FIM_KEYS, TOKENIZER
 from kvq_runtime.bundle.gguf_format import Value
 
 logger = logging.getLogger(__name__)
 
 # The family of each architecture.
-FAMILIES: Mapping[str, str] = {
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "gpt-oss": "gpt_oss",
-    "granite": "granite",
-    "lfm2": "lfm2",
-    "lfm2moe": "lfm2_moe",
-    "llama": "llama",
-    "mistral3": "ministral3",
-    "olmo2": "olmo2",
-    "olmoe": "olmoe",
-    "phi2": "phi",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text",
-    "qwen3moe": "qwen3_moe",
-    "qwen3next": "qwen3_next",
-    "smollm3": "smollm3",
-    "starcoder2": "starcoder2",
-}
-# What config.json calls the epsilon of architectures whose norms have a mean.
-_LAYER_NORMS: Mapping[str, str] = {"phi2": "layer_norm_eps", "starcoder2": "norm_epsilon"}
-# What config.json calls the epsilon of architectures without such norms, where it differs.
-_RMS_NORMS: Mapping[str, str] = {"lfm2": "norm_eps", "lfm2moe": "norm_eps"}
-# Architectures whose layers may differ in their KV heads and in the width of their MLPs.
-_UNLIKE = frozenset(("gemma4", "lfm2", "lfm2moe"))
+FAMILIES = {name: row.family for name, row in ARCHITECTURES.items()}
+# What config.json calls the epsilon of norms, and GGUF their kind, where not as in most.
+_EPSILONS = {
+    "phi2": ("layer_norm_eps", ""), "starcoder2": ("norm_epsilon", ""),
+    "lfm2": ("norm_eps", "rms_"), "lfm2moe": ("norm_eps", "rms_"),
+}  # fmt: skip
 # Tokens that llama.cpp takes for the ends of an answer by their texts alone.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>")
-_CONTROL = 3
 # llama.cpp takes a gemma2 or gemma3 of this depth for the 27B model, whose scale is by hidden size.
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 # llama.cpp's number for shares by sigmoids.
 SIGMOID_GATING = 2
-_GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 6, 4, 2
-# Architectures that may have layers of a draft head behind their own.
-_DRAFTING = frozenset(("qwen35", "qwen35moe", "qwen3next"))
+_GEMMA3_PERIOD = 6
 # A pair whose frequency is divided by as much does not turn.
 _STILL = 1e20
 _LOCAL_BASE = 10_000.0
@@ -76,14 +52,14 @@ class Metadata:
     def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
         self.path = path
         self.values = values
-        self.architecture = self._text("general.architecture")
+        name = values.get("general.architecture")
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(
+                f"{path} is damaged: general.architecture is {name}; convert it again"
+            )
+        self.architecture = name
         self._keys_read: set[str] = set()
         self._absent: set[str] = set()
-
-    @property
-    def has_experts(self) -> bool:
-        """Tells whether the file says how wide experts are; does not count as asking."""
-        return self._name("expert_feed_forward_length") in self.values
 
     def whole(self, key: str, default: int | None = None) -> int:
         """Returns a whole number, also where every layer has the same one.
@@ -129,16 +105,14 @@ class Metadata:
     def flags(self, key: str) -> list[bool] | None:
         """Returns a truth value per layer, where the file has such a list."""
         value = self._get(key, 0)
-        if isinstance(value, np.ndarray):
-            return [bool(item) for item in value]
-        return None
+        return [bool(item) for item in value] if isinstance(value, np.ndarray) else None
 
     def token(self, key: str, tokens: int) -> int | None:
         """Returns the id that `tokenizer.ggml.KEY_token_id` names, or None.
 
         One that no token has, such as -1, counts as absent; the first look at it is logged.
         """
-        name = f"tokenizer.ggml.{key}_token_id"
+        name = f"{TOKENIZER}{key}_token_id"
         value = self.values.get(name)
         if value is None:
             return None
@@ -182,12 +156,6 @@ class Metadata:
     def _name(self, key: str) -> str:
         return f"{self.architecture}.{key}"
 
-    def _text(self, name: str) -> str:
-        value = self.values.get(name)
-        if not isinstance(value, str) or not value:
-            raise CheckpointError(f"{self.path} is damaged: {name} is {value}; convert it again")
-        return value
-
     def refuse(self, key: str, value: Any, expected: str) -> NoReturn:
         """Raises `CheckpointError`: a key is not what is `expected`."""
         raise CheckpointError(
@@ -202,6 +170,14 @@ class GgufShapes:
     shapes: Mapping[str, tuple[int, ...]]
     rope: Mapping[str, np.ndarray]
 
+    @property
+    def output_biased(self) -> bool:
+        """Tells whether the attention's output has a bias."""
+        return "blk.0.attn_output.bias" in self.shapes
+
+
+_Reader = Callable[[Metadata, GgufShapes], dict[str, Any]]
+
 
 def read_config(
     metadata: Metadata, tensors: GgufShapes, tokens: list[str], types: np.ndarray
@@ -214,7 +190,7 @@ def read_config(
     if metadata.architecture not in FAMILIES:
         raise UnsupportedModelError(
             f"{metadata.path} is of architecture {metadata.architecture!r}, which kvq does not "
-            f"compute; supported: {', '.join(FAMILIES)}"
+            f"compute; supported: {', '.join(sorted(FAMILIES))}"
         )
     embedding = tensors.shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
@@ -226,7 +202,12 @@ def read_config(
         metadata.refuse("block_count", layers, f"1 to {MOST_LAYERS}")
     config_json = _common(metadata, tensors, embedding[0], len(tokens))
     model_type = _model_type(metadata, tensors, tokens)
-    config_json |= {"model_type": model_type, **_FAMILY_KEYS[model_type](metadata, tensors)}
+    parts = _FAMILY_KEYS[model_type]
+    if _some_rotated not in parts:
+        _check_whole_rotation(metadata)
+    config_json["model_type"] = model_type
+    for part in parts:
+        config_json |= part if isinstance(part, dict) else part(metadata, tensors)
     metadata.check_all_known()
     family = _with_names(family_for(config_json), metadata, tokens, types)
     try:
@@ -258,12 +239,13 @@ def _model_type(metadata: Metadata, tensors: GgufShapes, tokens: list[str]) -> s
     if "[INST]" in tokens or _window(metadata) is not None:
         return "mistral"
     biased = "blk.0.attn_q.bias" in tensors.shapes
-    return "qwen2" if biased and "blk.0.attn_output.bias" not in tensors.shapes else "llama"
+    return "qwen2" if biased and not tensors.output_biased else "llama"
 
 
 def _common(
     metadata: Metadata, tensors: GgufShapes, vocab_size: int, tokens: int
 ) -> dict[str, Any]:
+    epsilon, norm = _EPSILONS.get(metadata.architecture, ("rms_norm_eps", "rms_"))
     heads, head_dim = metadata.whole("attention.head_count"), _head_dim(metadata)
     if metadata.whole("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
@@ -280,7 +262,7 @@ def _common(
         "num_key_value_heads": _least(metadata, "attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.whole("context_length"),
-        **_norm_eps(metadata),
+        epsilon: metadata.real(f"attention.layer_norm_{norm}epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors.shapes,
         "rope_theta": metadata.real("rope.freq_base", 10_000.0),
         "rope_scaling": _scaling(metadata, tensors),
@@ -291,26 +273,19 @@ def _common(
 
 def draft_layers(metadata: Metadata) -> int:
     """Returns how many layers behind the model's own are of a draft head."""
-    drafts = metadata.architecture in _DRAFTING
+    drafts = ARCHITECTURES[metadata.architecture].drafting
     return metadata.whole("nextn_predict_layers", 0) if drafts else 0
 
 
 def _width_of_experts(metadata: Metadata) -> int | None:
     """Returns the width of experts: where every MLP is one, few files say the width of others."""
-    return metadata.whole("expert_feed_forward_length") if metadata.has_experts else None
-
-
-def _norm_eps(metadata: Metadata) -> dict[str, float]:
-    name = _LAYER_NORMS.get(metadata.architecture)
-    if name is not None:
-        return {name: metadata.real("attention.layer_norm_epsilon")}
-    name = _RMS_NORMS.get(metadata.architecture, "rms_norm_eps")
-    return {name: metadata.real("attention.layer_norm_rms_epsilon")}
+    key = "expert_feed_forward_length"
+    return metadata.whole(key) if f"{metadata.architecture}.{key}" in metadata.values else None
 
 
 def _least(metadata: Metadata, key: str, default: int | None = None) -> int:
     """Returns what every layer has, or, where layers may differ, the least that is not 0."""
-    if metadata.architecture not in _UNLIKE:
+    if not ARCHITECTURES[metadata.architecture].mixed:
         return metadata.whole(key, default)
     return min((number for number in metadata.wholes(key, default) if number), default=0)
 
@@ -382,10 +357,7 @@ def _window(metadata: Metadata) -> int | None:
     return window if 0 < window < metadata.whole("context_length") else None
 
 
-# What each family's config.json has beyond `_common`.
-
-
-def _whole_rotation(metadata: Metadata) -> None:
+def _check_whole_rotation(metadata: Metadata) -> None:
     head_dim = _head_dim(metadata)
     rotated = metadata.whole("rope.dimension_count", head_dim)
     if rotated != head_dim:
@@ -395,20 +367,66 @@ def _whole_rotation(metadata: Metadata) -> None:
         )
 
 
-def _llama(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
-    return {
-        "attention_bias": "blk.0.attn_output.bias" in tensors.shapes,
-        "mlp_bias": "blk.0.ffn_down.bias" in tensors.shapes,
-    }
+# Parts of what families' config.json have beyond `_common`.
 
 
-def _mistral(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
+def _attention_bias(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    return {"attention_bias": tensors.output_biased}
+
+
+def _use_bias(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    return {"use_bias": tensors.output_biased}
+
+
+def _biases(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    biased = "blk.0.ffn_down.bias" in tensors.shapes
+    return {"attention_bias": tensors.output_biased, "mlp_bias": biased}
+
+
+def _one_window(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     return {"sliding_window": _window(metadata)}
 
 
-def _experts(metadata: Metadata) -> dict[str, Any]:
+def _no_window(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    if _window(metadata) is not None:
+        raise UnsupportedModelError(
+            f"{metadata.path} has a window of {_window(metadata)} tokens and does not say in which "
+            "layers; export the original checkpoint"
+        )
+    return {}
+
+
+def _some_windows(metadata: Metadata, tensors: GgufShapes, *, period: int) -> dict[str, Any]:
+    """Reads which layers have a window: as a list says, or all but every so many-th."""
+    key, layers = "attention.sliding_window_pattern", metadata.whole("block_count")
+    windowed = metadata.flags(key)
+    if windowed is None:
+        period = max(1, metadata.whole(key, period))
+        windowed = [(layer + 1) % period != 0 for layer in range(layers)]
+    if len(windowed) != layers:
+        raise CheckpointError(
+            f"{metadata.path} is damaged: it says of {len(windowed)} layers whether they have a "
+            f"window, and has {layers}"
+        )
+    return {
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": [
+            "sliding_attention" if has_window else "full_attention" for has_window in windowed
+        ],
+    }
+
+
+def _some_rotated(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    """Reads the share of a head's channels that rotate, so that as many come of it."""
+    head_dim = _head_dim(metadata)
+    rotated = metadata.whole("rope.dimension_count", head_dim)
+    share = rotated / max(head_dim, 1)
+    is_less = int(head_dim * share) < rotated
+    return {"partial_rotary_factor": math.nextafter(share, 2) if is_less else share}
+
+
+def _mixture(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    """Reads experts that take the place of every MLP."""
     width = metadata.whole("feed_forward_length", _width_of_experts(metadata))
     return {
         "intermediate_size": metadata.whole("expert_feed_forward_length", width),
@@ -417,8 +435,28 @@ def _experts(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _mixtral(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    return {**_mistral(metadata, tensors), **_experts(metadata)}
+def _experts(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    return {
+        "num_experts": metadata.whole("expert_count"),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen3_moe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    # llama.cpp's own guess where a file does not say it.
+    chosen = max(metadata.whole("expert_used_count"), 1)
+    width = metadata.whole(
+        "expert_feed_forward_length", metadata.whole("feed_forward_length", 0) // chosen
+    )
+    return {"norm_topk_prob": True, "moe_intermediate_size": width}
+
+
+def _shared_expert(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
+    width = metadata.whole("expert_feed_forward_length")
+    width = metadata.whole("expert_shared_feed_forward_length", width)
+    return {"shared_expert_intermediate_size": width}
 
 
 def _ministral3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
@@ -428,111 +466,26 @@ def _ministral3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     if multiplier and scaling["rope_type"] == "yarn":
         scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier}
     growth = metadata.real("attention.temperature_scale", 0.0)
-    trained = metadata.whole(
-        "rope.scaling.original_context_length", metadata.whole("context_length")
-    )
+    context = metadata.whole("context_length")
+    trained = metadata.whole("rope.scaling.original_context_length", context)
     return {
-        **_mistral(metadata, tensors),
         "rope_scaling": scaling | {"llama_4_scaling_beta": growth},
         "original_max_position_embeddings": trained,
     }
 
 
-def _qwen2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
-    if _window(metadata) is not None:
-        raise UnsupportedModelError(
-            f"{metadata.path} has a window of {_window(metadata)} tokens and does not say in which "
-            "layers; export the original checkpoint"
-        )
-    return {}
-
-
-def _qwen3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    return {
-        **_qwen2(metadata, tensors),
-        "attention_bias": "blk.0.attn_output.bias" in tensors.shapes,
-    }
-
-
-def _qwen3_moe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    experts = _experts(metadata)
-    # llama.cpp's own guess where a file does not say it.
-    guess = metadata.whole("feed_forward_length", 0) // max(experts["num_experts_per_tok"], 1)
-    width = metadata.whole("expert_feed_forward_length", guess)
-    extra = {"norm_topk_prob": True, "moe_intermediate_size": width}
-    return {**_qwen3(metadata, tensors), **experts, **extra}
-
-
-def _rotated_share(metadata: Metadata) -> float:
-    """Returns the share of a head's channels that rotate, so that as many come of it."""
-    head_dim = _head_dim(metadata)
-    rotated = metadata.whole("rope.dimension_count", head_dim)
-    share = rotated / max(head_dim, 1)
-    return math.nextafter(share, 2) if int(head_dim * share) < rotated else share
-
-
-def _phi3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    return {
-        "partial_rotary_factor": _rotated_share(metadata),
-        "sliding_window": _window(metadata),
-    }
-
-
-def _phi(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    return {"partial_rotary_factor": _rotated_share(metadata), "hidden_act": "gelu_pytorch_tanh"}
-
-
-def _starcoder2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
-    return {
-        "use_bias": "blk.0.attn_output.bias" in tensors.shapes,
-        "sliding_window": _window(metadata),
-        "hidden_act": "gelu_pytorch_tanh",
-    }
-
-
-def _smollm3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    # llama.cpp has no key for it.
-    return _llama(metadata, tensors) | {"no_rope_layer_interval": 4}
-
-
 def _granite(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     """Reads the multipliers; one that a file does not name, or names 0, is none."""
-    return _llama(metadata, tensors) | {
+    scale = max(_head_dim(metadata), 1) ** -0.5
+    return {
         "embedding_multiplier": metadata.real("embedding_scale", 0.0) or 1.0,
-        "attention_multiplier": metadata.real("attention.scale", 0.0)
-        or max(_head_dim(metadata), 1) ** -0.5,
+        "attention_multiplier": metadata.real("attention.scale", 0.0) or scale,
         "residual_multiplier": metadata.real("residual_scale", 0.0) or 1.0,
         "logits_scaling": metadata.real("logit_scale", 0.0) or 1.0,
     }
 
 
-def _olmo2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
-    return {}
-
-
-def _olmo3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
-    return {
-        "sliding_window": metadata.whole("attention.sliding_window"),
-        "layer_types": _layer_types(metadata, _OLMO3_PERIOD),
-    }
-
-
-def _olmoe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
-    return {**_experts(metadata), "norm_topk_prob": False}
-
-
-def _gemma(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
-    return {"hidden_activation": "gelu_pytorch_tanh"}
-
-
 def _lfm2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
     attends = metadata.wholes("attention.head_count_kv")
     return {
         "layer_types": ["full_attention" if heads else "conv" for heads in attends],
@@ -548,27 +501,14 @@ def _lfm2_moe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
             f"{metadata.path} chooses experts by function {gating}; {SIGMOID_GATING}, sigmoids, is "
             f"supported for {metadata.architecture}"
         )
-    return _lfm2(metadata, tensors) | {
-        "num_experts": metadata.whole("expert_count"),
-        "num_experts_per_tok": metadata.whole("expert_used_count"),
-        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
-        "num_dense_layers": metadata.whole("leading_dense_block_count", 0),
-        "norm_topk_prob": True,
-    }
+    return {"num_dense_layers": metadata.whole("leading_dense_block_count", 0)}
 
 
 def _gpt_oss(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     """Does not cut the ramp of the YaRN table to whole pairs; llama.cpp has no key for that."""
-    _whole_rotation(metadata)
     scaling = _scaling(metadata, tensors) or {"rope_type": "default"}
     whole = {"truncate": False} if scaling["rope_type"] == "yarn" else {}
-    return {
-        **_experts(metadata),
-        "attention_bias": "blk.0.attn_output.bias" in tensors.shapes,
-        "rope_scaling": scaling | whole,
-        "sliding_window": metadata.whole("attention.sliding_window"),
-        "layer_types": _layer_types(metadata, _GPT_OSS_PERIOD),
-    }
+    return {"rope_scaling": scaling | whole}
 
 
 def _qwen3_5(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
@@ -581,7 +521,6 @@ def _qwen3_5(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     ]
     heads = metadata.whole("ssm.time_step_rank")
     return {
-        "partial_rotary_factor": _rotated_share(metadata),
         "layer_types": kinds,
         "full_attention_interval": metadata.whole("full_attention_interval", 4),
         "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
@@ -592,28 +531,14 @@ def _qwen3_5(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     }
 
 
-def _qwen3_5_moe(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    width = metadata.whole("expert_feed_forward_length")
-    return _qwen3_5(metadata, tensors) | {
-        "num_experts": metadata.whole("expert_count"),
-        "num_experts_per_tok": metadata.whole("expert_used_count"),
-        "moe_intermediate_size": width,
-        "shared_expert_intermediate_size": metadata.whole(
-            "expert_shared_feed_forward_length", width
-        ),
-        "norm_topk_prob": True,
-    }
-
-
 def _gemma4(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     """Reads sizes that differ as what layers without a window have of their own."""
-    types = _layer_types(metadata, _GEMMA3_PERIOD)
-    _whole_rotation(metadata)
+    windows = _some_windows(metadata, tensors, period=_GEMMA3_PERIOD)
+    types = windows["layer_types"]
     head_dim = metadata.whole("attention.key_length_swa")
     same = ("attention.value_length_swa", "rope.dimension_count_swa")
-    if types[-1:] != ["full_attention"] or {metadata.whole(key, head_dim) for key in same} != {
-        head_dim
-    }:
+    is_same = all(metadata.whole(key, head_dim) == head_dim for key in same)
+    if types[-1:] != ["full_attention"] or not is_same:
         raise UnsupportedModelError(
             f"{metadata.path} has a window in its last layer, or heads of {head_dim} channels in "
             "layers with a window whose values have another size or that rotate in part; kvq "
@@ -634,8 +559,7 @@ def _gemma4(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
         "per_layer_config": {
             str(layer): full_head | {"num_key_value_heads": heads[layer]} for layer in full
         },
-        "layer_types": types,
-        "sliding_window": metadata.whole("attention.sliding_window"),
+        **windows,
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()
         },
@@ -688,25 +612,10 @@ def _query_scalar(metadata: Metadata, large_layers: int) -> float:
     return float(metadata.whole("embedding_length") // heads)
 
 
-def _layer_types(metadata: Metadata, period: int) -> list[str]:
-    """Returns which layers have a window: as a list says, or all but every so many-th."""
-    key, layers = "attention.sliding_window_pattern", metadata.whole("block_count")
-    windowed = metadata.flags(key)
-    if windowed is None:
-        period = max(1, metadata.whole(key, period))
-        windowed = [(layer + 1) % period != 0 for layer in range(layers)]
-    if len(windowed) != layers:
-        raise CheckpointError(
-            f"{metadata.path} is damaged: it says of {len(windowed)} layers whether they have a "
-            f"window, and has {layers}"
-        )
-    return ["sliding_attention" if has_window else "full_attention" for has_window in windowed]
-
-
 def _gemma2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
     # Every second layer has a window, whatever a list says.
     metadata.flags("attention.sliding_window_pattern")
-    return _gemma(metadata, tensors) | {
+    return {
         "sliding_window": metadata.whole("attention.sliding_window", 4096),
         "query_pre_attn_scalar": _query_scalar(metadata, _GEMMA2_27B_LAYERS),
         "attn_logit_softcapping": metadata.real("attn_logit_softcapping", 50.0),
@@ -715,65 +624,56 @@ def _gemma2(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
 
 
 def _gemma3(metadata: Metadata, tensors: GgufShapes) -> dict[str, Any]:
-    _whole_rotation(metadata)
     return {
-        "sliding_window": metadata.whole("attention.sliding_window"),
-        "layer_types": _layer_types(metadata, _GEMMA3_PERIOD),
         "rope_local_base_freq": metadata.real("rope.freq_base_swa", _LOCAL_BASE),
         "query_pre_attn_scalar": _query_scalar(metadata, _GEMMA3_27B_LAYERS),
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0),
     }
 
 
-_FAMILY_KEYS = {
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
-    "gemma4_text": _gemma4,
-    "gpt_oss": _gpt_oss,
-    "granite": _granite,
-    "lfm2": _lfm2,
-    "lfm2_moe": _lfm2_moe,
-    "llama": _llama,
-    "ministral3": _ministral3,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "olmo2": _olmo2,
-    "olmo3": _olmo3,
-    "olmoe": _olmoe,
-    "phi": _phi,
-    "phi3": _phi3,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen3_5_moe_text": _qwen3_5_moe,
-    "qwen3_5_text": _qwen3_5,
-    "qwen3_moe": _qwen3_moe,
-    "qwen3_next": _qwen3_5_moe,
-    "smollm3": _smollm3,
-    "starcoder2": _starcoder2,
+_GELU = {"hidden_act": "gelu_pytorch_tanh"}
+_GEMMA_GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+_EVERY_SIXTH = partial(_some_windows, period=_GEMMA3_PERIOD)
+# What each family's config.json has beyond `_common`.
+_FAMILY_KEYS: Mapping[str, tuple[dict[str, Any] | _Reader, ...]] = {
+    "gemma": (_GEMMA_GELU,),
+    "gemma2": (_GEMMA_GELU, _gemma2),
+    "gemma3_text": (_EVERY_SIXTH, _gemma3),
+    "gemma4_text": (_gemma4,),
+    "gpt_oss": (_mixture, _attention_bias, partial(_some_windows, period=2), _gpt_oss),
+    "granite": (_biases, _granite),
+    "lfm2": (_lfm2,),
+    "lfm2_moe": (_lfm2, _experts, _lfm2_moe),
+    "llama": (_biases,),
+    "ministral3": (_one_window, _ministral3),
+    "mistral": (_one_window,),
+    "mixtral": (_one_window, _mixture),
+    "olmo2": (),
+    "olmo3": (partial(_some_windows, period=4),),
+    "olmoe": (_mixture, {"norm_topk_prob": False}),
+    "phi": (_some_rotated, _GELU),
+    "phi3": (_some_rotated, _one_window),
+    "qwen2": (_no_window,),
+    "qwen3": (_no_window, _attention_bias),
+    "qwen3_5_moe_text": (_some_rotated, _qwen3_5, _experts, _shared_expert),
+    "qwen3_5_text": (_some_rotated, _qwen3_5),
+    "qwen3_moe": (_no_window, _attention_bias, _mixture, _qwen3_moe),
+    "qwen3_next": (_some_rotated, _qwen3_5, _experts, _shared_expert),
+    # llama.cpp has no key for layers without rotation.
+    "smollm3": (_biases, {"no_rope_layer_interval": 4}),
+    "starcoder2": (_use_bias, _one_window, _GELU),
 }
 
 
 def _with_names(family: Family, metadata: Metadata, tokens: list[str], types: np.ndarray) -> Family:
     """Adds to the family the tokens that the file names for parts of a text, before its own."""
-    control = set(np.flatnonzero(types == _CONTROL).tolist())
-    ends = [token for token in control if tokens[token] in _ENDS]
-    return replace(
-        family,
-        fim_tokens=(*_fim_names(metadata, tokens), *family.fim_tokens),
-        turn_ends=(*family.turn_ends, *(tokens[end] for end in sorted(ends))),
-    )
-
-
-def _fim_names(metadata: Metadata, tokens: list[str]) -> Iterator[FimNames]:
-    ids = {
-        role: metadata.token(f"fim_{key}", len(tokens))
-        for role, key in (
-            ("prefix", "pre"), ("suffix", "suf"), ("middle", "mid"), ("pad", "pad"),
-            ("repo", "rep"), ("file", "sep"),
-        )
-    }  # fmt: skip
+    ids = {role: metadata.token(key, len(tokens)) for role, key in FIM_KEYS.items()}
+    fim_tokens = family.fim_tokens
     if None not in (ids["prefix"], ids["suffix"], ids["middle"]):
-        yield FimNames(
-            **{role: None if token is None else tokens[token] for role, token in ids.items()}  # type: ignore[arg-type]
-        )
+        names: dict[str, Any] = {
+            role: None if token is None else tokens[token] for role, token in ids.items()
+        }
+        fim_tokens = (FimNames(**names), *fim_tokens)
+    control = [tokens[token] for token in np.flatnonzero(types == CONTROL).tolist()]
+    ends = (text for text in control if text in _ENDS)
+    return replace(family, fim_tokens=fim_tokens, turn_ends=(*family.turn_ends, *ends))

@@ -5,7 +5,7 @@ Owns which type each tensor gets. Knows no manifest.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,17 @@ import numpy as np
 from kvq.errors import BackendError, argument
 from kvq_export.config import ExportOptions
 from kvq_export.gguf.gguf_file import (
-    MXFP4,
+    TYPES,
     encode,
-    fitting,
     gguf_package,
     pack_e2m1,
     tensor_bytes,
     write_gguf,
 )
+from kvq_export.gguf.gguf_groups import GRIDS
 from kvq_export.gguf.gguf_llama import FILE_TYPES, llama_missing, quantize_file
 from kvq_export.gguf.gguf_model import GgufModel
 from kvq_export.gguf.gguf_tensors import GgufTensor
-from kvq_export.phases import Progress
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.family import WeightSource
 from kvq_runtime.bundle.manifest import GGUF_FILE, GgufInfo
@@ -91,18 +90,15 @@ class GgufExport:
             context_length=self.model.context_length,
         )
 
-    def write(self, folder: Path, name: str, progress: Progress) -> None:
+    def write(self, folder: Path, name: str, on_tensor: Callable[[str], None]) -> None:
         """Writes `model.gguf` into `folder`. Raises OSError, `BackendError`, `CheckpointError`."""
-        kinds = self._kinds()
-        path = folder / (FLOAT_FILE if self._requantized else GGUF_FILE)
-        metadata = self._metadata(name)
-        write_gguf(path, self.model, metadata, kinds, self._encoded, progress)
+        kinds, kind, destination = self._kinds(), self.options.gguf_type, folder / GGUF_FILE
+        path = folder / FLOAT_FILE if self._requantized else destination
+        write_gguf(path, self.model, self._metadata(name), kinds, self._encoded, on_tensor)
         if self._requantized:
-            total = tensor_bytes(self.model, kinds)
-            progress(total, total, f"quantising to {self.options.gguf_type}")
-            fixed = [(name, kind) for name, kind in kinds.items() if kind in ("f32", "mxfp4")]
-            destination = folder / GGUF_FILE
-            quantize_file(path, destination, self.options.gguf_type, self.options.threads, fixed)
+            on_tensor(f"quantising to {kind}")
+            fixed = [(name, same) for name, same in kinds.items() if same in ("f32", "mxfp4")]
+            quantize_file(path, destination, kind, self.options.threads, fixed)
             path.unlink()
 
     def _metadata(self, name: str) -> dict[str, Any]:
@@ -144,28 +140,29 @@ class GgufExport:
             return "f32"
         # Blocks of MXFP4 are kept, whatever type was asked for.
         unscaled = source.scale == tensor.factor == 1 and source.factors is None
-        if unscaled and self.checkpoint.format_of(source) == MXFP4:
+        if unscaled and self.checkpoint.format_of(source) == GRIDS["MXFP4"]:
             return "mxfp4"
         kind = self._written_type
         wide = self.options.weights is None or self.options.weights.embedding_bits == 8
         if kind == "q4_0" and wide and tensor.source in ("embed", "head"):
             kind = "q8_0"
-        return fitting(kind, tensor.shape[-1])
+        # As llama.cpp falls back where rows are not whole blocks.
+        return "f16" if tensor.shape[-1] % TYPES[kind].block else kind
 
     def _encoded(self, tensor: GgufTensor) -> Iterator[np.ndarray]:
         """Yields a tensor's rows, as arrays whose bytes are the file's."""
         kind, source = self._kind(tensor), self.sources[tensor.source]
         if kind != "mxfp4":
-            yield from encode(kind, self._chunks(tensor), self.options.threads)
+            chunks = (
+                tensor.arrange(chunk)
+                for rows in tensor.rows
+                for chunk in self.checkpoint.chunks(
+                    source, rows=rows, multiple=max(1, tensor.interleave)
+                )
+            )
+            yield from encode(kind, chunks, self.options.threads)
             return
         for rows in tensor.rows:
-            blocks = self.checkpoint.kept_blocks(source, MXFP4, rows)
+            blocks = self.checkpoint.kept_blocks(source, GRIDS["MXFP4"], rows)
             assert blocks is not None
             yield from map(pack_e2m1, blocks)
-
-    def _chunks(self, tensor: GgufTensor) -> Iterator[np.ndarray]:
-        source = self.sources[tensor.source]
-        multiple = max(1, tensor.interleave)
-        for rows in tensor.rows:
-            for chunk in self.checkpoint.chunks(source, rows=rows, multiple=multiple):
-                yield tensor.arrange(chunk)

@@ -5,7 +5,6 @@ and Q4_0 come from `weights.quantize`, as a bundle's do; only the scales are rou
 MXFP4 keeps the codes and scales of a checkpoint.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,20 +14,16 @@ import ml_dtypes
 import numpy as np
 
 from kvq.errors import BackendError, CheckpointError, argument
-from kvq.reference.linear import BlockFormat, Blocks, Grid
+from kvq.reference.linear import BlockFormat, Blocks
 from kvq_export.gguf.gguf_model import GgufModel
 from kvq_export.gguf.gguf_tensors import GgufTensor
-from kvq_export.phases import Progress
 from kvq_export.write.weights import quantize_chunks, stored_exponents
+from kvq_runtime.bundle.gguf_format import DEFAULT_ALIGNMENT, TENSOR_TYPES, TensorType
 
-ALIGNMENT = 32
 BLOCK = 32
-# The format of a bundle that keeps MXFP4 as it is.
-MXFP4 = BlockFormat(bits=4, block=BLOCK, grid=Grid.E2M1)
-
+TYPES = {kind.name.lower(): kind for kind in TENSOR_TYPES.values()}
 _BITS = {"q8_0": 8, "q4_0": 4}
 _FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
-
 
 Encode = Callable[[GgufTensor], Iterator[np.ndarray]]
 """Gives a tensor's rows in order, as arrays whose bytes are the file's."""
@@ -52,84 +47,54 @@ def write_gguf(
     metadata: Mapping[str, Any],
     kinds: Mapping[str, str],
     encode: Encode,
-    progress: Progress,
+    on_tensor: Callable[[str], None],
 ) -> None:
     """Writes `path`. Raises OSError.
 
     `metadata` are keys beside those of the model. `kinds` has the type of each tensor, and `encode`
-    gives its bytes. `progress` gets how many bytes of tensors are written.
+    gives its bytes. `on_tensor` gets the name of a tensor after each piece of it.
     """
     gguf = gguf_package()
-    writer = gguf.GGUFWriter(path, model.architecture)
+    writer, tensors = gguf.GGUFWriter(path, model.architecture), _stored(model, kinds)
     named = {f"{model.architecture}.{key}": value for key, value in model.keys.items()}
-    for key, value in {**metadata, **named}.items():
-        _add(writer, key, value)
-    for tensor in model.tensors:
-        kind = kinds[tensor.name]
-        writer.add_tensor_info(
-            tensor.name,
-            tensor.stored_shape,
-            np.dtype(np.float32),
-            _num_bytes(tensor, kind),
-            raw_dtype=gguf.GGMLQuantizationType[kind.upper()],
-        )
-    for name, values in model.rope_factors.items():
-        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+    add: dict[type, str] = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+    all_keys: dict[str, object] = {**metadata, **named}
+    for key, value in all_keys.items():
+        getattr(writer, f"add_{add.get(type(value), 'array')}")(key, value)
+    for name, (shape, kind) in tensors.items():
+        raw_dtype = gguf.GGMLQuantizationType[kind.name]
+        size = kind.num_bytes(shape)
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
     # The package writes whole tensors only.
-    total, done = tensor_bytes(model, kinds), 0
+    pieces = {tensor.name: encode(tensor) for tensor in model.tensors}
+    pieces |= {name: iter([values]) for name, values in model.rope_factors.items()}
     with path.open("ab") as stream:
-        for tensor in model.tensors:
-            stream.write(bytes(-stream.tell() % ALIGNMENT))
-            start = stream.tell()
-            for chunk in encode(tensor):
-                stream.write(np.ascontiguousarray(chunk).view(np.uint8).data)
-                progress(done + stream.tell() - start, total, tensor.name)
-            done += _num_bytes(tensor, kinds[tensor.name])
-            assert stream.tell() - start == _num_bytes(tensor, kinds[tensor.name]), tensor.name
-        for values in model.rope_factors.values():
-            stream.write(bytes(-stream.tell() % ALIGNMENT))
-            stream.write(values.data)
-        stream.write(bytes(-stream.tell() % ALIGNMENT))
+        stream.write(bytes(-stream.tell() % DEFAULT_ALIGNMENT))
+        for name, (shape, kind) in tensors.items():
+            end = stream.tell() + kind.num_bytes(shape)
+            for piece in pieces[name]:
+                stream.write(np.ascontiguousarray(piece).view(np.uint8).data)
+                on_tensor(name)
+            assert stream.tell() == end, name
+            stream.write(bytes(-end % DEFAULT_ALIGNMENT))
 
 
 def tensor_bytes(model: GgufModel, kinds: Mapping[str, str]) -> int:
     """Returns the bytes of the tensors together."""
-    return sum(_num_bytes(tensor, kinds[tensor.name]) for tensor in model.tensors)
+    return sum(kind.num_bytes(shape) for shape, kind in _stored(model, kinds).values())
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)
-
-
-def _num_bytes(tensor: GgufTensor, kind: str) -> int:
-    return math.prod(tensor.shape[:-1]) * row_bytes(kind, tensor.shape[-1])
-
-
-def fitting(kind: str, columns: int) -> str:
-    """Returns `kind`, or f16 where `columns` are not whole blocks, as llama.cpp falls back."""
-    return "f16" if kind in _BITS and columns % BLOCK else kind
-
-
-def row_bytes(kind: str, columns: int) -> int:
-    """Returns the bytes of one row."""
-    if kind in _FLOATS:
-        return columns * np.dtype(_FLOATS[kind]).itemsize
-    constants = 1 if kind == "mxfp4" else 2
-    return columns // BLOCK * (constants + BLOCK * _BITS.get(kind, 4) // 8)
+def _stored(
+    model: GgufModel, kinds: Mapping[str, str]
+) -> dict[str, tuple[tuple[int, ...], TensorType]]:
+    """Returns the shape and the type of each tensor in the file."""
+    tensors = {row.name: (row.stored_shape, TYPES[kinds[row.name]]) for row in model.tensors}
+    factors = {name: (values.shape, TYPES["f32"]) for name, values in model.rope_factors.items()}
+    return tensors | factors
 
 
 def encode(kind: str, chunks: Iterable[np.ndarray], threads: int) -> Iterator[np.ndarray]:
@@ -137,7 +102,7 @@ def encode(kind: str, chunks: Iterable[np.ndarray], threads: int) -> Iterator[np
     if kind in _BITS:
         form = BlockFormat(bits=_BITS[kind], block=BLOCK)
         for blocks in quantize_chunks(chunks, form, threads):
-            yield pack_blocks(blocks.codes, blocks.scales, form.bits)
+            yield pack_blocks(blocks, form.bits)
         return
     for chunk in chunks:
         with np.errstate(over="ignore"):
@@ -147,20 +112,16 @@ def encode(kind: str, chunks: Iterable[np.ndarray], threads: int) -> Iterator[np
         yield values
 
 
-def pack_blocks(codes: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """Packs codes and scales of a bundle into blocks of a float16 scale and codes.
+def pack_blocks(blocks: Blocks, bits: int) -> np.ndarray:
+    """Packs symmetric blocks of 32 as a float16 scale and codes, uint8 [rows, bytes].
 
-    Returns uint8 [rows, bytes]. `codes` is uint8 [rows, columns], one per byte, and `scales`
-    float32 [rows, blocks], as `weights.quantize` gives them for any block of 32 or more. Raises
-    `CheckpointError` for a scale beyond float16.
+    Raises `CheckpointError` for a scale beyond float16.
     """
-    per_block = codes.shape[1] // BLOCK // scales.shape[1]
-    largest = np.abs(scales).max(initial=0)
     with np.errstate(over="ignore"):
-        scales = np.repeat(scales, per_block, axis=1).astype(np.float16)
+        scales = blocks.scales.astype(np.float16)
     if not np.isfinite(scales).all():
-        raise _too_large(f"a block's scale of {largest:.3g}")
-    codes = codes.reshape(*scales.shape, BLOCK)
+        raise _too_large(f"a block's scale of {np.abs(blocks.scales).max():.3g}")
+    codes = blocks.codes.reshape(*scales.shape, BLOCK)
     # Q8_0 is signed, we add 128.
     codes = _pairs(codes) if bits == 4 else codes ^ np.uint8(128)
     return np.concatenate([scales[..., None].view(np.uint8), codes], -1).reshape(len(scales), -1)

@@ -5,7 +5,7 @@ Knows no checkpoint and no bundle.
 
 import ctypes
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
@@ -14,13 +14,12 @@ import numpy as np
 from kvq.errors import BackendError, argument
 from kvq_runtime.backends import forward_chain
 from kvq_runtime.backends.llama_cpp import LlamaCppBackend
-from kvq_runtime.backends.llama_layout import padded
 from kvq_runtime.backends.llama_library import library, missing
 from kvq_runtime.bundle.gguf_file import GgufFile
 from kvq_runtime.config import SessionRequest
 
-# What llama.cpp's quantiser calls a mixture of types.
-FILE_TYPES: Mapping[str, str] = {"q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
+# What llama.cpp's quantiser makes, each a mixture of types.
+FILE_TYPES = ("q4_k_m",)
 
 
 def llama_missing() -> str | None:
@@ -42,7 +41,7 @@ def quantize_file(
     llama = library()
     functions = llama.functions
     parameters = functions.llama_model_quantize_default_params()
-    parameters.ftype = getattr(functions, FILE_TYPES[kind])
+    parameters.ftype = getattr(functions, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
     parameters.nthread = threads
     row = functions.llama_model_tensor_override
     rows = [
@@ -57,11 +56,6 @@ def quantize_file(
             f"llama.cpp could not quantise to {kind}: {llama.last_errors()}; make room on the "
             f"disk, or choose {argument('gguf_type', 'q8_0')}"
         )
-
-
-def context_tokens(tokens: int) -> int:
-    """Returns the size of the context that `file_logits` opens for so many tokens."""
-    return padded(tokens)
 
 
 def file_logits(path: Path, ids: np.ndarray, vocab_size: int, threads: int) -> np.ndarray:

@@ -212,15 +212,15 @@ def _scaled(
     gains = {"embed": config.embedding_scale / theirs}
     if config.tied_head:
         gains["final_norm"] = 1 / gains["embed"]
-    normed = {tensor.source for tensor in tensors}
+    names = {tensor.name for tensor in tensors}
     for index, (layer, other) in enumerate(zip(config.layers, read.layers, strict=True)):
         if isinstance(layer.mixer, Attention):
-            source = f"layers.{index}.q_norm"
-            source = source if source in normed else f"layers.{index}.attn_q"
-            gains[source] = layer.mixer.scale / other.attention.scale
+            norm = f"blk.{index}.attn_q_norm.weight"
+            stem = (norm if norm in names else f"blk.{index}.attn_q.").rpartition(".")[0]
+            gains[stem] = layer.mixer.scale / other.attention.scale
     for tensor in tensors:
-        block = ".".join(tensor.name.split(".")[:3]).replace("blk.", "layers.")
-        gain = gains.get(tensor.source, gains.get(block, 1.0))
+        stem = tensor.name.rpartition(".")[0]
+        gain = gains.get(tensor.source, gains.get(stem, 1.0))
         yield tensor if _same(gain, 1.0) else replace(tensor, factor=tensor.factor * gain)
 
 
@@ -236,6 +236,13 @@ def _keys(config: ModelConfig, architecture: Architecture) -> dict[str, Key]:
     context = config.context_length
     if not architecture.windows:
         context = min(context, *filter(None, windows), context)
+    # llama.cpp knows convolutions by 0 heads, delta nets by a list of their own.
+    kv_heads = [
+        layer.mixer.kv_heads
+        if isinstance(layer.mixer, Attention)
+        else config.num_kv_heads * isinstance(layer.mixer, DeltaNet)
+        for layer in config.layers
+    ]
     epsilon = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
     keys: dict[str, Key] = {
         "context_length": context,
@@ -244,7 +251,7 @@ def _keys(config: ModelConfig, architecture: Architecture) -> dict[str, Key]:
         "vocab_size": config.vocab_size,
         "feed_forward_length": _one_or_all(widths),
         "attention.head_count": config.num_heads,
-        "attention.head_count_kv": _one_or_all(_kv_heads(config)),
+        "attention.head_count_kv": _one_or_all(kv_heads),
         "attention.key_length": mixer.head_dim,
         "attention.value_length": mixer.head_dim,
         f"attention.{epsilon}": config.norm_eps,
@@ -305,16 +312,6 @@ def _rare_keys(config: ModelConfig, name: str) -> dict[str, Key]:
 
 def _attending(config: ModelConfig) -> list[Attention]:
     return [layer.mixer for layer in config.layers if isinstance(layer.mixer, Attention)]
-
-
-def _kv_heads(config: ModelConfig) -> list[int]:
-    """Returns every layer's KV heads; llama.cpp knows convolutions by 0, delta nets by a list."""
-    mixers = [layer.mixer for layer in config.layers]
-    beside = config.num_kv_heads
-    return [
-        mixer.kv_heads if isinstance(mixer, Attention) else beside * isinstance(mixer, DeltaNet)
-        for mixer in mixers
-    ]
 
 
 def _one_or_all(numbers: list[int]) -> int | list[int]:

@@ -6,6 +6,7 @@ tokenizer.json of this kind has. Knows no vocabulary.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvq.errors import UnsupportedModelError, argument
@@ -23,21 +24,19 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _START = r"[^\r\n\p{L}\p{N}]?"
 
 
-def _words(digits: str) -> str:
-    return (
-        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-        + _SPACES
-    )
+def _words(digits: str, start: str = rf"{_START}\p{{L}}+", marks: str = "") -> str:
+    other = rf" ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*"
+    return f"{_CONTRACTION}|{start}|{digits}|{other}{_SPACES}"
 
 
 def _cased(after: str, digits: str) -> str:
     return (
         f"{_START}{_UPPER}*{_LOWER}+{after}|{_START}{_UPPER}+{_LOWER}*{after}"
-        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
-    ) + _SPACES
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}"
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """Pairs llama.cpp's name of a cut with its stages.
 
@@ -57,45 +56,21 @@ class Row:
 
 
 ROWS = (
-    Row(name="gpt-2", stages=(WORDS,)),
-    Row(name="smollm", stages=(DIGITS, WORDS)),
-    Row(name="qwen2", stages=(_words(r"\p{N}"), BYTES), composed=True),
+    Row("gpt-2", (WORDS,)),
+    Row("smollm", (DIGITS, WORDS)),
+    Row("qwen2", (_words(r"\p{N}"), BYTES), composed=True),
+    Row("qwen35", (_words(r"\p{N}", rf"{_START}[\p{{L}}\p{{M}}]+", r"\p{M}"), BYTES)),
+    Row("llama-bpe", (_words(r"\p{N}{1,3}"), BYTES), whole_words=True, starts=True),
+    Row("smaug-bpe", (_words(r"\p{N}{1,3}"), BYTES)),
+    Row("gpt-4o", (_cased(f"{_CONTRACTION}?", r"\p{N}{1,3}"), BYTES), approximate=True),
+    Row("tekken", (_cased("", r"\p{N}"), BYTES), whole_words=True, approximate=True, starts=True),
     Row(
-        name="qwen35",
-        stages=(
-            rf"{_CONTRACTION}|{_START}[\p{{L}}\p{{M}}]+|\p{{N}}"
-            r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES,
-            BYTES,
-        ),
+        "deepseek-coder",
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS, BYTES),
     ),
     Row(
-        name="llama-bpe",
-        stages=(_words(r"\p{N}{1,3}"), BYTES),
-        whole_words=True,
-        starts=True,
-    ),
-    Row(name="smaug-bpe", stages=(_words(r"\p{N}{1,3}"), BYTES)),
-    Row(
-        name="gpt-4o",
-        stages=(_cased(f"{_CONTRACTION}?", r"\p{N}{1,3}"), BYTES),
-        approximate=True,
-    ),
-    Row(
-        name="tekken",
-        stages=(_cased("", r"\p{N}"), BYTES),
-        whole_words=True,
-        approximate=True,
-        starts=True,
-    ),
-    Row(
-        name="deepseek-coder",
-        stages=(
-            r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", DIGITS, BYTES,
-        ),
-    ),
-    Row(
-        name="deepseek-v3",
-        stages=(
+        "deepseek-v3",
+        (
             r"\p{N}{1,3}",
             "[一-龥぀-ゟ゠-ヿ]+",
             r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
@@ -103,7 +78,7 @@ ROWS = (
             BYTES,
         ),
     ),
-)  # fmt: skip
+)
 # Other names that llama.cpp has for the same cut.
 _SAME_AS: Mapping[str, str] = {
     "codeshell": "smollm", "command-r": "smollm", "dbrx": "smaug-bpe", "deepseek-r1-qwen": "qwen2",
@@ -114,13 +89,13 @@ _SAME_AS: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def row_called(name: str) -> Row:
+def row_called(name: str, path: Path) -> Row:
     """Returns the cut that a file names. Raises `UnsupportedModelError` listing the known ones."""
     rows = {row.name: row for row in ROWS}
     row = rows.get(_SAME_AS.get(name, name))
     if row is None:
         raise UnsupportedModelError(
-            f"how its tokenizer cuts a text, {name!r}, is not known; known: "
+            f"{path}: how its tokenizer cuts a text, {name!r}, is not known; known: "
             f"{', '.join(sorted({*rows, *_SAME_AS}))}"
         )
     return row
@@ -131,16 +106,21 @@ def pre_tokenizer(row: Row) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [_written(stage) for stage in row.stages]}
 
 
+def byte_level(*, use_regex: bool) -> dict[str, Any]:
+    """Returns the stage that turns bytes into characters, or those back into bytes."""
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
 def _written(stage: str) -> dict[str, Any]:
     if stage == DIGITS:
         return {"type": "Digits", "individual_digits": True}
     if stage in (WORDS, BYTES):
-        return {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": stage == WORDS,
-        }
+        return byte_level(use_regex=stage == WORDS)
     pattern = {"Regex": stage}
     return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
 

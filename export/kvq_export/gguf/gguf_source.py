@@ -6,12 +6,11 @@ tokens mean.
 """
 
 import hashlib
-import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from kvq_export.gguf.gguf_tensors import (
     DealtHeads,
     GgufTensor,
     expert_factors,
-    part_names,
     spare_tensors,
     tensors_of,
 )
@@ -47,9 +45,9 @@ from kvq_export.gguf.gguf_tokenizer import read_tokenizer, read_tokens
 from kvq_export.read.checkpoint import Checkpoint, read_bytes
 from kvq_export.read.source import format_of_file
 from kvq_models.config import ModelConfig
-from kvq_models.family import Family, WeightSource, is_stack
+from kvq_models.family import Family, WeightSource
 from kvq_models.tokenizer import TokenizerFiles
-from kvq_runtime.bundle.gguf_format import GgufContents, TensorInfo, TensorType, read_gguf
+from kvq_runtime.bundle.gguf_format import GgufContents, TensorType, read_gguf
 from kvq_runtime.text_embedding import TextEmbedding
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -83,25 +81,18 @@ class GgufRows:
     @property
     def grid(self) -> BlockFormat | None:
         """Returns the grid of a matrix whose blocks, or those of `CUT_GRIDS`, are not cut."""
-        grids = (GRIDS.get(self.kind.name), CUT_GRIDS.get(self.kind.name))
         dealt = self.dealt_columns
-        return next(
-            (
-                grid
-                for grid in grids
-                if grid is not None and not (dealt and dealt.size % grid.activation_block)
-            ),
-            None,
-        )
+        for grid in (GRIDS.get(self.kind.name), CUT_GRIDS.get(self.kind.name)):
+            if grid is not None and not (dealt and dealt.size % grid.activation_block):
+                return grid
+        return None
 
     @property
     def exact(self) -> bool:
         grid = self.grid
-        if grid is not None and grid == CUT_GRIDS.get(self.kind.name):
-            return False
-        if grid is None or grid.grid is not Grid.E2M1:
-            return True
-        return keeps_exponents(self.kind, self._bytes(0, self.shape[0]))
+        if grid is not None and grid.grid is Grid.E2M1:
+            return keeps_exponents(self.kind, self._bytes(0, self.shape[0]))
+        return grid is None or grid != CUT_GRIDS.get(self.kind.name)
 
     def parts(self, tensor: GgufTensor) -> dict[str, "GgufRows"]:
         """Returns by name what is read as one matrix, or vector, in the model's own order.
@@ -117,20 +108,14 @@ class GgufRows:
             dealt_columns=tensor.dealt_columns,
             decays=tensor.decays,
         )
-        if tensor.experts:
-            names, shapes = (
-                part_names(self.name, tensor.experts),
-                [tensor.shape[1:]] * tensor.experts,
-            )
-        elif tensor.dealt is not None and (len(tensor.shape) > 1 or self.kind.block == 1):
-            names = tuple(f"{self.name}.{run.start}" for run in tensor.rows)
-            shapes = [(len(run), *tensor.shape[1:]) for run in tensor.rows]
-        else:
+        is_dealt = tensor.dealt is not None and (len(tensor.shape) > 1 or self.kind.block == 1)
+        if not tensor.experts and not is_dealt:
             return {self.name: whole}
         start, parts = self.start, dict[str, GgufRows]()
-        for name, shape in zip(names, shapes, strict=True):
+        for name, rows in tensor.parts.items():
+            shape = (len(rows), *tensor.shape[2 if tensor.experts else 1 :])
             parts[name] = replace(whole, name=name, shape=shape, start=start)
-            start += math.prod(shape) // self.kind.block * self.kind.block_bytes
+            start += self.kind.num_bytes(shape)
         return parts
 
     def check(self) -> None:
@@ -146,7 +131,7 @@ class GgufRows:
         if self.decays:
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = np.log(-values)
-        return values[self._order(0, len(values))][start:stop]
+        return self._heads(values)[start:stop]
 
     def read_blocks(self, start: int, stop: int) -> Blocks:
         assert self.grid is not None
@@ -168,18 +153,18 @@ class GgufRows:
             return self._bytes(start, stop)
         first = start // self.interleave * self.interleave
         last = min(-(-stop // self.interleave) * self.interleave, self.shape[0])
-        return self._bytes(first, last)[self._order(first, last)[start - first : stop - first]]
+        return self._heads(self._bytes(first, last))[start - first : stop - first]
 
-    def _order(self, first: int, last: int) -> np.ndarray:
-        """Returns the places in the file of rows of whole heads, counted from the first."""
-        order = np.arange(last - first)
+    def _heads(self, rows: np.ndarray) -> np.ndarray:
+        """Returns rows of whole heads in the model's order."""
         if not self.interleave:
-            return order
-        return order.reshape(-1, self.interleave // 2, 2).swapaxes(1, 2).reshape(-1)
+            return rows
+        pairs = rows.reshape(-1, self.interleave // 2, 2, *rows.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(rows.shape)
 
     def _bytes(self, start: int, stop: int) -> np.ndarray:
         """Returns rows of the file as they lie there; a vector is one row."""
-        row_bytes = self.shape[-1] // self.kind.block * self.kind.block_bytes
+        row_bytes = self.kind.num_bytes(self.shape[-1:])
         begin, count = self.start + start * row_bytes, (stop - start) * row_bytes
         return read_bytes(self.file, begin, count, str(self)).reshape(-1, row_bytes)
 
@@ -209,13 +194,15 @@ class GgufSource:
 
     @property
     def name(self) -> str:
-        name = self.metadata.values.get("general.name")
-        return name if isinstance(name, str) and name else self.path.stem
+        return self._text("general.name") or self.path.stem
 
     @property
     def licence(self) -> str:
-        licence = self.metadata.values.get("general.license")
-        return licence if isinstance(licence, str) and licence else "unknown"
+        return self._text("general.license") or "unknown"
+
+    def _text(self, key: str) -> str:
+        value = self.metadata.values.get(key)
+        return value if isinstance(value, str) else ""
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -238,7 +225,13 @@ class GgufSource:
                         f"{path} has a tensor {tensor.name}, which another part has too; copy the "
                         "files again"
                     )
-                rows_by_name[tensor.name] = _rows_of(path, tensor, begin)
+                rows_by_name[tensor.name] = GgufRows(
+                    name=tensor.name,
+                    file=path,
+                    kind=tensor.kind,
+                    shape=tensor.shape,
+                    start=begin + tensor.offset,
+                )
         return rows_by_name
 
     def config(self) -> tuple[Family, ModelConfig, dict[str, Any]]:
@@ -255,21 +248,18 @@ class GgufSource:
 
         Norms are stored as they multiply: none has an offset.
         """
-        parts: dict[str, list[tuple[str, ...]]] = {}
+        parts: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
         for tensor in tensors_of(config, self.metadata.architecture, self._rows):
-            parts.setdefault(tensor.source, []).append(tensor.parts)
+            parts[tensor.source] += [(rows.start, name) for name, rows in tensor.parts.items()]
         factors = {
             f"layers.{layer}.experts_down": expert_factors(layer)
             for layer in range(config.num_layers)
             if expert_factors(layer) in self._rows
         }
         return {
-            # The matrices of one expert come after those of the other.
             name: replace(
                 source,
-                parts=tuple(
-                    chain(*(zip(*parts[name], strict=True) if is_stack(name) else parts[name]))
-                ),
+                parts=tuple(part for _, part in sorted(parts[name])),
                 offset=0.0,
                 factors=factors.get(name),
             )
@@ -281,9 +271,8 @@ class GgufSource:
         model_tensors = tensors_of(config, self.metadata.architecture, self._rows)
         known = {tensor.name: tensor for tensor in model_tensors}
         spare = {*ROPE_TENSORS, *spare_tensors(config)}
-        drafts = tuple(
-            f"blk.{config.num_layers + layer}." for layer in range(draft_layers(self.metadata))
-        )
+        first, count = config.num_layers, draft_layers(self.metadata)
+        drafts = tuple(f"blk.{layer}." for layer in range(first, first + count))
         tensors: dict[str, GgufRows] = {}
         for name, rows in self._rows.items():
             tensor = known.get(name)
@@ -347,13 +336,3 @@ def split_files(path: Path) -> tuple[Path, ...]:
             "missing beside it; download all of them"
         )
     return files
-
-
-def _rows_of(path: Path, tensor: TensorInfo, begin: int) -> GgufRows:
-    return GgufRows(
-        name=tensor.name,
-        file=path,
-        kind=tensor.kind,
-        shape=tensor.shape,
-        start=begin + tensor.offset,
-    )

@@ -31,43 +31,36 @@ class DealtHeads:
     size: int
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """Returns the canonical numbers of the heads in llama.cpp's order."""
-        order = np.arange(self.value_heads).reshape(self.key_heads, -1)
-        return tuple(order.T.reshape(-1).tolist())
+    def columns(self) -> np.ndarray:
+        """Returns the canonical numbers of columns in llama.cpp's order."""
+        order = np.arange(self.value_heads * self.size).reshape(self.key_heads, -1, self.size)
+        return order.swapaxes(0, 1).reshape(-1)
 
     def runs(self, rows: range) -> tuple[range, ...]:
         """Returns canonical `rows` in llama.cpp's order; those before the heads stay first."""
         before = len(rows) - self.value_heads * self.size
-        starts = (before + place * self.size for place in self.places)
+        starts = (before + self.columns[:: self.size]).tolist()
         heads = tuple(rows[start : start + self.size] for start in starts)
         return (rows[:before], *heads) if before else heads
-
-    @property
-    def columns(self) -> np.ndarray:
-        """Returns the canonical numbers of columns in llama.cpp's order."""
-        starts = np.array(self.places)[:, None] * self.size
-        return (starts + np.arange(self.size)).reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufTensor:
-    """Takes rows [start, stop) of a canonical weight, times `factor`, under a name of llama.cpp's.
+    """Takes runs of `rows` of a canonical weight, times `factor`, under a name of llama.cpp's.
 
     `interleave` is 0, or the rows of a head whose pairs (i, i + interleave/2) become neighbours.
-    `experts` is 0, or how many there are: the canonical weight has `stretch` rows of each, of which
-    [start, stop) are taken, and the shape begins with their number. `dealt`: rows are in the order
-    of these heads; `dealt_columns`: columns are. `decays`: it holds -exp of the weight.
+    `experts` is 0, or how many there are: each has a run, and the shape begins with their number.
+    `dealt`: rows are in the order of these heads; `dealt_columns`: columns are. `decays`: it holds
+    -exp of the weight.
     """
 
     name: str
     source: str
     shape: tuple[int, ...]
-    start: int = 0
+    rows: tuple[range, ...] = ()
     interleave: int = 0
     factor: float = 1.0
     experts: int = 0
-    stretch: int = 0
     dealt: DealtHeads | None = None
     dealt_columns: DealtHeads | None = None
     decays: bool = False
@@ -78,19 +71,15 @@ class GgufTensor:
         return (*self.shape[:1], *(n for n in self.shape[1:-1] if n > 1), *self.shape[1:][-1:])
 
     @property
-    def rows(self) -> tuple[range, ...]:
-        """Returns which rows of the canonical weight are taken, in their order."""
-        count = self.shape[1] if self.experts else self.shape[0]
-        starts = (expert * self.stretch + self.start for expert in range(max(1, self.experts)))
-        runs = tuple(range(start, start + count) for start in starts)
-        return runs if self.dealt is None else self.dealt.runs(*runs)
+    def parts(self) -> dict[str, range]:
+        """Returns `rows` by the names of what is read of it, each as a matrix or vector.
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Returns the names of what is read of it as one matrix each, as `GgufRows.parts` does."""
-        if self.dealt is not None:
-            return tuple(f"{self.name}.{start}" for start in sorted(run.start for run in self.rows))
-        return part_names(self.name, self.experts)
+        Names have the place among the rows of the canonical weight.
+        """
+        if not self.experts and self.dealt is None:
+            return {self.name: self.rows[0]}
+        places = {start: place for place, start in enumerate(sorted(r.start for r in self.rows))}
+        return {f"{self.name}.{places[rows.start]}": rows for rows in self.rows}
 
     def arrange(self, rows: np.ndarray) -> np.ndarray:
         """Puts whole heads of the canonical rows [n, ...] in this tensor's order, scaled."""
@@ -102,11 +91,6 @@ class GgufTensor:
         if self.decays:
             rows = -np.exp(rows)
         return rows if self.factor == 1 else rows * np.float32(self.factor)
-
-
-def part_names(name: str, experts: int) -> tuple[str, ...]:
-    """Returns a name for the matrix of each expert in a tensor; else the tensor's own."""
-    return tuple(f"{name}.{expert}" for expert in range(experts)) if experts else (name,)
 
 
 def tensors_of(
@@ -137,18 +121,7 @@ def spare_tensors(config: ModelConfig) -> frozenset[str]:
 
 def model_tensors(config: ModelConfig, architecture: Architecture) -> Iterator[GgufTensor]:
     """Yields the tensors of a model in a file of this architecture, without its rotary table's."""
-    hidden = config.hidden_size
-    table = (config.vocab_size, hidden)
-    yield GgufTensor(name="token_embd.weight", source="embed", shape=table)
-    if not config.tied_head:
-        yield GgufTensor(name="output.weight", source="head", shape=table)
-    final_norm = architecture.called.get("output_norm", "output_norm")
-    yield GgufTensor(name=f"{final_norm}.weight", source="final_norm", shape=(hidden,))
-    if config.norm == "layer":
-        yield GgufTensor(name="output_norm.bias", source="final_norm_bias", shape=(hidden,))
-    if config.head_bias:
-        yield GgufTensor(name="output.bias", source="head_bias", shape=(config.vocab_size,))
-    yield from _per_layer_tensors(config)
+    yield from _outer_tensors(config, architecture.called.get("output_norm", "output_norm"))
     for layer in range(config.num_layers):
         shapes = layer_shapes(config, layer)
         for source, parts in _parts(config, layer, architecture).items():
@@ -157,6 +130,8 @@ def model_tensors(config: ModelConfig, architecture: Architecture) -> Iterator[G
             stretch = shapes[source][0] // max(1, experts)
             for part in parts:
                 rows = part.shape[0] or stretch
+                starts = (expert * stretch + row for expert in range(max(1, experts)))
+                runs = tuple(range(start, start + rows) for start in starts)
                 name = f"blk.{layer}.{architecture.called.get(part.name, part.name)}"
                 end = ".bias" if source.endswith("bias") else ".weight"
                 yield replace(
@@ -164,36 +139,35 @@ def model_tensors(config: ModelConfig, architecture: Architecture) -> Iterator[G
                     name=name if part.decays or name.endswith(".scale") else f"{name}{end}",
                     source=f"layers.{layer}.{source}",
                     shape=(*([experts] if experts else []), rows, *shapes[source][1:]),
-                    start=row,
+                    rows=part.dealt.runs(*runs) if part.dealt else runs,
                     experts=experts,
-                    stretch=stretch,
                 )
                 row += rows
             assert row == stretch
 
 
-def _per_layer_tensors(config: ModelConfig) -> Iterator[GgufTensor]:
-    """Yields the tensors of all layers' own embeddings; llama.cpp scales them itself."""
-    if config.per_layer is None:
-        return
-    width, columns = config.per_layer.width, config.num_layers * config.per_layer.width
-    yield GgufTensor(
-        name="per_layer_token_embd.weight",
-        source="per_layer_embed",
-        shape=(config.per_layer.rows, columns),
-    )
-    yield GgufTensor(
-        name="per_layer_model_proj.weight",
-        source="per_layer_model",
-        shape=(columns, config.hidden_size),
-        factor=config.hidden_size**0.5,
-    )
-    yield GgufTensor(
-        name="per_layer_proj_norm.weight",
-        source="per_layer_norm",
-        shape=(width,),
-        factor=2**0.5,
-    )
+def _outer_tensors(config: ModelConfig, final_norm: str) -> Iterator[GgufTensor]:
+    """Yields the tensors of no layer; llama.cpp scales those of per-layer embeddings itself."""
+    hidden, tokens, per_layer = config.hidden_size, config.vocab_size, config.per_layer
+    tensors: list[tuple[str, str, tuple[int, ...], bool]] = [
+        ("token_embd.weight", "embed", (tokens, hidden), True),
+        ("output.weight", "head", (tokens, hidden), not config.tied_head),
+        (f"{final_norm}.weight", "final_norm", (hidden,), True),
+        ("output_norm.bias", "final_norm_bias", (hidden,), config.norm == "layer"),
+        ("output.bias", "head_bias", (tokens,), config.head_bias),
+    ]
+    if per_layer is not None:
+        columns = config.num_layers * per_layer.width
+        tensors += [
+            ("per_layer_token_embd.weight", "per_layer_embed", (per_layer.rows, columns), True),
+            ("per_layer_model_proj.weight", "per_layer_model", (columns, hidden), True),
+            ("per_layer_proj_norm.weight", "per_layer_norm", (per_layer.width,), True),
+        ]
+    factors = {"per_layer_model": hidden**0.5, "per_layer_norm": 2**0.5}
+    for name, source, shape, is_there in tensors:
+        if is_there:
+            rows, factor = (range(shape[0]),), factors.get(source, 1.0)
+            yield GgufTensor(name=name, source=source, shape=shape, rows=rows, factor=factor)
 
 
 def _part(name: str, rows: int = 0, **order: Any) -> GgufTensor:
@@ -225,51 +199,49 @@ def _parts(
     Raises `UnsupportedModelError` for a weight that llama.cpp has no tensor for.
     """
     mixer, feed = config.layers[layer].mixer, config.layers[layer].feed
-    gate_up = (_part("ffn_gate", feed.width), _part("ffn_up", feed.width))
-    if architecture.fused:
-        gate_up = (_part("ffn_up"),)
-    shared = feed.shared.width if isinstance(feed, Experts) and feed.shared else 0
-    if isinstance(feed, Experts) and feed.beside is not None:
-        gate_up = (_part("ffn_gate", feed.beside.width), _part("ffn_up", feed.beside.width))
-    experts_up = (_part("ffn_gate_exps", feed.width), _part("ffn_up_exps", feed.width))
-    if architecture.fused_experts:
-        experts_up = (_part(_FUSED_EXPERTS),)
+    dense = shared = feed
+    if isinstance(feed, Experts):
+        dense, shared = feed.beside or feed, feed.shared or feed
+
+    def gate_and_up(end: str, width: int) -> tuple[GgufTensor, ...]:
+        return _part(f"ffn_gate{end}", width), _part(f"ffn_up{end}", width)
+
     names = {source: (_part(name),) for source, name in _WHOLE_PARTS.items()}
     names |= {
-        "gate_up": gate_up,
-        "gate_up_bias": gate_up,
+        "gate_up": gate_and_up("", dense.width),
         # llama.cpp divides by this root itself.
         "router_norm": (_part("ffn_gate_inp.scale", factor=config.hidden_size**0.5),),
-        "experts_gate_up": experts_up,
-        "experts_gate_up_bias": experts_up,
-        "shared_gate_up": (_part("ffn_gate_shexp", shared), _part("ffn_up_shexp", shared)),
+        "experts_gate_up": gate_and_up("_exps", feed.width),
+        "shared_gate_up": gate_and_up("_shexp", shared.width),
     }
     match mixer:
         case Attention():
-            names |= _attention_parts(mixer, architecture)
+            names["qkv"] = _attention_parts(mixer, architecture)
         case ShortConv():
             parts = ("in_proj", "conv", "out_proj")
             names |= {name: (_part(f"shortconv.{name}"),) for name in parts}
         case DeltaNet():
             names |= _delta_parts(mixer, architecture)
+    if architecture.fused:
+        names |= {"gate_up": (_part("ffn_up"),), "qkv": (_part("attn_qkv"),)}
+    if architecture.fused_experts:
+        names["experts_gate_up"] = (_part(_FUSED_EXPERTS),)
+    for name in ("qkv", "gate_up", "experts_gate_up"):
+        names[f"{name}_bias"] = names.get(name, ())
     shapes = layer_shapes(config, layer)
     if unknown := shapes.keys() - names.keys():
         raise UnsupportedModelError(f"it has no tensor for {min(unknown)}")
     return {name: names[name] for name in shapes}
 
 
-def _attention_parts(
-    mixer: Attention, architecture: Architecture
-) -> dict[str, tuple[GgufTensor, ...]]:
+def _attention_parts(mixer: Attention, architecture: Architecture) -> tuple[GgufTensor, ...]:
     interleave = mixer.head_dim if architecture.interleaved else 0
     query, key = mixer.projected_width - 2 * mixer.kv_width, mixer.kv_width
-    qkv = (_part("attn_q", query, interleave=interleave),)
-    if key:
-        values = "attn_k" if mixer.values == "keys" else "attn_v"
-        qkv = (*qkv, _part("attn_k", key, interleave=interleave), _part(values, key))
-    if architecture.fused:
-        qkv = (_part("attn_qkv"),)
-    return {"qkv": qkv, "qkv_bias": qkv}
+    parts = (_part("attn_q", query, interleave=interleave),)
+    if not key:
+        return parts
+    values = "attn_k" if mixer.values == "keys" else "attn_v"
+    return (*parts, _part("attn_k", key, interleave=interleave), _part(values, key))
 
 
 def _delta_parts(net: DeltaNet, architecture: Architecture) -> dict[str, tuple[GgufTensor, ...]]:
@@ -277,18 +249,13 @@ def _delta_parts(net: DeltaNet, architecture: Architecture) -> dict[str, tuple[G
 
     It does where several value heads share the keys of one.
     """
-
-    def dealt(size: int) -> DealtHeads | None:
-        if net.value_heads == net.key_heads or architecture.by_key_head:
-            return None
-        return DealtHeads(key_heads=net.key_heads, value_heads=net.value_heads, size=size)
-
-    heads, shape = dealt(net.value_dim), net.shape(1)
-    single = dealt(1)
-    gates = (
-        _part("ssm_beta", net.value_heads, dealt=single),
-        _part("ssm_alpha", net.value_heads, dealt=single),
-    )
+    shape, heads, single = net.shape(1), None, None
+    if net.value_heads != net.key_heads and not architecture.by_key_head:
+        heads, single = (
+            DealtHeads(key_heads=net.key_heads, value_heads=net.value_heads, size=size)
+            for size in (net.value_dim, 1)
+        )
+    gates = tuple(_part(f"ssm_{name}", net.value_heads, dealt=single) for name in ("beta", "alpha"))
     if architecture.by_key_head:
         # For each key head what its value heads take in, then what they forget.
         per_key_head = net.value_heads // net.key_heads

@@ -15,23 +15,23 @@ import numpy as np
 
 from kvq.errors import CheckpointError, UnsupportedModelError
 from kvq_export.gguf.gguf_config import Metadata
-from kvq_export.gguf.gguf_pre import Row, pre_tokenizer, row_called
-from kvq_export.gguf.gguf_vocabulary import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    WORD_MARK,
-)
+from kvq_export.gguf.gguf_pre import byte_level, pre_tokenizer, row_called
+from kvq_export.gguf.gguf_vocabulary import WORD_MARK
 from kvq_models.control import FIM_ORDER, SUFFIX_FIRST
 from kvq_models.pieces import distinct_pieces
 from kvq_models.tokenizer import TokenizerFiles
+from kvq_runtime.bundle.gguf_file import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    TOKENIZER,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
 
 logger = logging.getLogger(__name__)
 
-_KEYS = "tokenizer.ggml."
 KINDS = ("gpt2", "llama", "gemma4")
 # Kinds of tokens that no text becomes, whatever it spells.
 _NEVER_MADE = (UNKNOWN, CONTROL, BYTE)
@@ -49,10 +49,10 @@ def read_tokens(metadata: Metadata) -> tuple[list[str], np.ndarray]:
     Of a text that several tokens have, all but the first are marked: see `distinct_pieces`. Raises
     `CheckpointError` for lists that do not belong together.
     """
-    raw = metadata.values.get(f"{_KEYS}tokens", [])
+    raw = metadata.values.get(f"{TOKENIZER}tokens", [])
     if not isinstance(raw, list):
         raise CheckpointError(f"{metadata.path} is damaged: its tokens are no texts")
-    types = metadata.values.get(f"{_KEYS}token_type", np.full(len(raw), NORMAL))
+    types = metadata.values.get(f"{TOKENIZER}token_type", np.full(len(raw), NORMAL))
     if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu" or len(types) != len(raw):
         raise CheckpointError(f"{metadata.path} is damaged: its tokens are not all of some kind")
     try:
@@ -76,23 +76,30 @@ def read_tokenizer(metadata: Metadata, tokens: list[str], types: np.ndarray) -> 
     Raises `UnsupportedModelError` for a vocabulary of another kind or cut, `CheckpointError` for a
     damaged one.
     """
-    kind = metadata.values.get(f"{_KEYS}model")
+    kind = metadata.values.get(f"{TOKENIZER}model")
     if kind not in KINDS or not tokens:
         none = kind in (None, "no_vocab")
         tokenizer = "no tokenizer" if none else f"a tokenizer of kind {kind!r}"
         supported = ", ".join(KINDS)
         raise UnsupportedModelError(f"{metadata.path} has {tokenizer}; supported: {supported}")
-    pieces = _pieces(tokens, types)
-    row, parts = None, dict[str, Any]()
-    match kind:
-        case "gpt2":
-            row = _cut(metadata)
-            parts = _byte_level(metadata, pieces, row)
-        case "llama":
-            merges = _merges_by_score(metadata, pieces, types)
-            parts = _marked_words(metadata, pieces, types, merges, prefix=True)
-        case _:
-            parts = _marked_words(metadata, pieces, types, _merges(metadata, pieces), prefix=False)
+    # Without the placeholders that fill a vocabulary up.
+    used = np.flatnonzero(types != UNUSED).tolist()
+    pieces = {token: index for index, token in enumerate(tokens[: max(used, default=-1) + 1])}
+    starts, by_score = True, kind == "llama"
+    if kind == "gpt2":
+        name = metadata.values.get(f"{TOKENIZER}pre", "default")
+        row = row_called(str(name), metadata.path)
+        starts = row.starts
+        parts: dict[str, Any] = {
+            "normalizer": {"type": "NFC"} if row.composed else None,
+            "pre_tokenizer": pre_tokenizer(row),
+            "decoder": byte_level(use_regex=True),
+            "model": {"type": "BPE", "byte_fallback": False, "ignore_merges": row.whole_words},
+        }
+    else:
+        parts = _marked_words(metadata, tokens, types, prefix=by_score)
+    merges = _merges_by_score(metadata, pieces, types) if by_score else _merges(metadata, pieces)
+    parts["model"] |= {"vocab": pieces, "merges": merges}
     definition = {
         "version": "1.0",
         "truncation": None,
@@ -104,20 +111,13 @@ def read_tokenizer(metadata: Metadata, tokens: list[str], types: np.ndarray) -> 
     template = metadata.values.get("tokenizer.chat_template")
     return TokenizerFiles(
         definition=json.dumps(definition, ensure_ascii=False),
-        settings=_settings(metadata, tokens, starts=row is None or row.starts),
+        settings=_settings(metadata, tokens, starts=starts),
         chat_template=template if isinstance(template, str) else None,
     )
 
 
-def _pieces(tokens: list[str], types: np.ndarray) -> dict[str, int]:
-    """Returns the ids of all texts but the placeholders that fill a vocabulary up."""
-    used = np.flatnonzero(types != UNUSED)
-    size = int(used[-1]) + 1 if len(used) else 0
-    return {token: index for index, token in enumerate(tokens[:size])}
-
-
 def _added(metadata: Metadata, tokens: list[str], types: np.ndarray) -> Iterator[dict[str, Any]]:
-    strips = metadata.architecture == "phi3" and metadata.values.get(f"{_KEYS}model") == "llama"
+    strips = metadata.architecture == "phi3" and metadata.values.get(f"{TOKENIZER}model") == "llama"
     for token in np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, USER_DEFINED))).tolist():
         yield {
             "id": token,
@@ -138,18 +138,10 @@ def _settings(metadata: Metadata, tokens: list[str], *, starts: bool) -> dict[st
     settings: dict[str, Any] = {
         name: tokens[token] for name, token in named.items() if token is not None
     }
-    settings["add_bos_token"] = bool(metadata.values.get(f"{_KEYS}add_bos_token", starts))
+    settings["add_bos_token"] = bool(metadata.values.get(f"{TOKENIZER}add_bos_token", starts))
     if metadata.values.get("kvq.fim.suffix_first") is True:
         settings[FIM_ORDER] = SUFFIX_FIRST
     return settings
-
-
-def _cut(metadata: Metadata) -> Row:
-    name = metadata.values.get(f"{_KEYS}pre", "default")
-    try:
-        return row_called(str(name))
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{metadata.path}: {error}") from error
 
 
 def _merges(metadata: Metadata, pieces: dict[str, int]) -> list[list[str]]:
@@ -157,7 +149,7 @@ def _merges(metadata: Metadata, pieces: dict[str, int]) -> list[list[str]]:
 
     Those of texts that are no tokens, as where a file has another's text twice, are left out.
     """
-    raw = metadata.values.get(f"{_KEYS}merges", [])
+    raw = metadata.values.get(f"{TOKENIZER}merges", [])
     if not isinstance(raw, list):
         raise CheckpointError(f"{metadata.path} is damaged: its merges are no texts")
     merges = [merge.decode("utf-8", errors="replace").split(" ") for merge in raw if merge]
@@ -173,57 +165,34 @@ def _merges(metadata: Metadata, pieces: dict[str, int]) -> list[list[str]]:
     return valid
 
 
-def _byte_level(metadata: Metadata, pieces: dict[str, int], row: Row) -> dict[str, Any]:
-    return {
-        "normalizer": {"type": "NFC"} if row.composed else None,
-        "pre_tokenizer": pre_tokenizer(row),
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
-        "model": {
-            "type": "BPE",
-            "byte_fallback": False,
-            "ignore_merges": row.whole_words,
-            "vocab": pieces,
-            "merges": _merges(metadata, pieces),
-        },
-    }
-
-
 def _marked_words(
-    metadata: Metadata,
-    pieces: dict[str, int],
-    types: np.ndarray,
-    merges: Sequence[Sequence[str]],
-    *,
-    prefix: bool,
+    metadata: Metadata, tokens: list[str], types: np.ndarray, *, prefix: bool
 ) -> dict[str, Any]:
     """Returns the parts of a tokenizer whose pieces have marked spaces.
 
     `prefix`: a file that does not say whether a text begins with a space means that it does.
     """
-    prefix = bool(metadata.values.get(f"{_KEYS}add_space_prefix", prefix))
-    single = bool(metadata.values.get(f"{_KEYS}remove_extra_whitespaces", False))
+    prefix = bool(metadata.values.get(f"{TOKENIZER}add_space_prefix", prefix))
+    single = bool(metadata.values.get(f"{TOKENIZER}remove_extra_whitespaces", False))
     unknown = np.flatnonzero(types == UNKNOWN).tolist()
-    names = list(pieces)
-    space = {"String": " "}
+
+    def replaced(kind: str, pattern: str, content: str) -> dict[str, Any]:
+        return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
     return {
         "normalizer": {
             "type": "Sequence",
             "normalizers": [
-                *([_replaced({"Regex": " {2,}"}, " ")] if single else []),
+                *([replaced("Regex", " {2,}", " ")] if single else []),
                 *([{"type": "Prepend", "prepend": WORD_MARK}] if prefix else []),
-                _replaced(space, WORD_MARK),
+                replaced("String", " ", WORD_MARK),
             ],
         },
         "pre_tokenizer": None,
         "decoder": {
             "type": "Sequence",
             "decoders": [
-                _replaced({"String": WORD_MARK}, " "),
+                replaced("String", WORD_MARK, " "),
                 {"type": "ByteFallback"},
                 {"type": "Fuse"},
                 *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
@@ -231,17 +200,11 @@ def _marked_words(
         },
         "model": {
             "type": "BPE",
-            "unk_token": names[unknown[0]] if unknown else None,
+            "unk_token": tokens[unknown[0]] if unknown else None,
             "fuse_unk": True,
             "byte_fallback": bool((types == BYTE).any()),
-            "vocab": pieces,
-            "merges": merges,
         },
     }
-
-
-def _replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
 
 
 def _merges_by_score(
@@ -253,7 +216,7 @@ def _merges_by_score(
     leftmost in the text. A list ranks pairs, not places: with the longest piece and left part
     first, a run of one character, such as an indentation, grows from its left end as well.
     """
-    scores = metadata.values.get(f"{_KEYS}scores")
+    scores = metadata.values.get(f"{TOKENIZER}scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(types) or np.isnan(scores).any():
         raise CheckpointError(f"{metadata.path} is damaged: its tokens have no scores")
     texts = {piece for piece, token in pieces.items() if types[token] not in _NEVER_MADE}

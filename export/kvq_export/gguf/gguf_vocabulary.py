@@ -15,12 +15,19 @@ from kvq.json_values import is_object
 from kvq_export.gguf.gguf_pre import pre_tokenizer_name
 from kvq_models.family import Family
 from kvq_models.tokenizer import Tokenizer, TokenizerFiles
+from kvq_runtime.bundle.gguf_file import (
+    BYTE,
+    CONTROL,
+    FIM_KEYS,
+    NORMAL,
+    TOKENIZER,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
 from kvq_runtime.bundle.manifest import TOKENIZER_FILE
 
 logger = logging.getLogger(__name__)
-
-# llama.cpp's numbers of what a token is.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 WORD_MARK = "▁"
@@ -67,7 +74,7 @@ def read_vocabulary(
             keys["remove_extra_whitespaces"] = '" {2,}"' in before
         ids = _ids(definition, files.settings, tokenizer, family)
         keys |= {f"{key}_token_id": token for key, token in ids.items() if token is not None}
-        named = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+        named = {f"{TOKENIZER}{key}": value for key, value in keys.items()}
         if tokenizer.fim is not None and tokenizer.fim.suffix_first:
             named["kvq.fim.suffix_first"] = True
         if tokenizer.chat_template is not None:
@@ -120,11 +127,10 @@ def _entries(
         texts[token] = piece, kind
     for added in _added(definition):
         token, content = added["id"], added["content"]
+        # What is no control token is found in the text before its spaces are marked.
+        texts[token] = content.replace(WORD_MARK, " "), USER_DEFINED
         if tokenizer.is_control(token):
             texts[token] = content, UNKNOWN if content == unknown else CONTROL
-        else:
-            # Found in the text before its spaces are marked.
-            texts[token] = content.replace(WORD_MARK, " "), USER_DEFINED
     tokens, types = list[str](), list[int]()
     texts_used = {text for text, _ in texts.values()}
     free = texts_used - {""}
@@ -176,28 +182,16 @@ def _merges(definition: Mapping[str, Any]) -> Iterator[str]:
 def _ids(
     definition: Mapping[str, Any], settings: Mapping[str, Any], tokenizer: Tokenizer, family: Family
 ) -> dict[str, int | None]:
-    control, fim = tokenizer.control, tokenizer.fim
-    first_end = next(iter(control.eos), None)
+    control = tokenizer.control
     turn_ends = (tokenizer.token_id(name) for name in family.turn_ends)
-    pad: Any = settings.get("pad_token")
-    unknown: Any = definition["model"].get("unk_token")
-    ids: dict[str, int | None] = {
+    return {
         "bos": control.bos,
-        "eos": first_end,
-        "eot": next((end for end in turn_ends if end in control.eos and end != first_end), None),
-        "padding": _named(tokenizer, pad),
-        "unknown": _named(tokenizer, unknown),
+        "eos": next(iter(control.eos), None),
+        "eot": next((end for end in turn_ends if end in control.eos[1:]), None),
+        "padding": _named(tokenizer, settings.get("pad_token")),
+        "unknown": _named(tokenizer, definition["model"].get("unk_token")),
+        **{key: getattr(tokenizer.fim, role, None) for role, key in FIM_KEYS.items()},
     }
-    if fim is not None:
-        ids |= {
-            "fim_pre": fim.prefix,
-            "fim_suf": fim.suffix,
-            "fim_mid": fim.middle,
-            "fim_pad": fim.pad,
-            "fim_rep": fim.repo,
-            "fim_sep": fim.file,
-        }
-    return ids
 
 
 def _named(tokenizer: Tokenizer, token: Any) -> int | None:

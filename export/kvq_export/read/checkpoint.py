@@ -135,12 +135,14 @@ class TensorEntry:
             )
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        dtype = np.dtype(FLOAT_DTYPES[self.dtype])
-        row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
-        raw = read_bytes(
-            self.file, self.start + start * row_bytes, (stop - start) * row_bytes, str(self)
-        )
-        return raw.view(dtype).astype(np.float32, copy=False).reshape(stop - start, *self.shape[1:])
+        values = self.raw(start, stop).view(FLOAT_DTYPES[self.dtype])
+        return values.astype(np.float32, copy=False).reshape(stop - start, *self.shape[1:])
+
+    def raw(self, start: int, stop: int) -> np.ndarray:
+        """Returns rows [start, stop) as they lie in the file, uint8."""
+        row_bytes = math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
+        first, count = self.start + start * row_bytes, (stop - start) * row_bytes
+        return read_bytes(self.file, first, count, str(self))
 
     def read_blocks(self, start: int, stop: int) -> Blocks:
         """Fails: floats are on no grid."""
@@ -425,7 +427,13 @@ def _finite(tensor: Tensor, start: int, rows: np.ndarray) -> np.ndarray:
 
 
 # A format that keeps the levels of e2m1, too.
-_LEVELS = BlockFormat(bits=5, block=32, grid=Grid.SYMMETRIC)
+LEVELS = BlockFormat(bits=5, block=32, grid=Grid.SYMMETRIC)
+
+
+def as_levels(blocks: Blocks) -> Blocks:
+    """Returns blocks of e2m1 as `LEVELS`."""
+    shift = np.uint8((1 << (LEVELS.bits - 1)) - E2M1_MIDDLE)
+    return blocks._replace(codes=E2M1_CODES[blocks.codes] + shift)
 
 
 def keeps(form: BlockFormat, grid: BlockFormat) -> bool:
@@ -433,7 +441,7 @@ def keeps(form: BlockFormat, grid: BlockFormat) -> bool:
     if grid.grid.has_supers or form.grid.has_supers:
         return grid.grid.has_supers and form == _joint_super_format([form, grid])
     if grid.grid is Grid.E2M1 and form.grid is not Grid.E2M1:
-        grid = _LEVELS
+        grid = LEVELS
     known = grid.grid is Grid.SYMMETRIC or form.grid is grid.grid
     return form.block == grid.block and form.bits >= grid.bits and known
 
@@ -472,8 +480,7 @@ def _converted(blocks: Blocks, grid: BlockFormat, form: BlockFormat) -> Blocks:
     if grid.grid.has_supers:
         return _with_supers(blocks, grid, form)
     if grid.grid is Grid.E2M1 and form.grid is not Grid.E2M1:
-        shift = np.uint8((1 << (_LEVELS.bits - 1)) - E2M1_MIDDLE)
-        grid, blocks = _LEVELS, blocks._replace(codes=E2M1_CODES[blocks.codes] + shift)
+        grid, blocks = LEVELS, as_levels(blocks)
     if grid.grid in (Grid.MINIMUM, Grid.E2M1):
         return blocks
     if grid.grid is Grid.ZERO_POINT:

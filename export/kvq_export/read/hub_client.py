@@ -195,7 +195,9 @@ def _resume(url: str, sink: Sink, num_bytes: int, meter: DownloadMeter) -> None:
     ranges = {"Range": f"bytes={start}-"} if start else {}
     credentials = _credentials()
     with _answered(lambda: _request(url, ranges, credentials)) as response:
-        if start and not _continues(response, start):
+        content_range = response.headers.get("Content-Range", "")
+        continues = response.status == 206 and content_range.startswith(f"bytes {start}-")
+        if start and not continues:
             meter.add(-start)
             sink.restart()
             start = 0
@@ -208,11 +210,6 @@ def _resume(url: str, sink: Sink, num_bytes: int, meter: DownloadMeter) -> None:
         for piece in _body(response, num_bytes - start, _host(url)):
             sink.write(piece)
             meter.add(len(piece))
-
-
-def _continues(response: HTTPResponse, start: int) -> bool:
-    content_range = response.headers.get("Content-Range", "")
-    return response.status == 206 and content_range.startswith(f"bytes {start}-")
 
 
 def _body(response: HTTPResponse, num_bytes: int, host: str) -> Generator[bytes]:

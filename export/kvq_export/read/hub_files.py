@@ -69,14 +69,6 @@ class HubFile:
     sha256: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Listing:
-    """Says what a repository has at a commit."""
-
-    commit: str
-    files: Sequence[HubFile]
-
-
 # Chooses files of a repository. Raises `ModelError` where it has not what was asked for.
 _Choice = Callable[[Sequence[HubFile]], Sequence[HubFile]]
 
@@ -160,16 +152,14 @@ def _fetch(hub_id: str, choose: _Choice, progress: Progress) -> dict[str, Path]:
         raise ModelError(unknown) from error
     repository = CachedRepository.of(hub_id)
     try:
-        listing = _list_files(hub_id)
+        commit, files = _list_files(hub_id)
     except HubRefusedError as error:
         raise _refused(hub_id, error, unknown) from error
     except HubUnreachedError as error:
         return _cached(hub_id, repository, choose, error)
-    files = [_checked(hub_id, file) for file in choose(listing.files)]
+    files = [_checked(hub_id, file) for file in choose(files)]
     try:
-        return _download_all(
-            hub_id, repository, _Listing(commit=listing.commit, files=files), progress
-        )
+        return _download_all(hub_id, repository, commit, files, progress)
     except HubRefusedError as error:
         raise _refused(
             hub_id, error, f"the hub lists files of {hub_id} that it does not give; try again later"
@@ -183,8 +173,8 @@ def _fetch(hub_id: str, choose: _Choice, progress: Progress) -> dict[str, Path]:
         ) from error
 
 
-def _list_files(hub_id: str) -> _Listing:
-    """Lists what the repository has, as the hub says now."""
+def _list_files(hub_id: str) -> tuple[str, list[HubFile]]:
+    """Returns the commit of the repository, and its files, as the hub says now."""
     from huggingface_hub import constants
 
     if is_offline():
@@ -196,7 +186,7 @@ def _list_files(hub_id: str) -> _Listing:
     commit = answer.get("sha")
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
         raise ModelError(f"the hub names a commit {str(commit)[:60]!r} of {hub_id}, which is none")
-    return _Listing(commit=commit, files=[_of_row(hub_id, row) for row in rows])
+    return commit, [_of_row(hub_id, row) for row in rows]
 
 
 def _of_row(hub_id: str, row: object) -> HubFile:
@@ -250,21 +240,25 @@ def _cached(
 
 
 def _download_all(
-    hub_id: str, repository: CachedRepository, listing: _Listing, progress: Progress
+    hub_id: str,
+    repository: CachedRepository,
+    commit: str,
+    files: Sequence[HubFile],
+    progress: Progress,
 ) -> dict[str, Path]:
-    """Downloads what is missing of a listing; returns the paths of its files by their names."""
-    paths = {file.name: repository.file(listing.commit, file.name) for file in listing.files}
-    missing = [file for file in listing.files if not _is_here(repository, listing.commit, file)]
-    total, label = sum(file.num_bytes for file in listing.files), f"downloading {hub_id}"
+    """Downloads what is missing of some files; returns their paths by their names."""
+    paths = {file.name: repository.file(commit, file.name) for file in files}
+    missing = [file for file in files if not _is_here(repository, commit, file)]
+    total, label = sum(file.num_bytes for file in files), f"downloading {hub_id}"
     needed = sum(file.num_bytes for file in missing)
     _require_room(hub_id, repository.cache, needed)
     meter = DownloadMeter(num_bytes=total - needed)
     with reporting(meter, lambda done: progress(min(done, total), total, label)):
         for file in missing:
-            _download(hub_id, repository, listing.commit, file, meter)
+            _download(hub_id, repository, commit, file, meter)
     progress(total, total, label)
     with suppress(OSError):  # a cache may be for reading only
-        repository.remember(listing.commit)
+        repository.remember(commit)
     return paths
 
 

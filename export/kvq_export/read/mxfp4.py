@@ -21,7 +21,7 @@ from kvq.reference.linear import (
     dequantize,
     in_weights,
 )
-from kvq_export.read.checkpoint import Checkpoint, Tensor, TensorEntry, read_bytes
+from kvq_export.read.checkpoint import Checkpoint, Tensor, TensorEntry
 
 BLOCK = 32
 _NOT_A_NUMBER = 255
@@ -74,16 +74,11 @@ class Mxfp4Matrix:
         return Blocks(self._codes(start, stop), scales)
 
     def _codes(self, start: int, stop: int) -> np.ndarray:
-        raw = _rows(self.blocks, start, stop, self.shape[1] // 2)
-        return np.stack([raw & 15, raw >> 4], axis=2).reshape(stop - start, -1)
+        raw = self.blocks.raw(start, stop)
+        return np.stack([raw & 15, raw >> 4], axis=1).reshape(stop - start, -1)
 
     def _exponents(self, start: int, stop: int) -> np.ndarray:
-        return _rows(self.scales, start, stop, self.scales.shape[1])
-
-
-def _rows(entry: TensorEntry, start: int, stop: int, row_bytes: int) -> np.ndarray:
-    first, count = entry.start + start * row_bytes, (stop - start) * row_bytes
-    return read_bytes(entry.file, first, count, str(entry)).reshape(stop - start, row_bytes)
+        return self.scales.raw(start, stop).reshape(stop - start, -1)
 
 
 def unpack_experts(checkpoint: Checkpoint) -> Checkpoint:

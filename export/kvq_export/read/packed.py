@@ -230,8 +230,14 @@ def _matrix(
     for scheme in quantization.schemes:
         shape = _shape(parts, packing, scheme.bits)
         group = shape[1] if scheme.group < 0 else scheme.group
-        if min(shape) > 0 and _fit(parts, packing, packing.shapes(shape, scheme.bits, group)):
-            break
+        if min(shape) > 0:
+            shapes = packing.shapes(shape, scheme.bits, group)
+            fits = (
+                row.dtype in packing.types[part] and row.shape == shapes[part]
+                for part, row in parts.items()
+            )
+            if all(fits):
+                break
     else:
         shapes = ", ".join(f"{part} {row.dtype} {list(row.shape)}" for part, row in parts.items())
         schemes = " or ".join(map(str, quantization.schemes))
@@ -271,15 +277,6 @@ def _shape(parts: Mapping[str, TensorEntry], packing: Packing, bits: int) -> tup
         return 0, 0
     codes_a_word = 1 if packing.packed == packing.rows else WORD_BITS // bits
     return scales[packing.rows], codes[1 - packing.rows] * codes_a_word
-
-
-def _fit(
-    parts: Mapping[str, TensorEntry], packing: Packing, shapes: Mapping[str, tuple[int, ...]]
-) -> bool:
-    types = packing.types
-    return all(
-        row.dtype in types[part] and row.shape == shapes[part] for part, row in parts.items()
-    )
 
 
 def _in_order(matrix: PackedMatrix) -> bool:

@@ -62,15 +62,14 @@ class TensorView:
             return np.ascontiguousarray(
                 _whole(self.tensor)[:, rows.start : rows.stop : rows.step].T
             )
-        return self.tensor.read(rows.start, rows[-1] + 1)[:: rows.step] if rows else self._none()
+        if not rows:
+            return np.zeros((0, *self.shape[1:]), np.float32)
+        return self.tensor.read(rows.start, rows[-1] + 1)[:: rows.step]
 
     def read_blocks(self, start: int, stop: int) -> Blocks:
         rows = self.rows[start:stop]
         blocks = self.tensor.read_blocks(rows.start, rows[-1] + 1)
         return blocks.picked(slice(None, None, rows.step))
-
-    def _none(self) -> np.ndarray:
-        return np.zeros((0, *self.shape[1:]), np.float32)
 
 
 @lru_cache(maxsize=1)

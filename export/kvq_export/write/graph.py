@@ -60,7 +60,6 @@ OPSETS = {"": 21, "com.microsoft": 1, "kvq": 1}
 IR_VERSION = 10
 
 _DTYPES = {"uint8": ir.DataType.UINT8, "float32": ir.DataType.FLOAT}
-_FLOAT = ir.DataType.FLOAT
 
 
 def build_graph(config: ModelConfig, layout: Layout) -> ir.Model:
@@ -71,10 +70,8 @@ def build_graph(config: ModelConfig, layout: Layout) -> ir.Model:
     builder = _Builder(config=config, layout=layout)
     hidden = builder.layers(builder.embedding())
     states = [builder.states(hidden)] if config.has_states else []
-    logits = builder.logits(hidden)
+    logits = _declared(builder.logits(hidden), ["R", config.vocab_size])
     logits.name = "logits"
-    logits.dtype = ir.DataType.FLOAT
-    logits.shape = ir.Shape(["R", config.vocab_size])
     graph = ir.Graph(
         builder.inputs,
         [logits, *states],
@@ -150,9 +147,7 @@ class _Builder:
         """Adds the output `states`: the stream of the last rows after the final norm."""
         states = self._norm("/model/states", hidden, "final_norm")
         states.name = "states"
-        states.dtype = ir.DataType.FLOAT
-        states.shape = ir.Shape(["N", self.config.hidden_size])
-        return states
+        return _declared(states, ["N", self.config.hidden_size])
 
     def layers(self, hidden: ir.Value) -> ir.Value:
         """Adds all layers: [T, hidden] -> [R, hidden], or [N, hidden] where states are an output.
@@ -184,15 +179,8 @@ class _Builder:
     def _gathered(self, path: str, name: str, mix: ir.Value) -> ir.Value:
         """Gathers rows of a table by the ids, as `mix` weighs them."""
         matrix = self.layout.matrices[name]
-        out = self._node(
-            f"{path}/Embed",
-            [self.ids, mix, self._tensor(f"{name}.panels")],
-            domain="kvq",
-            **asdict(matrix),
-        )
-        out.dtype = ir.DataType.FLOAT
-        out.shape = ir.Shape(["T", matrix.columns])
-        return out
+        inputs = [self.ids, mix, self._tensor(f"{name}.panels")]
+        return self._kvq(f"{path}/Embed", inputs, ["T", matrix.columns], **asdict(matrix))
 
     def _per_layer_inputs(self, embedded: ir.Value) -> Sequence[ir.Value]:
         """Returns every layer's own embedding of the tokens, [T, P] each, where there are any."""
@@ -204,7 +192,7 @@ class _Builder:
         width = per_layer.width
         each, all_layers = self._integers(-1, width), self._integers(-1, layers * width)
         projected = self._node(f"{path}/each/Reshape", [projected, each])
-        projected = self._rms(path, projected, "per_layer_norm")
+        projected = self._rms(path, projected, self._tensor("per_layer_norm"))
         projected = self._node(f"{path}/all/Reshape", [projected, all_layers])
         mix = self._node(f"{path}/mix/Mul", [self.mix, self._scalar((per_layer.width / 2) ** 0.5)])
         both = self._node(f"{path}/Add", [projected, self._gathered(path, "per_layer_embed", mix)])
@@ -301,34 +289,24 @@ class _Builder:
             if mixer.sinks:
                 inputs += [None] * (2 - len(norms)) + [self._tensor(f"{weights}.sink_logits")]
         kind = "SharedAttention" if shared else "Attention"
-        out = self._node(f"{path}/{kind}", inputs, domain="kvq", **attributes)
-        # No shape inference knows this op, so its output is declared.
-        out.dtype = ir.DataType.FLOAT
-        out.shape = ir.Shape(["T", mixer.width])
-        return out
+        return self._kvq(f"{path}/{kind}", inputs, ["T", mixer.width], **attributes)
 
     def _short_conv(self, layer: int, bcx: ir.Value) -> ir.Value:
         """Convolves rows [B | C | x]; the caches of the first class hold the state."""
         inputs = [bcx, self._tensor(f"layers.{layer}.conv"), self.caches[0], self.sequence_rows]
-        path, place = f"/model/layers.{layer}/conv", self.config.mixer_place(layer)
-        out = self._node(f"{path}/ShortConv", inputs, domain="kvq", layer=place)
-        out.dtype = ir.DataType.FLOAT
-        out.shape = ir.Shape(["T", self.config.hidden_size])
-        return out
+        name, place = f"/model/layers.{layer}/conv/ShortConv", self.config.mixer_place(layer)
+        return self._kvq(name, inputs, ["T", self.config.hidden_size], layer=place)
 
     def _delta_net(self, layer: int, mixer: DeltaNet, rows: ir.Value, gates: ir.Value) -> ir.Value:
         """Runs a delta net over rows [q | k | v | z]; caches of the first class hold the state."""
         names = ("conv", "decay", "dt_bias", "head_scale")
         weights = [self._tensor(f"layers.{layer}.{name}") for name in names]
-        out = self._node(
+        return self._kvq(
             f"/model/layers.{layer}/delta/DeltaNet",
             [rows, gates, *weights, self.caches[0], self.sequence_rows],
-            domain="kvq",
+            ["T", mixer.shape(1).value_width],
             **delta_attributes(self.config, layer, mixer),
         )
-        out.dtype = ir.DataType.FLOAT
-        out.shape = ir.Shape(["T", mixer.shape(1).value_width])
-        return out
 
     def _feed(self, layer: int, x: ir.Value, hidden: ir.Value) -> ir.Value:
         """Adds to hidden what the MLP of a layer makes of x, or its experts."""
@@ -377,14 +355,10 @@ class _Builder:
         feed = self.config.layers[layer].feed
         if isinstance(feed, Experts) and feed.choice_bias:
             inputs.append(self._tensor(f"layers.{layer}.choice_bias"))
-        while inputs[-1] is None:
-            inputs.pop()
         attributes = experts_attributes(
             self.config, products, lambda name: self._format(name).format
         )
-        out = self._node(node_name, inputs, domain="kvq", **attributes)
-        out.dtype = ir.DataType.FLOAT
-        out.shape = ir.Shape([None, self.config.hidden_size])
+        out = self._kvq(node_name, inputs, [None, self.config.hidden_size], **attributes)
         if after is None:
             return out
         branch = self._norm(_norm_path(after), out, after)
@@ -394,8 +368,8 @@ class _Builder:
         """Normalises queries and keys, each over all heads of a token."""
         sizes = self._integers(mixer.width, mixer.kv_width, mixer.kv_width)
         query, key, value = self._nodes(f"{path}/norms/Split", [qkv, sizes], 3, axis=-1)
-        query = self._rms(f"{path}/q_norm", query, f"{weights}.q_norm")
-        key = self._rms(f"{path}/k_norm", key, f"{weights}.k_norm")
+        query = self._rms(f"{path}/q_norm", query, self._tensor(f"{weights}.q_norm"))
+        key = self._rms(f"{path}/k_norm", key, self._tensor(f"{weights}.k_norm"))
         return self._node(f"{path}/norms/Concat", [query, key, value], axis=-1)
 
     def _normed_values(self, path: str, mixer: Attention, qkv: ir.Value) -> ir.Value:
@@ -405,13 +379,7 @@ class _Builder:
         rest, value = self._nodes(f"{prefix}/Split", [qkv, sizes], 2, axis=-1)
         value = self._node(f"{prefix}/heads/Reshape", [value, self._integers(-1, mixer.head_dim)])
         ones = self._constant(f"ones.{mixer.head_dim}", np.ones(mixer.head_dim, np.float32))
-        value = self._node(
-            f"{prefix}/SimplifiedLayerNormalization",
-            [value, ones],
-            axis=-1,
-            epsilon=float(self.config.norm_eps),
-            stash_type=1,
-        )
+        value = self._rms(prefix, value, ones)
         value = self._node(f"{prefix}/token/Reshape", [value, self._integers(-1, mixer.kv_width)])
         return self._node(f"{prefix}/Concat", [rest, value], axis=-1)
 
@@ -465,19 +433,14 @@ class _Builder:
             self.head_rows if is_head else None,
             *(() if product.layer is None or not product.kept else self.maps[product.layer]),
         ]
-        while inputs[-1] is None:
-            inputs.pop()
         matrix = self._format(self._matrix(product))
-        out = self._node(
+        return self._kvq(
             f"{node_path(product)}/Linear",
             inputs,
-            domain="kvq",
+            ["R" if is_head else None, matrix.rows],
             **asdict(matrix),
             **linear_attributes(self.config, product),
         )
-        out.dtype = ir.DataType.FLOAT
-        out.shape = ir.Shape(["R" if is_head else None, matrix.rows])
-        return out
 
     def _activation(self, path: str, activation: Activation, x: ir.Value) -> ir.Value:
         if activation == "silu":
@@ -487,7 +450,7 @@ class _Builder:
     def _norm(self, path: str, x: ir.Value, weight: str) -> ir.Value:
         """Adds a norm of the model's kind."""
         if self.config.norm == "rms":
-            return self._rms(path, x, weight)
+            return self._rms(path, x, self._tensor(weight))
         return self._node(
             f"{path}/LayerNormalization",
             [x, self._tensor(weight), self._tensor(f"{weight}_bias")],
@@ -495,10 +458,10 @@ class _Builder:
             epsilon=float(self.config.norm_eps),
         )
 
-    def _rms(self, path: str, x: ir.Value, weight: str) -> ir.Value:
+    def _rms(self, path: str, x: ir.Value, weight: ir.Value) -> ir.Value:
         return self._node(
             f"{path}/SimplifiedLayerNormalization",
-            [x, self._tensor(weight)],
+            [x, weight],
             axis=-1,
             epsilon=float(self.config.norm_eps),
             stash_type=1,
@@ -522,10 +485,11 @@ class _Builder:
     def _input(
         self, name: str, dtype: ir.DataType, shape: Sequence[int | str], *, optional: bool = False
     ) -> ir.Value:
-        """Adds a graph input; where an optional one is left out, it is zeros."""
+        """Adds a graph input; where an optional one is left out, it is zeros, or empty."""
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
         if optional:
-            value.const_value = ir.Tensor(np.zeros([int(n) for n in shape], np.int64), name=name)
+            sizes = [size if isinstance(size, int) else 0 for size in shape]
+            value.const_value = ir.Tensor(np.zeros(sizes, dtype.numpy()), name=name)
             self.initializers[name] = value
         self.inputs.append(value)
         return value
@@ -534,17 +498,16 @@ class _Builder:
         """Adds the inputs that other weights of a layer's keys and values come by."""
         if layer == 0:
             return ()
-        kinds = (("map", ir.DataType.UINT8, np.uint8, 2), ("map_bias", _FLOAT, np.float32, 1))
-        inputs: list[ir.Value] = []
-        for kind, dtype, numpy_type, rank in kinds:
-            name = f"layers.{layer}.{kind}"
-            shape = ir.Shape([f"{kind}.{axis}" for axis in range(rank)])
-            value = ir.Value(name=name, shape=shape, type=ir.TensorType(dtype))
-            value.const_value = ir.Tensor(np.zeros([0] * rank, numpy_type), name=name)
-            self.initializers[name] = value
-            self.inputs.append(value)
-            inputs.append(value)
-        return tuple(inputs)
+        kinds = (("map", ir.DataType.UINT8, 2), ("map_bias", ir.DataType.FLOAT, 1))
+        return tuple(
+            self._input(
+                f"layers.{layer}.{kind}",
+                dtype,
+                [f"{kind}.{axis}" for axis in range(rank)],
+                optional=True,
+            )
+            for kind, dtype, rank in kinds
+        )
 
     def _layout_name(self, name: str) -> str:
         """Returns what the layout calls a weight of this graph."""
@@ -584,6 +547,19 @@ class _Builder:
             self.initializers[name] = _initializer(name, ir.Tensor(value, name=name))
         return self.initializers[name]
 
+    def _kvq(
+        self,
+        name: str,
+        inputs: Sequence[ir.Value | None],
+        shape: Sequence[int | str | None],
+        **attributes: Any,
+    ) -> ir.Value:
+        """Adds a node of ours; no shape inference knows it, so its output is declared."""
+        inputs = list(inputs)
+        while inputs[-1] is None:
+            inputs.pop()
+        return _declared(self._node(name, inputs, domain="kvq", **attributes), shape)
+
     def _node(self, name: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
         return self._nodes(name, inputs, 1, **attributes)[0]
 
@@ -615,6 +591,12 @@ class _Builder:
 def _norm_path(weight: str) -> str:
     """Returns what the nodes of the norm with this weight are called."""
     return f"/model/{'/'.join(weight.rsplit('.', 1))}"
+
+
+def _declared(value: ir.Value, shape: Sequence[int | str | None]) -> ir.Value:
+    value.dtype = ir.DataType.FLOAT
+    value.shape = ir.Shape(shape)
+    return value
 
 
 def _initializer(name: str, tensor: ir.Tensor[Any] | ir.ExternalTensor) -> ir.Value:

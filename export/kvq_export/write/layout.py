@@ -6,8 +6,10 @@ before the first weight is read. Knows no weight values and no graph.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from kvq.errors import UnsupportedModelError
 from kvq.reference.linear import PANEL_ROWS, PanelFormat
@@ -52,18 +54,6 @@ class Layout:
     num_bytes: int
 
 
-@dataclass(kw_only=True, slots=True)
-class _Cursor:
-    tensors: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
-    end: int = 0
-
-    def place(self, name: str, dtype: Dtype, shape: tuple[int, ...]) -> None:
-        offset = -(-self.end // ALIGNMENT) * ALIGNMENT
-        tensor = StoredTensor(name=name, dtype=dtype, shape=shape, offset=offset)
-        self.tensors[name] = tensor
-        self.end = offset + tensor.num_bytes
-
-
 def plan_layout(
     config: ModelConfig, sources: Mapping[str, WeightSource], weights: WeightFormat
 ) -> Layout:
@@ -72,23 +62,31 @@ def plan_layout(
     Raises `UnsupportedModelError` for experts that a graph of this kind does not compute.
     """
     _check_experts(config)
-    cursor = _Cursor()
+    tensors: dict[str, StoredTensor] = {}
     matrices: dict[str, PanelFormat] = {}
+    end = 0
+
+    def place(name: str, dtype: Dtype, shape: tuple[int, ...]) -> None:
+        nonlocal end
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        tensors[name] = StoredTensor(name=name, dtype=dtype, shape=shape, offset=offset)
+        end = offset + tensors[name].num_bytes
+
     for name, source in sources.items():
         if not source.quantised:
-            cursor.place(name, "float32", source.shape)
+            place(name, "float32", source.shape)
             continue
         matrix = PanelFormat.of(weights.format_of(name), source.shape)
         matrices[name] = matrix
-        cursor.place(f"{name}.panels", "uint8", (matrix.panels, matrix.panel_bytes))
+        place(f"{name}.panels", "uint8", (matrix.panels, matrix.panel_bytes))
     for index, rope in enumerate(config.ropes):
-        cursor.place(f"rope.{index}.inv_freq", "float32", _rope_shape(rope))
+        place(f"rope.{index}.inv_freq", "float32", rope_table(rope).shape)
     return Layout(
         format=weights,
-        tensors=cursor.tensors,
+        tensors=tensors,
         matrices=matrices,
         names=tuple(sources),
-        num_bytes=cursor.end,
+        num_bytes=end,
     )
 
 
@@ -103,7 +101,7 @@ def _check_experts(config: ModelConfig) -> None:
             )
 
 
-def _rope_shape(rope: RopeConfig) -> tuple[int, ...]:
-    """Returns the shape of a table; two sets of frequencies are two rows, short then long."""
-    half = len(rope.inv_freq)
-    return (half,) if rope.long_inv_freq is None else (2, half)
+def rope_table(rope: RopeConfig) -> np.ndarray:
+    """Returns a rotary table; two sets of frequencies are two rows, short then long."""
+    both = [rope.inv_freq, rope.long_inv_freq]
+    return np.array(rope.inv_freq if rope.long_inv_freq is None else both, np.float32)

@@ -22,9 +22,9 @@ from kvq.reference.linear import BLOCKS, PANEL_ROWS, Blocks, Grid, PanelFormat, 
 from kvq_export.phases import Progress
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_export.write.graph import build_graph
-from kvq_export.write.layout import Layout
+from kvq_export.write.layout import Layout, rope_table
 from kvq_export.write.weights import half_scales, quantize_chunks, stored_exponents, whole_panels
-from kvq_models.config import ModelConfig, RopeConfig
+from kvq_models.config import ModelConfig
 from kvq_models.family import WeightSource
 from kvq_models.products import is_drafts
 from kvq_runtime.bundle.file_hashes import file_sha256
@@ -182,7 +182,7 @@ def write_model(
             else:
                 data.tensor(name, reader.vector(name))
         for index, rope in enumerate(config.ropes):
-            data.tensor(f"rope.{index}.inv_freq", _frequencies(rope))
+            data.tensor(f"rope.{index}.inv_freq", rope_table(rope))
     files = {DATA_FILE: FileInfo(num_bytes=data.position, sha256=data.digest.hexdigest())}
     for name, graph_config in ((MODEL_FILE, config), (DRAFT_FILE, config.drafting)):
         if graph_config is not None:
@@ -259,9 +259,3 @@ def stored_blocks(blocks: Blocks, grid: Grid = Grid.SYMMETRIC) -> Blocks:
     if offsets is not None and offsets.dtype != np.uint8:
         offsets = half_scales(offsets)
     return blocks._replace(scales=half_scales(blocks.scales), offsets=offsets)
-
-
-def _frequencies(rope: RopeConfig) -> np.ndarray:
-    if rope.long_inv_freq is None:
-        return np.array(rope.inv_freq, np.float32)
-    return np.array([rope.inv_freq, rope.long_inv_freq], np.float32)

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from kvq.class_cache import CacheUsage, check_chunk, check_context
 from kvq.errors import BackendError, CacheError, SnapshotError, argument
 from kvq_runtime.backends import SequencePass
-from kvq_runtime.backends.llama_layout import CACHE_TYPES, CacheLayout, padded
+from kvq_runtime.backends.llama_layout import TYPE_NUMBERS, CacheLayout, padded
 from kvq_runtime.backends.llama_library import LlamaModel
 from kvq_runtime.config import SessionConfig
 
-FLASH_ATTENTION_ON = 1
 # A saved state is the number of tokens, then llama.cpp's own state.
 STATE_PREFIX = struct.Struct("<Q")
 _SEQUENCE = 0
@@ -25,6 +24,7 @@ class LlamaCppCache:
     """Implements `SequenceCache` over a context of llama.cpp, which allocates all of it at once."""
 
     keeps_places = False
+    _context: Any = None
 
     def __init__(
         self, model: LlamaModel, layout: CacheLayout, config: SessionConfig, *, threads: int
@@ -39,7 +39,7 @@ class LlamaCppCache:
         # Nothing is quantised later than it is written, so a branch may have any number of rows.
         self.draft_room = self.tree_room = config.draft_tokens
         self.bytes_per_token: float = layout.bytes_per_token(config.plan)
-        self.peak_bytes = layout.num_bytes(config.plan, config.context_tokens)
+        self.peak_bytes = layout.num_bytes(config.plan, padded(config.context_tokens))
         self._layout = layout
         self.tokens = 0
         self._rows = 0
@@ -50,9 +50,9 @@ class LlamaCppCache:
         parameters.n_ctx = padded(self.context_tokens)
         parameters.n_batch = parameters.n_ubatch = self.chunk_tokens
         parameters.n_threads = parameters.n_threads_batch = threads
-        parameters.type_k = CACHE_TYPES[self._plan.k_bits].number
-        parameters.type_v = CACHE_TYPES[self._plan.v_bits].number
-        parameters.flash_attn_type = FLASH_ATTENTION_ON
+        parameters.type_k = TYPE_NUMBERS[self._plan.k_bits]
+        parameters.type_v = TYPE_NUMBERS[self._plan.v_bits]
+        parameters.flash_attn_type = self._functions.LLAMA_FLASH_ATTN_TYPE_ENABLED
         # A layer with a window keeps little more than the window; `trim` takes that into account.
         parameters.swa_full = False
         parameters.offload_kqv = parameters.op_offload = self._model.on_gpu
@@ -68,7 +68,7 @@ class LlamaCppCache:
     @property
     def used_bytes(self) -> int:
         """Returns the bytes that a step reads now."""
-        return self._layout.held_bytes(self._plan, self.tokens)
+        return self._layout.num_bytes(self._plan, self.tokens)
 
     def usage(self) -> CacheUsage:
         """Returns one width for every token; nothing is lost that a later token could see."""
@@ -85,9 +85,7 @@ class LlamaCppCache:
         silent: Sequence[int] = (),
     ) -> None:
         """Makes sure that `tokens` new rows, a chain, have room. Raises `BudgetError`."""
-        assert view == "full"
-        assert at is None
-        assert not silent
+        assert (view, at, *silent) == ("full", None)
         first = self._rows
         if parents is not None and list(parents) != list(range(first - 1, first + tokens - 1)):
             raise BackendError(
@@ -190,8 +188,7 @@ class LlamaCppCache:
             self._context = None
 
     def __del__(self) -> None:
-        if getattr(self, "_context", None) is not None:
-            self.close()
+        self.close()
 
     def _restored(self, state: bytes) -> bool:
         """Becomes what `state` says; returns False, and is empty, where this fails."""
@@ -201,9 +198,9 @@ class LlamaCppCache:
         tokens, data = STATE_PREFIX.unpack_from(state)[0], state[STATE_PREFIX.size :]
         if tokens == 0 or tokens > self.context_tokens:
             return tokens == 0
-        functions, context = self._functions, self._live()
+        functions = self._functions
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        read = functions.llama_state_seq_set_data(context, buffer, len(data), _SEQUENCE)
+        read = functions.llama_state_seq_set_data(self._live(), buffer, len(data), _SEQUENCE)
         last = functions.llama_memory_seq_pos_max(self._memory(), _SEQUENCE)
         self.tokens = tokens
         if read == len(data) and last == tokens - 1 and self._reaches_back():

@@ -75,12 +75,13 @@ class LlamaCppBackend:
             kv=_possible_plan(file),
             sampling=Sampling(**file.sampling),
         )
-        widths = (file.kv.k_bits, file.kv.v_bits, self.model.kv.k_bits, self.model.kv.v_bits)
-        if widths[:2] != widths[2:]:
+        widths, possible = (f"{kv.k_bits}:{kv.v_bits}" for kv in (file.kv, self.model.kv))
+        if widths != possible:
             logger.warning(
-                "the KV plan of %s is %d:%d; llama.cpp has no 2-bit types, so its default is %d:%d",
+                "the KV plan of %s is %s; llama.cpp has no 2-bit types, so its default is %s",
                 file.name,
-                *widths,
+                widths,
+                possible,
             )
         self.weight_bytes_per_step = file.weight_bytes_per_step
         self.cache_kind = f"llama.cpp {model.library.version}"
@@ -91,12 +92,10 @@ class LlamaCppBackend:
 
     @staticmethod
     def missing() -> str | None:
-        """Returns why this backend cannot run here, or None."""
         return llama_library.missing()
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
-        """Returns whether there is a GGUF file."""
         return files.has_gguf
 
     def tokenizer(self) -> Tokenizer | None:
@@ -105,7 +104,6 @@ class LlamaCppBackend:
 
     @staticmethod
     def estimate(files: ModelFiles, request: SessionRequest, *, threads: int) -> Estimate:
-        """Implements `backends.estimate`."""
         file = files.gguf()
         layout = CacheLayout.of(file)
         config = _config(file, layout, request.whole(file.context_length))
@@ -120,17 +118,14 @@ class LlamaCppBackend:
         )
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
-        """Implements `Backend.session_config`."""
         return _config(self._file, self.layout, request)
 
     def open_cache(self, config: SessionConfig) -> LlamaCppCache:
-        """Implements `Backend.open_cache`."""
         cache = LlamaCppCache(self._model, self.layout, config, threads=self._threads)
         self._caches.add(cache)
         return cache
 
     def check_mode(self, mode: Mode) -> None:
-        """Implements `Backend.check_mode`: llama.cpp knows whole passes only."""
         if mode != WHOLE:
             raise BackendError(
                 "passes over fewer bits or fewer layers are not possible on the llama.cpp "
@@ -150,7 +145,6 @@ class LlamaCppBackend:
         """Returns None: nothing limits the experts in memory."""
 
     def close(self) -> None:
-        """Implements `Backend.close`."""
         for cache in list(self._caches):
             cache.close()
         self._model.close()

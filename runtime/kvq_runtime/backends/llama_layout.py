@@ -12,27 +12,14 @@ from kvq.errors import BudgetError, argument
 from kvq.formats import format_bytes, sized
 from kvq.sizing import DEFAULT_TOKENS, SHORTEST_CONTEXT_TOKENS
 from kvq_runtime.bundle.gguf_file import GgufFile
+from kvq_runtime.bundle.gguf_format import TENSOR_TYPES
 from kvq_runtime.config import SessionRequest
 
 # llama.cpp makes room for a multiple of this many tokens.
 CELLS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class CacheType:
-    """Describes a type of llama.cpp for keys or values: `block` of them take `block_bytes`."""
-
-    name: str
-    number: int
-    block: int
-    block_bytes: int
-
-
-CACHE_TYPES: Mapping[int, CacheType] = {
-    16: CacheType("f16", 1, 1, 2),
-    8: CacheType("q8_0", 8, 32, 34),
-    4: CacheType("q4_0", 2, 32, 18),
-}
+# llama.cpp's number of the type of keys or values, by their bits.
+TYPE_NUMBERS: Mapping[int, int] = {16: 1, 8: 8, 4: 2}
+CACHE_TYPES = {bits: TENSOR_TYPES[number] for bits, number in TYPE_NUMBERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +39,11 @@ class CacheLayout:
     def bytes_per_token(self, plan: KvPlan) -> int:
         """Returns the bytes of one token, all layers."""
         sides = ((plan.k_bits, self.k_width), (plan.v_bits, self.v_width))
-        kinds = [(CACHE_TYPES[bits], width) for bits, width in sides]
-        return sum(width // kind.block * kind.block_bytes for kind, width in kinds)
+        return sum(CACHE_TYPES[bits].num_bytes((width,)) for bits, width in sides)
 
-    def held_bytes(self, plan: KvPlan, tokens: int) -> int:
+    def num_bytes(self, plan: KvPlan, tokens: int) -> int:
         """Returns the bytes of `tokens` tokens and of the states."""
         return self.state_bytes + tokens * self.bytes_per_token(plan)
-
-    def num_bytes(self, plan: KvPlan, context_tokens: int) -> int:
-        """Returns the bytes of a context, which llama.cpp allocates at once."""
-        return self.held_bytes(plan, padded(context_tokens))
 
     def session(self, request: SessionRequest, plan: KvPlan, most: int) -> tuple[int, int]:
         """Returns (context tokens, budget bytes) of what was asked of a model made for `most`.
@@ -78,14 +60,14 @@ class CacheLayout:
             tokens = max(budget.tokens, SHORTEST_CONTEXT_TOKENS)
             if context_tokens is None:
                 context_tokens = tokens = min(tokens, most)
-            budget_bytes = self.num_bytes(plan, tokens)
+            budget_bytes = self.num_bytes(plan, padded(tokens))
         elif context_tokens is None:
             context_tokens = DEFAULT_TOKENS
             if budget_bytes is not None:
                 cells = (budget_bytes - self.state_bytes) // (CELLS * token_bytes)
                 context_tokens = CELLS * max(cells, 1)
             context_tokens = min(context_tokens, most)
-        needed = self.num_bytes(plan, context_tokens)
+        needed = self.num_bytes(plan, padded(context_tokens))
         if budget_bytes is not None and needed > budget_bytes:
             raise BudgetError(
                 f"a context of {context_tokens} tokens takes {sized(needed)} on the llama.cpp "

@@ -9,18 +9,20 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-import numpy as np
-
 from kvq.errors import DataError
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.slices import encoded_up_to
 from kvq_models.tokenizer import Tokenizer, looks_like_control
 from kvq_runtime.backends.llama_library import LlamaModel
-from kvq_runtime.bundle.gguf_file import GgufFile
+from kvq_runtime.bundle.gguf_file import (
+    CONTROL,
+    FIM_KEYS,
+    TOKENIZER,
+    UNKNOWN,
+    USER_DEFINED,
+    GgufFile,
+)
 
-_KEYS = "tokenizer.ggml."
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-_NO_VOCABULARY = 0
 _PIECE_BYTES = 64
 # llama.cpp cuts a text into words by `std::regex`, which recurses for every character of a word. A
 # word of 30,000 characters overflows a stack of 8 MiB and ends the program.
@@ -30,7 +32,7 @@ _LONG_RUN = re.compile(r"\S{4096}|\s{4096}")
 def tokenizer_of(model: LlamaModel, file: GgufFile) -> Tokenizer | None:
     """Returns the tokenizer of a file, None for a file without a vocabulary."""
     functions = model.library.functions
-    if functions.llama_vocab_type(model.vocabulary) == _NO_VOCABULARY:
+    if functions.llama_vocab_type(model.vocabulary) == functions.LLAMA_VOCAB_TYPE_NONE:
         return None
     vocabulary = LlamaVocabulary(model, file)
     return Tokenizer(vocabulary, _control_tokens(model, file, vocabulary), file.chat_template)
@@ -45,24 +47,27 @@ class LlamaVocabulary:
         self.size: int = self._functions.llama_vocab_n_tokens(model.vocabulary)
         self._pieces = [
             piece.decode("utf-8", errors="replace")
-            for piece in file.strings(f"{_KEYS}tokens")[: self.size]
+            for piece in file.strings(f"{TOKENIZER}tokens")[: self.size]
         ]
-        self.special: Mapping[int, str] = self._special(file.numbers(f"{_KEYS}token_type"))
-        self._splits_words = file.contents.metadata.get(f"{_KEYS}model") == "gpt2"
-        marks_words = file.contents.metadata.get(f"{_KEYS}model") == "llama"
-        adds_space = file.contents.metadata.get(f"{_KEYS}add_space_prefix", marks_words)
+        types = file.numbers(f"{TOKENIZER}token_type").tolist()
+        self.special: Mapping[int, str] = {
+            token: piece
+            for token, (piece, kind) in enumerate(zip(self._pieces, types, strict=False))
+            if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and looks_like_control(piece))
+        }
+        kind = file.contents.metadata.get(f"{TOKENIZER}model")
+        self._splits_words, marks_words = kind == "gpt2", kind == "llama"
+        adds_space = file.contents.metadata.get(f"{TOKENIZER}add_space_prefix", marks_words)
         self.strips_space = marks_words and bool(adds_space)
 
     def encode(self, text: str, *, special: bool, most: int | None = None) -> list[int]:
         """Implements `Vocabulary.encode`; llama.cpp lets other threads run."""
-        return encoded_up_to(most, text, lambda part: self._encode(part, special=special))
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        return [
-            token
-            for part in self._parts(text)
-            for token in self.encode_bytes(part.encode("utf-8"), special=special)
-        ]
+        def cut(beginning: str) -> list[int]:
+            parts = (part.encode("utf-8") for part in self._parts(beginning))
+            return [token for part in parts for token in self.encode_bytes(part, special=special)]
+
+        return encoded_up_to(most, text, cut)
 
     def encode_bytes(self, text: bytes, *, special: bool) -> list[int]:
         """Returns the ids of any bytes; what is not UTF-8 is cut as llama.cpp sees fit."""
@@ -77,29 +82,24 @@ class LlamaVocabulary:
         return tokens[:count]
 
     def piece_bytes(self, token: int) -> bytes:
-        """Implements `Vocabulary.piece_bytes`."""
         if not 0 <= token < self.size:
             return b""
-        room = _PIECE_BYTES
-        while True:
-            piece = ctypes.create_string_buffer(room)
+        count = -_PIECE_BYTES
+        piece = ctypes.create_string_buffer(0)
+        while count < 0:
+            piece = ctypes.create_string_buffer(-count)
             count = self._functions.llama_token_to_piece(
-                self._model.vocabulary, token, piece, room, 0, True
+                self._model.vocabulary, token, piece, len(piece), 0, True
             )
-            if count >= 0:
-                return piece.raw[:count]
-            room = -count
+        return piece.raw[:count]
 
     def every_piece(self) -> dict[int, bytes]:
-        """Implements `Vocabulary.every_piece`."""
         return {token: self.piece_bytes(token) for token in range(self.size)}
 
     def piece(self, token: int) -> str | None:
-        """Implements `Vocabulary.piece`."""
         return self._pieces[token] if 0 <= token < len(self._pieces) else None
 
     def token_id(self, content: str) -> int | None:
-        """Implements `Vocabulary.token_id`."""
         return self._ids.get(content)
 
     @cached_property
@@ -115,47 +115,30 @@ class LlamaVocabulary:
             start = run.end()
         yield text[start:]
 
-    def _special(self, types: np.ndarray) -> dict[int, str]:
-        types = types[: len(self._pieces)]
-        marked = np.flatnonzero((types == _CONTROL) | (types == _UNKNOWN)).tolist()
-        named = [
-            token
-            for token in np.flatnonzero(types == _USER_DEFINED).tolist()
-            if looks_like_control(self._pieces[token])
-        ]
-        return {token: self._pieces[token] for token in sorted(marked + named)}
-
 
 def _control_tokens(
     model: LlamaModel, file: GgufFile, vocabulary: LlamaVocabulary
 ) -> ControlTokens:
     functions, handle = model.library.functions, model.vocabulary
 
-    def named(key: str, token: int) -> int | None:
-        """Returns `token` if the file names it; else it may be a wrong guess of llama.cpp."""
-        is_named = file.contents.metadata.get(f"{_KEYS}{key}_token_id") == token
+    def named(key: str) -> int | None:
+        """Returns llama.cpp's token if the file names it; else it may be a wrong guess."""
+        token: int = getattr(functions, f"llama_vocab_{key}")(handle)
+        is_named = file.contents.metadata.get(f"{TOKENIZER}{key}_token_id") == token
         return token if token >= 0 and (is_named or token in vocabulary.special) else None
 
-    bos = named("bos", functions.llama_vocab_bos(handle))
+    bos = named("bos")
     ends = [
-        named("eos", functions.llama_vocab_eos(handle)),
-        named("eot", functions.llama_vocab_eot(handle)),
+        named("eos"),
+        named("eot"),
         *(token for token in vocabulary.special if functions.llama_vocab_is_eog(handle, token)),
     ]
-    starts = bos is not None and functions.llama_vocab_get_add_bos(handle)
-    fim = {
-        "prefix": named("fim_pre", functions.llama_vocab_fim_pre(handle)),
-        "suffix": named("fim_suf", functions.llama_vocab_fim_suf(handle)),
-        "middle": named("fim_mid", functions.llama_vocab_fim_mid(handle)),
-        "pad": named("fim_pad", functions.llama_vocab_fim_pad(handle)),
-        "repo": named("fim_rep", functions.llama_vocab_fim_rep(handle)),
-        "file": named("fim_sep", functions.llama_vocab_fim_sep(handle)),
-    }
+    fim = {role: named(key) for role, key in FIM_KEYS.items()}
     suffix_first = file.contents.metadata.get("kvq.fim.suffix_first") is True
     complete = None not in (fim["prefix"], fim["suffix"], fim["middle"])
     return ControlTokens(
         bos=bos,
         eos=tuple(dict.fromkeys(token for token in ends if token is not None)),
-        start=(bos,) if starts and bos is not None else (),
+        start=(bos,) if bos is not None and functions.llama_vocab_get_add_bos(handle) else (),
         fim=FimTokens(**fim, suffix_first=suffix_first) if complete else None,  # type: ignore[arg-type]
     )

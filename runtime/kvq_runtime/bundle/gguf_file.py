@@ -21,6 +21,15 @@ from kvq_runtime.bundle.gguf_format import GgufContents, TensorInfo, read_gguf
 # keeps no tokens in floating point.
 DEFAULT_PLAN = KvPlan(k_bits=8, v_bits=8, sink_tokens=0)
 
+TOKENIZER = "tokenizer.ggml."
+# What a token is.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# What `TOKENIZER` and `_token_id` are around in the keys of the fields of `FimTokens`.
+FIM_KEYS: Mapping[str, str] = {
+    "prefix": "fim_pre", "suffix": "fim_suf", "middle": "fim_mid", "pad": "fim_pad",
+    "repo": "fim_rep", "file": "fim_sep",
+}  # fmt: skip
+
 # A fingerprint reads this much of every tensor. That is enough, as two models differ everywhere.
 SAMPLE_BYTES = 4096
 # Larger numbers in a header are damage, and would ask for too much memory.

@@ -47,6 +47,10 @@ class TensorType:
     block: int
     block_bytes: int
 
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Returns the bytes of a tensor of this type; its rows are whole blocks."""
+        return prod(shape) // self.block * self.block_bytes
+
 
 TENSOR_TYPES: Mapping[int, TensorType] = {
     number: TensorType(*row)
@@ -77,7 +81,7 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of its data."""
-        return prod(self.shape) // self.kind.block * self.kind.block_bytes
+        return self.kind.num_bytes(self.shape)
 
 
 Value = bool | int | float | str | list[bytes] | NDArray[Any]
