@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from kvq.class_cache import CacheUsage, ClassCache, KeyForm
 from kvq.config import AttentionParams, Budget, KvPlan
 from kvq.errors import CacheError, SnapshotError, UsageError, argument
 from kvq.geometry import require_budget
-from kvq.native import NativeCache
+from kvq.native import NativeCache, figure
 from kvq.sizing import DEFAULT_TOKENS, ClassArena, ClassSpec, longest_context
 
 if TYPE_CHECKING:
     from kvq.reference.delta import DeltaWeights
 
+_USED_BYTES = attrgetter("storage.used_bytes")
 WeightNorms = Callable[[], NDArray[np.float64]]
 Feedback = NDArray[np.float32]
 Retrieval = NDArray[np.float32]
@@ -267,6 +269,11 @@ class Cache:
     it. `AttentionParams.cache` names the class that `AttentionParams.layer` counts in.
     """
 
+    # Committed tokens, evicted ones included.
+    tokens = figure("_first.tokens")
+    # Rows after the committed tokens that are neither kept nor forgotten yet.
+    branch_rows = figure("_first.branch_rows")
+
     def __init__(
         self,
         arena: Arena,
@@ -333,14 +340,9 @@ class Cache:
         return min(part.chunk_tokens for part in self.parts)
 
     @property
-    def tokens(self) -> int:
-        """Committed tokens, evicted ones included."""
-        return self._first.tokens
-
-    @property
     def used_bytes(self) -> int:
         """Bytes in use now."""
-        return sum([part.storage.used_bytes for part in self.parts])
+        return sum(map(_USED_BYTES, self.parts))
 
     @property
     def peak_bytes(self) -> int:
@@ -357,11 +359,6 @@ class Cache:
         """Share of the pages that decoding steps have read, of those they could see; 1 at first."""
         seen = sum(part.storage.pages_seen for part in self.parts)
         return sum(part.storage.pages_read for part in self.parts) / seen if seen else 1.0
-
-    @property
-    def branch_rows(self) -> int:
-        """Rows after the committed tokens that are neither kept nor forgotten yet."""
-        return self.parts[0].branch_rows
 
     @property
     def draft_room(self) -> int:
