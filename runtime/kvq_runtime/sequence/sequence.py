@@ -26,7 +26,6 @@ from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks, one_by_one
 from kvq_runtime.sequence.passes import Logits, PassRequest, Work, run
 from kvq_runtime.sequence.staleness import Ages, next_tokens
 from kvq_runtime.sequence.states import HiddenStates
-from kvq_runtime.sequence.turns import end_of_piece
 
 if TYPE_CHECKING:
     from kvq_runtime.sequence.prediction import Prediction, PromptReader
@@ -292,6 +291,8 @@ class TokenSequence(Generic[C]):
             continues = self.encoding.staleness.is_predicted(start - 1)
             stop, mode = prediction.piece(start, stop, continues=continues)
         if cache.keeps_places:
+            from kvq_runtime.sequence.turns import end_of_piece
+
             ends = self._backend.model.stop_ids
             stop = end_of_piece(self._tokens, start, stop, ends, cache.mark)
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
