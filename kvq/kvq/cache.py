@@ -318,26 +318,18 @@ class Cache:
         self.parts = tuple(parts)
         # All classes hold the same tokens.
         self._first = self.parts[0].storage
-
-    @cached_property
-    def handles(self) -> tuple[int, ...]:
-        """Numbers by which the nodes of a graph name the classes' caches."""
-        return tuple(part.handle for part in self.parts)
-
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes of all classes."""
-        return self.arena.num_bytes
-
-    @property
-    def context_tokens(self) -> int:
-        """Most tokens the cache will ever hold."""
-        return self.arena.context_tokens
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Most tokens one forward pass may bring."""
-        return min(part.chunk_tokens for part in self.parts)
+        # Numbers by which the nodes of a graph name the classes' caches.
+        self.handles = tuple(part.handle for part in parts)
+        # Bytes of all classes.
+        self.budget_bytes = arena.num_bytes
+        # Most tokens the cache will ever hold.
+        self.context_tokens = arena.context_tokens
+        # Most tokens one forward pass may bring.
+        self.chunk_tokens = min(part.chunk_tokens for part in parts)
+        # Bytes that one more token costs at the plan's widths, all layers.
+        self.bytes_per_token = sum(part.bytes_per_token for part in parts)
+        # Whether convolutions or delta nets keep checkpoints to go back to.
+        self.keeps_places = parts[0].keeps_places
 
     @property
     def used_bytes(self) -> int:
@@ -348,11 +340,6 @@ class Cache:
     def peak_bytes(self) -> int:
         """No fewer bytes than were ever in use at once; never above `budget_bytes`."""
         return sum(part.peak_bytes for part in self.parts)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes that one more token costs at the plan's widths, all layers."""
-        return sum(part.bytes_per_token for part in self.parts)
 
     @property
     def read_share(self) -> float:
@@ -452,11 +439,6 @@ class Cache:
                 if part.tokens > tokens:
                     part.trim(tokens)
                 tokens = min(tokens, part.tokens)
-
-    @property
-    def keeps_places(self) -> bool:
-        """Whether convolutions or delta nets keep checkpoints to go back to."""
-        return self.parts[0].keeps_places
 
     def mark(self, tokens: int) -> None:
         """Asks the cache to keep a checkpoint after `tokens` tokens; see `ClassCache.mark`."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError, argument
 from kvq.formats import REACH, bytes_per_token, format_bytes, sized
-from kvq.geometry import WINDOW_MARGIN_TOKENS, Tiers
+from kvq.geometry import WINDOW_MARGIN_TOKENS
 from kvq.native import HOST, VIEWS, NativeCache, figure
 from kvq.policies import Constants, Evidence, ObservedAttention, policy_named
 from kvq.policies.spend import evictions
@@ -50,15 +50,14 @@ class CacheUsage:
     @classmethod
     def of(cls, tallies: Sequence["Tally"], read_share: float) -> "CacheUsage":
         """Adds up the tallies of all classes of layers of a sequence."""
-        stored = sum(tally.stored for tally in tallies)
-        seen = sum(tally.seen for tally in tallies)
+        whole = Tally._make(map(sum, zip(*tallies, strict=True)))
         return cls(
-            mean_k_bits=sum(tally.k_bits for tally in tallies) / max(1, stored),
-            mean_v_bits=sum(tally.v_bits for tally in tallies) / max(1, stored),
-            evicted_share=1 - stored / seen if seen > 0 else 0.0,
+            mean_k_bits=whole.k_bits / max(1, whole.stored),
+            mean_v_bits=whole.v_bits / max(1, whole.stored),
+            evicted_share=1 - whole.stored / whole.seen if whole.seen > 0 else 0.0,
             read_share=read_share,
-            offloaded_bytes=sum(tally.tiers.offloaded_bytes for tally in tallies),
-            streamed_bytes=sum(tally.tiers.streamed_bytes for tally in tallies),
+            offloaded_bytes=whole.offloaded_bytes,
+            streamed_bytes=whole.streamed_bytes,
         )
 
 
@@ -69,7 +68,8 @@ class Tally(NamedTuple):
     seen: int
     k_bits: int
     v_bits: int
-    tiers: Tiers
+    offloaded_bytes: int
+    streamed_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -642,7 +642,8 @@ class ClassCache:
             seen=int(streams * self.tokens - behind) * channels,
             k_bits=int(bits[0]) * channels,
             v_bits=int(bits[1]) * channels,
-            tiers=self.storage.tiers,
+            offloaded_bytes=self.storage.tiers.offloaded_bytes,
+            streamed_bytes=self.storage.tiers.streamed_bytes,
         )
 
     def entering(self) -> NDArray[np.uint8]:
