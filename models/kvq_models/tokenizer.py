@@ -207,7 +207,7 @@ class Tokenizer:
         """
         _check_unicode(text)
         ids = self._vocabulary.encode(text, special=special, most=most)
-        if not special:
+        if not special and not self._control.keys().isdisjoint(ids):
             ids = [part for token in ids for part in self._spelled(token)]
         return [*self.control.start, *ids] if start else ids
 

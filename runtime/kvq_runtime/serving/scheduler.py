@@ -114,10 +114,10 @@ class Scheduler(Generic[J]):
         if not ready:
             return []
         best = min(ready, key=lambda entry: (entry.rank(STEPS_PER_RANK), entry.order))
-        for entry in ready:
-            entry.skips += entry.job.rank > best.job.rank
+        ready.remove(best)
         jobs: list[J] = []
-        for entry in sorted(ready, key=lambda entry: entry is not best):
+        for entry in (best, *ready):
+            entry.skips += entry.job.rank > best.job.rank
             if entry is best or entry.job.brief:
                 entry.skips = 0
                 self._count += 1
