@@ -8,6 +8,7 @@ read once for all of them: the rows of every job that writes, and of one that re
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from threading import Condition, Thread
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -270,6 +271,7 @@ class SessionPool(Generic[S]):
             for job in self._scheduler.drop(lambda job: job.cancelled):
                 self._cancelled(job)
             admitted = list(iter(self._scheduler.admit, None))
+            num_waiting = len(self._scheduler.waiting)
             if self._arriving and served.slots.saved.writer.has_room:
                 admitted, self._arriving = [*self._arriving, *admitted], []
             jobs = [] if admitted else self._scheduler.next()
@@ -284,7 +286,7 @@ class SessionPool(Generic[S]):
             assert self._decoding is not None
             if not served.slots.refresh_idle(IDLE_REFRESH_S, self._decoding.chunk_tokens):
                 served.slots.save_idle(self._config.idle_save_s)
-        self._end_stalled(served)
+        self._end_stalled(served, num_waiting)
         return True
 
     def _rest(self, served: Served) -> None:
@@ -399,17 +401,16 @@ class SessionPool(Generic[S]):
         self.counts.cancelled += 1
         logger.info("a client left: its request ended after %d tokens", job.report().new_tokens)
 
-    def _end_stalled(self, served: Served) -> None:
+    def _end_stalled(self, served: Served, num_waiting: int) -> None:
         """Ends the jobs whose readers have not read for too long; their slots keep the text.
 
         For each job that waits for a slot one ends after a shorter time, the longest stalled first.
         """
-        full = [run for run in self._runs.values() if run.job.outbox.full]
-        full.sort(key=lambda run: run.job.outbox.stalled_s(), reverse=True)
-        for place, run in enumerate(full):
-            contended = place < len(self.waiting)
+        stalls = [(run.job.outbox.stalled_s(), run) for run in self._runs.values()]
+        for place, (stalled_s, run) in enumerate(sorted(stalls, key=itemgetter(0), reverse=True)):
+            contended = place < num_waiting
             patience_s = self._config.contended_stall_s if contended else self._config.stall_s
-            if run.job.outbox.stalled_s() > min(patience_s, self._config.stall_s):
+            if stalled_s > min(patience_s, self._config.stall_s):
                 run.work.close()
                 self._cancelled(run.job)
                 self._end(run, served)
