@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from kvq.class_cache import CacheUsage, ClassCache, KeyForm
 from kvq.config import AttentionParams, Budget, KvPlan
 from kvq.errors import CacheError, SnapshotError, UsageError, argument
 from kvq.geometry import require_budget
-from kvq.native import NativeCache
+from kvq.native import NativeCache, figure
 from kvq.sizing import DEFAULT_TOKENS, ClassArena, ClassSpec, longest_context
 
 if TYPE_CHECKING:
     from kvq.reference.delta import DeltaWeights
 
+_USED_BYTES = attrgetter("storage.used_bytes")
 WeightNorms = Callable[[], NDArray[np.float64]]
 Feedback = NDArray[np.float32]
 Retrieval = NDArray[np.float32]
@@ -267,6 +269,11 @@ class Cache:
     it. `AttentionParams.cache` names the class that `AttentionParams.layer` counts in.
     """
 
+    # Committed tokens, evicted ones included.
+    tokens = figure("_first.tokens")
+    # Rows after the committed tokens that are neither kept nor forgotten yet.
+    branch_rows = figure("_first.branch_rows")
+
     def __init__(
         self,
         arena: Arena,
@@ -311,36 +318,23 @@ class Cache:
         self.parts = tuple(parts)
         # All classes hold the same tokens.
         self._first = self.parts[0].storage
-
-    @cached_property
-    def handles(self) -> tuple[int, ...]:
-        """Numbers by which the nodes of a graph name the classes' caches."""
-        return tuple(part.handle for part in self.parts)
-
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes of all classes."""
-        return self.arena.num_bytes
-
-    @property
-    def context_tokens(self) -> int:
-        """Most tokens the cache will ever hold."""
-        return self.arena.context_tokens
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Most tokens one forward pass may bring."""
-        return min(part.chunk_tokens for part in self.parts)
-
-    @property
-    def tokens(self) -> int:
-        """Committed tokens, evicted ones included."""
-        return self._first.tokens
+        # Numbers by which the nodes of a graph name the classes' caches.
+        self.handles = tuple(part.handle for part in parts)
+        # Bytes of all classes.
+        self.budget_bytes = arena.num_bytes
+        # Most tokens the cache will ever hold.
+        self.context_tokens = arena.context_tokens
+        # Most tokens one forward pass may bring.
+        self.chunk_tokens = min(part.chunk_tokens for part in parts)
+        # Bytes that one more token costs at the plan's widths, all layers.
+        self.bytes_per_token = sum(part.bytes_per_token for part in parts)
+        # Whether convolutions or delta nets keep checkpoints to go back to.
+        self.keeps_places = parts[0].keeps_places
 
     @property
     def used_bytes(self) -> int:
         """Bytes in use now."""
-        return sum([part.storage.used_bytes for part in self.parts])
+        return sum(map(_USED_BYTES, self.parts))
 
     @property
     def peak_bytes(self) -> int:
@@ -348,20 +342,10 @@ class Cache:
         return sum(part.peak_bytes for part in self.parts)
 
     @property
-    def bytes_per_token(self) -> float:
-        """Bytes that one more token costs at the plan's widths, all layers."""
-        return sum(part.bytes_per_token for part in self.parts)
-
-    @property
     def read_share(self) -> float:
         """Share of the pages that decoding steps have read, of those they could see; 1 at first."""
         seen = sum(part.storage.pages_seen for part in self.parts)
         return sum(part.storage.pages_read for part in self.parts) / seen if seen else 1.0
-
-    @property
-    def branch_rows(self) -> int:
-        """Rows after the committed tokens that are neither kept nor forgotten yet."""
-        return self.parts[0].branch_rows
 
     @property
     def draft_room(self) -> int:
@@ -455,11 +439,6 @@ class Cache:
                 if part.tokens > tokens:
                     part.trim(tokens)
                 tokens = min(tokens, part.tokens)
-
-    @property
-    def keeps_places(self) -> bool:
-        """Whether convolutions or delta nets keep checkpoints to go back to."""
-        return self.parts[0].keeps_places
 
     def mark(self, tokens: int) -> None:
         """Asks the cache to keep a checkpoint after `tokens` tokens; see `ClassCache.mark`."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from kvq.config import FLOAT_WIDTH, PAGE_TOKENS, AttentionParams
 from kvq.errors import BudgetError, CacheError, UsageError, argument
 from kvq.formats import REACH, bytes_per_token, format_bytes, sized
-from kvq.geometry import WINDOW_MARGIN_TOKENS, Tiers
-from kvq.native import HOST, VIEWS, NativeCache
+from kvq.geometry import WINDOW_MARGIN_TOKENS
+from kvq.native import HOST, VIEWS, NativeCache, figure
 from kvq.policies import Constants, Evidence, ObservedAttention, policy_named
 from kvq.policies.spend import evictions
 from kvq.selectors import rule_named
@@ -50,15 +50,14 @@ class CacheUsage:
     @classmethod
     def of(cls, tallies: Sequence["Tally"], read_share: float) -> "CacheUsage":
         """Adds up the tallies of all classes of layers of a sequence."""
-        stored = sum(tally.stored for tally in tallies)
-        seen = sum(tally.seen for tally in tallies)
+        whole = Tally._make(map(sum, zip(*tallies, strict=True)))
         return cls(
-            mean_k_bits=sum(tally.k_bits for tally in tallies) / max(1, stored),
-            mean_v_bits=sum(tally.v_bits for tally in tallies) / max(1, stored),
-            evicted_share=1 - stored / seen if seen > 0 else 0.0,
+            mean_k_bits=whole.k_bits / max(1, whole.stored),
+            mean_v_bits=whole.v_bits / max(1, whole.stored),
+            evicted_share=1 - whole.stored / whole.seen if whole.seen > 0 else 0.0,
             read_share=read_share,
-            offloaded_bytes=sum(tally.tiers.offloaded_bytes for tally in tallies),
-            streamed_bytes=sum(tally.tiers.streamed_bytes for tally in tallies),
+            offloaded_bytes=whole.offloaded_bytes,
+            streamed_bytes=whole.streamed_bytes,
         )
 
 
@@ -69,7 +68,8 @@ class Tally(NamedTuple):
     seen: int
     k_bits: int
     v_bits: int
-    tiers: Tiers
+    offloaded_bytes: int
+    streamed_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -93,6 +93,17 @@ class ClassCache:
     [L, Hk, D, D]: by which keys are rounded, see `kvq.reference.stored.carried`. `storage` is the
     class that holds the pages and computes with them, see `kvq.device_cache.storage_on`.
     """
+
+    # The number by which a `kvq::Attention` node names the cache.
+    handle = figure("storage.handle")
+    # Committed tokens, evicted ones included.
+    tokens = figure("storage.tokens")
+    # Rows after the committed tokens that are neither kept nor forgotten yet.
+    branch_rows = figure("storage.branch_rows")
+    # Bytes in use now: tables, tail, scratch and pages.
+    used_bytes = figure("storage.used_bytes")
+    # Most bytes ever in use; never above `budget_bytes`.
+    peak_bytes = figure("storage.peak_bytes")
 
     def __init__(
         self,
@@ -128,34 +139,9 @@ class ClassCache:
             self.storage.feed_back(feedback)
 
     @property
-    def handle(self) -> int:
-        """Returns the number by which a `kvq::Attention` node names the cache."""
-        return self.storage.handle
-
-    @property
-    def tokens(self) -> int:
-        """Committed tokens, evicted ones included."""
-        return self.storage.tokens
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes in use now: tables, tail, scratch and pages."""
-        return self.storage.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes ever in use; never above `budget_bytes`."""
-        return self.storage.peak_bytes
-
-    @property
     def read_share(self) -> float:
         """Of the pages that steps could see so far the share they have read; 1 before any."""
         return self.storage.pages_read / self.storage.pages_seen if self.storage.pages_seen else 1.0
-
-    @property
-    def branch_rows(self) -> int:
-        """Rows after the committed tokens that are neither kept nor forgotten yet."""
-        return self.storage.branch_rows
 
     @property
     def draft_room(self) -> int:
@@ -202,7 +188,8 @@ class ClassCache:
         self._check_rows(tokens, parents, view, at)
         if silent:
             self._check_silent(silent)
-        self._make_room(tokens)
+        if any(self.storage.missing(tokens)):
+            self._make_room(tokens)
         self.storage.begin(tokens, parents, view=view, at=at, silent=silent)
 
     def _check_silent(self, layers: Sequence[int]) -> None:
@@ -282,9 +269,8 @@ class ClassCache:
                 f"a branch of this session holds {room} rows, {rows} + {tokens} were given; open "
                 "it with more draft tokens"
             )
-        if at in (None, cached_tokens):
-            check_context(cached_tokens, rows + tokens, self.context_tokens)
-        check_chunk(tokens, self.chunk_tokens)
+        first = cached_tokens if at is None else at
+        check_pass(first, rows, tokens, self.context_tokens, self.chunk_tokens)
 
     def evidence(self) -> Evidence:
         """What the policy decides by. One observation more in the pages' history of attention.
@@ -656,7 +642,8 @@ class ClassCache:
             seen=int(streams * self.tokens - behind) * channels,
             k_bits=int(bits[0]) * channels,
             v_bits=int(bits[1]) * channels,
-            tiers=self.storage.tiers,
+            offloaded_bytes=self.storage.tiers.offloaded_bytes,
+            streamed_bytes=self.storage.tiers.streamed_bytes,
         )
 
     def entering(self) -> NDArray[np.uint8]:
@@ -701,17 +688,16 @@ class ClassCache:
         self.storage.close()
 
 
-def check_context(tokens: int, new: int, context_tokens: int) -> None:
-    """Raises `BudgetError` where `new` tokens after `held` are more than the context."""
-    if tokens + new > context_tokens:
+def check_pass(first: int, rows: int, tokens: int, context_tokens: int, chunk_tokens: int) -> None:
+    """Raises `BudgetError` where `tokens` more of a branch's `rows` exceed the context or a pass.
+
+    `first` is the branch's first token.
+    """
+    if first + rows + tokens > context_tokens:
         raise BudgetError(
-            f"{tokens} + {new} tokens exceed this session's context of {context_tokens}; open it "
-            f"with a larger {argument('context_tokens')}"
+            f"{first} + {rows + tokens} tokens exceed this session's context of {context_tokens}; "
+            f"open it with a larger {argument('context_tokens')}"
         )
-
-
-def check_chunk(tokens: int, chunk_tokens: int) -> None:
-    """Raises `BudgetError` for more rows than a pass of this budget takes, or none."""
     if not 1 <= tokens <= chunk_tokens:
         raise BudgetError(
             f"one forward pass takes 1 to {chunk_tokens} tokens in this budget, {tokens} were "

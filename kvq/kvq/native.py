@@ -68,9 +68,9 @@ def layout(geometry: Geometry, num_bytes: int, columns: int) -> dict[str, Any]:
     return sizes | {"regions": Regions(*out.regions)}
 
 
-def _figure(name: str) -> int:
-    """Declares a count of an open cache, which is read without a call of Python."""
-    return cast(int, property(attrgetter(f"_open_stats.{name}")))
+def figure(path: str) -> int:
+    """Declares a count that is read at the attribute `path` without a call of Python."""
+    return cast(int, property(attrgetter(path)))
 
 
 class NativeCache:
@@ -81,18 +81,19 @@ class NativeCache:
     """
 
     device = HOST
-    tokens = _figure("tokens")
-    branch_rows = _figure("branch_rows")
-    used_bytes = _figure("used_bytes")
-    peak_bytes = _figure("peak_bytes")
-    tail_rows = _figure("tail_rows")
-    pages_seen = _figure("pages_seen")
-    pages_read = _figure("pages_read")
+    tokens = figure("_open_stats.tokens")
+    branch_rows = figure("_open_stats.branch_rows")
+    used_bytes = figure("_open_stats.used_bytes")
+    peak_bytes = figure("_open_stats.peak_bytes")
+    tail_rows = figure("_open_stats.tail_rows")
+    pages_seen = figure("_open_stats.pages_seen")
+    pages_read = figure("_open_stats.pages_read")
 
     def __init__(self, arena: ClassArena) -> None:
         self.arena = arena
         self._library = library()
         self._stats = NativeStats()
+        self._counted = ctypes.byref(self._stats)
         # The same, for whoever asks an open cache.
         self._open_stats: NativeStats = self._stats
         handle, forms = c_int64(), np.array(arena.spec.forms, np.uint8)
@@ -111,7 +112,7 @@ class NativeCache:
                 )
             )
         self.handle = handle.value
-        _check(self._library.kvq_cache_stats(self.handle, ctypes.byref(self._stats)))
+        _check(self._library.kvq_cache_stats(self.handle, self._counted))
 
     def _device_number(self) -> int:
         return 0
@@ -229,26 +230,23 @@ class NativeCache:
     def commit(self, rows: int | Sequence[int]) -> None:
         path = None if isinstance(rows, int) else _int32_array(rows)
         count = rows if isinstance(rows, int) else len(rows)
-        self._change("commit", path, count)
+        self._call("commit", path, count, self._counted)
 
     def rewind(self, rows: int = 0) -> None:
-        self._change("rewind", rows)
+        self._call("rewind", rows, self._counted)
 
     def trim(self, tokens: int) -> None:
-        self._change("trim", tokens)
+        self._call("trim", tokens, self._counted)
 
     def mark(self, tokens: int) -> None:
         self._call("mark", tokens)
 
     def edit(self, start: int, stop: int, count: int) -> None:
-        self._change("edit", start, stop, count)
+        self._call("edit", start, stop, count, self._counted)
 
     def demote(self, actions: NDArray[np.int32]) -> None:
         actions = np.ascontiguousarray(actions, np.int32)
-        self._change("demote", pointer(actions), len(actions))
-
-    def _change(self, name: str, *arguments: Any) -> None:
-        self._call(name, *arguments, ctypes.byref(self._stats))
+        self._call("demote", pointer(actions), len(actions), self._counted)
 
     def _call(self, name: str, *arguments: Any) -> None:
         """`kvq_cache_NAME` of this cache. Raises `CacheError`."""
@@ -343,8 +341,7 @@ class NativeCache:
         return out.tobytes()
 
     def load_state(self, state: bytes) -> None:
-        stats = ctypes.byref(self._stats)
-        if self._library.kvq_cache_load(self.handle, state, len(state), stats):
+        if self._library.kvq_cache_load(self.handle, state, len(state), self._counted):
             raise SnapshotError(
                 "the saved cache has another shape, plan or budget than this session, or is damaged"
             )

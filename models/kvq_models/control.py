@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import tokenizers
 
 from kvq.errors import ModelError, reason_of
 from kvq_models.config import ModelConfig
-from kvq_models.family import Family, FimNames
+
+if TYPE_CHECKING:
+    from kvq_models.family import Family, FimNames
 
 # A key of tokenizer_config.json, and its value for a model whose prompts begin with the suffix.
 FIM_ORDER, SUFFIX_FIRST = "fim_order", "suffix-first"

@@ -24,13 +24,12 @@ import tokenizers
 from kvq.errors import CheckpointError, DataError, ModelError, reason_of
 from kvq_models.config import ModelConfig
 from kvq_models.control import ControlTokens, FimTokens, find_control
-from kvq_models.family import Family
-from kvq_models.keys import read_json
 from kvq_models.pieces import PieceIndex, byte_pieces, piece_decoder, piece_text
 from kvq_models.slices import SLICE_CHARACTERS, Slices, encoded_up_to
 
 if TYPE_CHECKING:
     from kvq_models.chat import ChatTemplate
+    from kvq_models.family import Family
 
 # Encoding a text this short takes less time than letting other threads run.
 _SHORT_CHARACTERS = 1 << 11
@@ -92,6 +91,8 @@ class TokenizerFiles:
     @classmethod
     def read(cls, folder: Path) -> TokenizerFiles:
         """Reads a checkpoint folder. Raises CheckpointError if a file is missing or damaged."""
+        from kvq_models.keys import read_json
+
         definition = _read_tokenizer(folder)
         path = folder / "tokenizer_config.json"
         settings = read_json(path) if path.is_file() else {}
@@ -206,7 +207,7 @@ class Tokenizer:
         """
         _check_unicode(text)
         ids = self._vocabulary.encode(text, special=special, most=most)
-        if not special:
+        if not special and not self._control.keys().isdisjoint(ids):
             ids = [part for token in ids for part in self._spelled(token)]
         return [*self.control.start, *ids] if start else ids
 

@@ -62,10 +62,10 @@ def _first(
     """Extends each line by its likeliest token; a single empty line becomes k lines."""
     if lines[0].ids:
         tokens = [
-            int(np.argmax(line.allowed(row))) for line, row in zip(lines, logits, strict=True)
+            int(np.argmax(line.so_far.masked(row))) for line, row in zip(lines, logits, strict=True)
         ]
         return _extended(lines, logits, tokens, request)
-    tokens = best(lines[0].allowed(logits[0]), request.count)
+    tokens = best(lines[0].so_far.masked(logits[0]), request.count)
     # An infinite score stays above all others, whatever is added to it.
     greedy = replace(lines[0], score=inf)
     starts = [greedy, *[lines[0]] * (len(tokens) - 1)]
@@ -104,7 +104,7 @@ def _beam(
     candidates = list[tuple[float, int, int, float]]()
     rows = zip(lines, logits, log_normalizers(logits).tolist(), strict=True)
     for number, (line, row, normalizer) in enumerate(rows):
-        for token in best(line.allowed(row), 2 * request.count):
+        for token in best(line.so_far.masked(row), 2 * request.count):
             logprob = float(row[token]) - normalizer
             candidates.append((-line.score - logprob, number, token, logprob))
     chosen, unfinished = list[Line](), 0

@@ -174,7 +174,7 @@ class Mixture:
         """Extends the lines by the logits [V] after the mixture, which is now in row `row`."""
         self.row = row
         request = self._request
-        allowed = [line.allowed(logits) for line in self.unfinished]
+        allowed = [line.so_far.masked(logits) for line in self.unfinished]
         count = WIDTH_PER_DRAFT * request.count
         tokens = np.array(best(_allowed_by_any(allowed), count), np.int64)
         logp = log_softmax(logits[tokens] / self._method.tau)
@@ -212,7 +212,7 @@ def _allowed_by_any(allowed: list[NDArray[np.float32]]) -> NDArray[np.float32]:
 
 
 def _greedy(line: Line, logits: NDArray[np.float32], request: AlternativesRequest) -> Line:
-    return request.grow(line, int(np.argmax(line.allowed(logits))), 0.0, score=inf)
+    return request.grow(line, int(np.argmax(line.so_far.masked(logits))), 0.0, score=inf)
 
 
 def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:

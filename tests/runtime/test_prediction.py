@@ -244,7 +244,7 @@ def test_prompts_are_predicted_and_answers_never(engine: Engine) -> None:
     with opened(engine, "50%") as session:
         modes: list[Mode] = []
         forward = engine.backend.forward
-        watched: Any = lambda batch: (modes.append(batch.mode), forward(batch))[1]  # noqa: E731
+        watched: Any = lambda batch: (modes.append(batch.rows[0].mode), forward(batch))[1]  # noqa: E731
         engine.backend.forward = watched  # type: ignore[method-assign]
         try:
             session.prefill(TEXT)

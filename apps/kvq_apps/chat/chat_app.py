@@ -21,7 +21,7 @@ from textual.driver import Driver
 from textual.events import Resize
 from textual.screen import Screen
 from textual.theme import Theme
-from textual.timer import Timer
+from textual.timer import Timer, TimerCallback
 from textual.widgets import Footer, Static
 
 from kvq.errors import KvqError, UsageError
@@ -151,10 +151,14 @@ class ChatApp(App[None]):
         self.call_after_refresh(self._draw_welcome)
         self.call_after_refresh(self._draw_sidebar)
 
-    def set_timer(self, *arguments: Any, **options: Any) -> Timer:
-        """Keeps late ticks: Textual would skip one, and with it every later resize."""
-        timer = super().set_timer(*arguments, **options)
-        timer._skip = False  # pyright: ignore[reportPrivateUsage]
+    def set_timer(self, delay: float, callback: TimerCallback, **options: Any) -> Timer:  # type: ignore[override]
+        """Waits for the next tick if one is late, where Textual would never call `callback`."""
+
+        def tick() -> None:
+            timer.stop()
+            self.call_next(callback)
+
+        timer = self.set_interval(delay, tick, **options)
         return timer
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

@@ -48,20 +48,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class CursorContext:
-    """Holds the cursor's line before and after the cursor, and the lines that follow.
+    """Holds the cursor's line before and after the cursor, and the next line that is not blank.
 
     `indent`: the lines of a block that begins here have so many spaces at least; 0: none begins.
     """
 
     before: str
     rest: str
-    next_lines: tuple[str, ...] = ()
+    next_filled_line: str = ""
     indent: int = 0
-
-    @property
-    def next_filled_line(self) -> str:
-        """Returns the next line that is not blank, or an empty one."""
-        return next((line for line in self.next_lines if line.strip()), "")
 
 
 def first_line(draft: str, context: CursorContext) -> str:
@@ -175,9 +170,10 @@ def cursor_context(document: TextDocument, place: tuple[int, int]) -> CursorCont
     """Returns the context of a place that the rules need."""
     number, column = place
     line = document.line(number)
-    below = tuple(document.line(number + 1 + i) for i in range(_LINES_BELOW))
-    context = CursorContext(before=line[:column], rest=line[column:], next_lines=below)
-    above = (document.line(number - 1 - i) for i in range(min(number, _LINES_ABOVE)))
+    below = map(document.line, range(number + 1, number + 1 + _LINES_BELOW))
+    filled = next(filter(str.strip, below), "")
+    context = CursorContext(line[:column], line[column:], filled)
+    above = map(document.line, range(number - 1, max(number - _LINES_ABOVE, 0) - 1, -1))
     return replace(context, indent=_block_indent(context, above))
 
 

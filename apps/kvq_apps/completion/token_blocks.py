@@ -52,14 +52,14 @@ class BlockTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`."""
-        new, done, old = (
-            _EncodedText(text),
-            0,
-            max(self._last, key=lambda encoded: encoded.shared_characters(text), default=None),
-        )
+        new, done, old, shared = _EncodedText(text), 0, None, (-1, 0)
+        for last in self._last:
+            ends = last.shared_ends(text)
+            if sum(ends) > sum(shared):
+                old, shared = last, ends
         tail_start, stop = 0, len(text)
         if old is not None and self._cut is not None:
-            head_stop, tail_start = old.shared_blocks(text)
+            head_stop, tail_start = old.shared_blocks(*shared)
             new.add_all(old, 0, head_stop, 0)
             done = old.starts[head_stop] if head_stop else 0
             if tail_start < len(old.starts):
@@ -95,23 +95,20 @@ class _EncodedText:
         self.id_offsets: list[int] = []
         self.ids: list[int] = []
 
-    def shared_characters(self, text: str) -> int:
+    def shared_ends(self, text: str) -> tuple[int, int]:
         """Counts the characters of both ends that `text` has too."""
-        return sum(self._shared(text))
-
-    def shared_blocks(self, text: str) -> tuple[int, int]:
-        """Returns how many first blocks `text` shares, and the first of the last blocks it shares.
-
-        A block begins where a line is not blank, so its beginning depends on its first line. The
-        block in which two texts part, and the one before it, are cut again.
-        """
-        start, end = self._shared(text)
-        head_stop = max(0, bisect_right(self.starts, start) - 2)
-        return head_stop, bisect_left(self.starts, len(self.text) - end + 1)
-
-    def _shared(self, text: str) -> tuple[int, int]:
         start = _common_start(self.text, text)
         return start, _common_end(self.text, text, min(len(self.text), len(text)) - start)
+
+    def shared_blocks(self, start: int, end: int) -> tuple[int, int]:
+        """Returns how many first blocks a text shares, and the first of the last blocks it shares.
+
+        It shares `start` characters at its beginning and `end` at its end. A block begins where a
+        line is not blank, so its beginning depends on its first line. The block in which two texts
+        part, and the one before it, are cut again.
+        """
+        head_stop = max(0, bisect_right(self.starts, start) - 2)
+        return head_stop, bisect_left(self.starts, len(self.text) - end + 1)
 
     def add(self, start: int, ids: list[int]) -> None:
         """Appends the next block."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -54,7 +55,7 @@ class LspSettings:
             return f"{parts.scheme}: documents are left alone"
         path = unquote(parts.path)
         name = path.rpartition("/")[2]
-        if any(fnmatchcase(name, glob) or fnmatchcase(path, glob) for glob in self.ignore):
+        if any(any(map(partial(fnmatchcase, text), self.ignore)) for text in (name, path)):
             return "this file is ignored"
         return None
 

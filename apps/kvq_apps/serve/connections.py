@@ -4,10 +4,12 @@ import asyncio
 import json
 import logging
 from http import HTTPStatus
-from typing import cast
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+# uvicorn documents no way to see that a head has arrived or an answer has begun. Should a release
+# lack this class, its `conn` or `send_400_response`, tests/apps/serve/test_serve_refusals.py fails.
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, error_body
@@ -55,13 +57,10 @@ class BoundedConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is no HTTP; closes the connection if an answer has begun already."""
-        # uvicorn's None before the first request is not in its types.
-        answer = cast("RequestResponseCycle | None", self.cycle)
-        if answer is not None and not answer.response_complete:
-            # The handler learns that the client has left, and sends nothing more.
-            answer.disconnected = True
-            answer.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        unanswered = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
+        # The handler learns that the client has left, and sends nothing more.
+        super().connection_lost(ConnectionAbortedError())
+        if unanswered:
             self._refuse(RequestError("this is no HTTP request; nothing was done", status=400))
         else:
             self._refused = True

@@ -103,7 +103,7 @@ class Replay:
         logits = [part.copy() for part in self._backend.forward(step)]
         for rows, part in zip(step.rows, logits, strict=True):
             for row, values in zip(rows.positions[rows.logit_rows].tolist(), part, strict=True):
-                hits = step.mode == WHOLE or self._random.random() < self._right
+                hits = rows.mode == WHOLE or self._random.random() < self._right
                 if row + 1 < len(self.text):
                     values[self.text[row + 1] if hits else 0] = _CERTAIN
         return logits

@@ -72,15 +72,6 @@ class Line:
         """Returns the tokens that may come next, None for every token."""
         return self.so_far.allowed
 
-    def allowed(self, scores: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Returns `scores` [V] with minus infinity for the tokens that may not come next."""
-        choices = self.so_far.allowed
-        if choices is None:
-            return scores
-        masked = np.full_like(scores, -np.inf)
-        masked[choices] = scores[choices]
-        return masked
-
 
 class AlternativesRequest:
     """Asks for `count` alternatives of up to `options.max_tokens` tokens after the text `history`.
@@ -138,7 +129,7 @@ class AlternativesRequest:
     def grow(self, line: Line, token: int, logprob: float, *, score: float | None = None) -> Line:
         """Returns `line` with one token more; `score` None: its log-probability is added."""
         score = line.score + logprob if score is None else score
-        if line.so_far.is_end(token):
+        if token in line.so_far.stop_ids:
             return replace(line, score=score, finish_reason="stop")
         so_far = line.so_far.fork()
         return replace(

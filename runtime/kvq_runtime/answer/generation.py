@@ -212,8 +212,8 @@ class Continuation:
     """Tracks what comes after a text, token by token: its text, and why it ended.
 
     It chooses no token. `new` counts the tokens after the forced beginning. `beginning` knows which
-    tokens may come next; None: every token may. Raises `UsageError` for a `begin_with` that no
-    tokens spell, and for an empty stop string.
+    tokens may come next; None: every token may. `stop_ids` end the answer. Raises `UsageError` for
+    a `begin_with` that no tokens spell, and for an empty stop string.
     """
 
     def __init__(self, vocabulary: Vocabulary, options: GenerationOptions, room: int) -> None:
@@ -222,12 +222,12 @@ class Continuation:
         self.new = 0
         self.room = room
         self._most = options.max_tokens
-        self._stop_ids = vocabulary.stop_ids if options.stop_ids is None else options.stop_ids
+        self.stop_ids = vocabulary.stop_ids if options.stop_ids is None else options.stop_ids
         self.beginning: Beginning | Guide | None = None
         if options.begin_with or options.grammar is not None:
             self.beginning = Beginning(vocabulary.pieces, options.begin_with)
         if self.beginning is not None and options.grammar is not None:
-            self.beginning = options.grammar.guide(self.beginning, self._stop_ids)
+            self.beginning = options.grammar.guide(self.beginning, self.stop_ids)
         self._detokenizer = vocabulary.detokenizer()
         if options.shown:
             self._detokenizer.show(options.shown)
@@ -248,9 +248,13 @@ class Continuation:
         """Returns the tokens that may come next, in the order of their ids. None: every token."""
         return None if self.beginning is None else self.beginning.allowed
 
-    def is_end(self, token: int) -> bool:
-        """Decides whether `token` ends the answer."""
-        return token in self._stop_ids
+    def masked(self, scores: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Returns `scores` [V] with minus infinity for the tokens that may not come next."""
+        if self.beginning is None or (choices := self.beginning.allowed) is None:
+            return scores
+        masked = np.full_like(scores, -np.inf)
+        masked[choices] = scores[choices]
+        return masked
 
     def take(self, token: int) -> str | None:
         """Returns the text that `token` completes, None where it only spells the prompt's end."""
@@ -265,7 +269,7 @@ class Continuation:
             else:
                 ended = self.beginning.ended
         self.new += 1
-        if token in self._stop_ids or self._stops.match is not None or ended:
+        if token in self.stop_ids or self._stops.match is not None or ended:
             self.finish_reason = "stop"
         elif self.new == self._most or self.room <= 0:
             self.finish_reason = "length"
@@ -322,7 +326,7 @@ class Generation:
     @property
     def exact_rows(self) -> int:
         """Returns how many of the largest logits decide what comes next; 0: all of them may."""
-        if self._exact_rows == 0 or self._so_far.allowed is not None:
+        if self._exact_rows == 0 or self._so_far.beginning is not None:
             return 0
         return max(self._exact_rows, self._rank + 1)
 
@@ -354,8 +358,12 @@ class Generation:
         """
         place, path, steps, prompt_tokens = -1, list[int](), list[Step](), 0
         while True:
-            row = logits[place + 1]
-            token, guess = accept(*self._candidates(row), draft, place, self._generator)
+            row, allowed, rank = logits[place + 1], self._so_far.allowed, self._rank
+            if rank:
+                self._rank, choices = 0, ranked(row, rank, allowed)
+            else:
+                choices = candidates(row, self._options.sampling, self._history, allowed)
+            token, guess = accept(*choices, draft, place, self._generator)
             step = self._step(row, token, cancel)
             prompt_tokens += step is None
             steps += [] if step is None else [step]
@@ -371,16 +379,6 @@ class Generation:
         return SamplingForesight(
             self._options.sampling, self._history, copy(self._so_far.beginning), self._generator
         )
-
-    def _candidates(
-        self, logits: NDArray[np.float32]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Returns the tokens that may come next, and their probabilities."""
-        allowed = self._so_far.allowed
-        rank, self._rank = self._rank, 0
-        if rank:
-            return ranked(logits, rank, allowed)
-        return candidates(logits, self._options.sampling, self._history, allowed)
 
     def _step(self, logits: NDArray[np.float32], token: int, cancel: Cancel) -> Step | None:
         """Takes the next `token`; returns its step unless it only spells the prompt's end."""

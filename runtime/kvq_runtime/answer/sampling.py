@@ -139,7 +139,7 @@ def _filtered(logits: Floats, sampling: Sampling) -> tuple[Ids, NDArray[np.float
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
         _refuse(float(logits[best]))
-    if sampling.greedy:
+    if sampling.temperature == 0:
         return np.array([best], np.int64), np.ones(1)
     if 0 < sampling.top_k < len(logits):
         ids = largest(logits, sampling.top_k)

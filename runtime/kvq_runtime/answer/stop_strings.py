@@ -19,6 +19,7 @@ class StopStrings:
             raise UsageError("an empty stop string would stop before the first character; drop it")
         # At one place the longest is the one that ends the text.
         longest_first = sorted(self._stops, key=len, reverse=True)
+        self._longest = len(longest_first[0]) if longest_first else 0
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._buffer = ""
         self.match: str | None = None
@@ -32,7 +33,7 @@ class StopStrings:
             self.match = stop[0]
             shown, self._buffer = self._buffer[: stop.start()], ""
             return shown
-        undecided = self._undecided()
+        undecided = self._undecided() if self._longest > 1 else 0
         cut = len(self._buffer) - undecided
         shown, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return shown
@@ -44,8 +45,7 @@ class StopStrings:
 
     def _undecided(self) -> int:
         """Returns the length of the longest end of the waiting text that begins a stop string."""
-        longest = max(map(len, self._stops)) - 1
-        for length in range(min(longest, len(self._buffer)), 0, -1):
+        for length in range(min(self._longest - 1, len(self._buffer)), 0, -1):
             end = self._buffer[-length:]
             if any(stop.startswith(end) for stop in self._stops):
                 return length

@@ -394,11 +394,6 @@ class Pass(Generic[C]):
         counts = [sequence.exact_rows for sequence in self.rows if len(sequence.logit_rows)]
         return max(counts) if counts and min(counts) else 0
 
-    @property
-    def mode(self) -> Mode:
-        """Returns the mode of all its rows."""
-        return self.rows[0].mode
-
 
 class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.

@@ -46,7 +46,7 @@ class FloatBackend(PagedBackend):
 
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`; one sequence after the other."""
-        mode, config = one_pass.mode, self.bundle.config
+        mode, config = one_pass.rows[0].mode, self.bundle.config
         weight = self._weight if mode.view == "full" else self._half_weight
         if mode.view == "hi":  # a tied head reads the embedding by halves
             config = replace(config, tied_head=False)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.class_cache import CacheUsage, check_chunk, check_context
+from kvq.class_cache import CacheUsage, check_pass
 from kvq.errors import BackendError, CacheError, SnapshotError, argument
 from kvq_runtime.backends import SequencePass
 from kvq_runtime.backends.llama_layout import TYPE_NUMBERS, CacheLayout, padded
@@ -92,8 +92,7 @@ class LlamaCppCache:
                 "drafts that branch are not possible on the llama.cpp backend, where each token "
                 "follows the one before: ask for one draft, or run a bundle with an ONNX graph"
             )
-        check_context(self.tokens, first + tokens, self.context_tokens)
-        check_chunk(tokens, self.chunk_tokens)
+        check_pass(self.tokens, first, tokens, self.context_tokens, self.chunk_tokens)
         self._rows += tokens
 
     def forward(self, rows: "SequencePass[LlamaCppCache]") -> NDArray[np.float32]:

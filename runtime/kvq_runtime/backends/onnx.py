@@ -135,11 +135,11 @@ class OnnxBackend(PagedBackend):
 
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
         """Implements `Backend.forward` by one run of the graph over the rows of all sequences."""
-        rows, mode, exact_rows = one_pass.rows, one_pass.mode, one_pass.exact_rows
+        rows, exact_rows = one_pass.rows, one_pass.exact_rows
+        mode = rows[0].mode
         feeds = _single_feeds(rows[0]) if len(rows) == 1 else _joint_feeds(rows)
         for index, name in enumerate(self._caches):
             feeds[name] = np.array([sequence.cache.handles[index] for sequence in rows], np.int64)
-        feeds["sequence_rows"] = np.array([len(sequence.ids) for sequence in rows], np.int64)
         if self._has_long_rope:
             feeds["rope_long"] = np.array([one_pass.rope_long], np.int64)
         if self.ranks_by_halves and exact_rows:
@@ -154,10 +154,11 @@ class OnnxBackend(PagedBackend):
             raise CacheError(f"the model could not be computed: {_message_of(error)}") from error
         if mode.head_tokens:
             logits = _all_tokens(logits, self.model.vocab_size)
-        counts = [len(sequence.logit_rows) for sequence in rows]
-        if logits.shape != (sum(counts), self.model.vocab_size):
+        if logits.shape[1:] != (self.model.vocab_size,):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
-        return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(counts)[:-1])
+        if len(rows) == 1:
+            return [logits]
+        return np.split(logits, np.cumsum([len(sequence.logit_rows) for sequence in rows])[:-1])
 
     def _run(
         self, feeds: Mapping[str, Any], rows: Sequence[SequencePass[Cache]], exact_rows: int
@@ -238,12 +239,14 @@ def _single_feeds(sequence: SequencePass[Cache]) -> dict[str, NDArray[Any]]:
         "input_weights": sequence.weights,
         "position_ids": sequence.positions,
         "logit_rows": sequence.logit_rows,
+        "sequence_rows": np.array([len(sequence.ids)], np.int64),
     }
 
 
 def _joint_feeds(rows: Sequence[SequencePass[Cache]]) -> dict[str, NDArray[Any]]:
     """Returns the graph's inputs for the rows of several sequences, one after the other."""
-    starts = np.cumsum([0, *(len(sequence.ids) for sequence in rows)])
+    counts = [len(sequence.ids) for sequence in rows]
+    starts = np.cumsum([0, *counts])
     width = max(sequence.ids.shape[1] for sequence in rows)
     logit_rows = [
         start + sequence.logit_rows for start, sequence in zip(starts, rows, strict=False)
@@ -253,6 +256,7 @@ def _joint_feeds(rows: Sequence[SequencePass[Cache]]) -> dict[str, NDArray[Any]]
         "input_weights": np.concatenate([_widened(sequence.weights, width) for sequence in rows]),
         "position_ids": np.concatenate([sequence.positions for sequence in rows]),
         "logit_rows": np.concatenate(logit_rows),
+        "sequence_rows": np.array(counts, np.int64),
     }
 
 

@@ -1,6 +1,7 @@
 """Rows that are added after a sequence's cached tokens, and then kept or forgotten."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Generic
 
@@ -17,7 +18,7 @@ Ids = Sequence[int]
 Adopt = Callable[[int, list[int], Logits | None, bool, NDArray[np.float32] | None], None]
 
 
-class Branch(Generic[C]):
+class Branch(AbstractContextManager["Branch[C]"], Generic[C]):
     """Holds rows after a sequence's cached tokens, which one or more passes add.
 
     `commit` keeps some of the rows, `forget` none. With `at` the rows lie in a gap instead, which
@@ -30,7 +31,7 @@ class Branch(Generic[C]):
         cache: C,
         last_logits: Logits | None,
         adopt: Adopt,
-        make_request: Callable[[SequencePass[C]], PassRequest[C]],
+        make_request: Callable[..., PassRequest[C]],
         at: int | None = None,
         state_width: int = 0,
     ) -> None:
@@ -86,7 +87,7 @@ class Branch(Generic[C]):
         first, result = len(self._ids), None
         logit_rows = list(range(first, first + len(ids)) if rows is None else rows)
         if ids:
-            new = [row for row in logit_rows if row >= first]
+            new = list(filter(first.__le__, logit_rows))
             try:
                 result = yield self._begin(ids, parents, new, mixed, exact_rows, mode, joined)
             except SharedPassError:
@@ -117,7 +118,7 @@ class Branch(Generic[C]):
             self._cache.commit(rows)
             last = rows[-1] if rows else -1
             logits = self._row_logits.get(last) if self._whole else None
-            ids = [self._ids[row] for row in rows]
+            ids = list(map(self._ids.__getitem__, rows))
             states = (
                 [state for row in rows if (state := self._hidden_states[row]) is not None]
                 if self._state_width
@@ -137,10 +138,12 @@ class Branch(Generic[C]):
         self._whole, self._mixed = self._whole or not num_rows, self._mixed and num_rows > 0
         self._predicted &= num_rows > 0
 
-    def forget(self) -> None:
+    def forget(self, *_: object) -> None:
         """Forgets every row that was not committed."""
         if self._ids:
             self.rewind(0)
+
+    __exit__ = forget
 
     def _begin(
         self,
@@ -169,7 +172,7 @@ class Branch(Generic[C]):
         self._whole &= exact_rows == 0 and not mode.head_tokens
         table = np.array(ids, np.int64)[:, None], np.ones((len(ids), 1), np.float32)
         return self._make_request(
-            SequencePass(
+            rows=SequencePass(
                 cache=self._cache,
                 ids=(mixed or table)[0],
                 weights=(mixed or table)[1],

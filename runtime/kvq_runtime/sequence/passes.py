@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -77,12 +78,12 @@ def run(work: Work[C, T]) -> T:
 
 def forward_all(requests: Sequence[PassRequest[Any]]) -> list[PassResult]:
     """Makes the passes that sequences asked for, as few as their models and modes allow."""
-    results = dict[int, PassResult]()
-    for place, first in enumerate(requests):
-        if place not in results:
-            together = [i for i in range(place, len(requests)) if first.joins(requests[i])]
-            results |= zip(together, _forward([requests[i] for i in together]), strict=True)
-    return [results[place] for place in range(len(requests))]
+    results = dict[PassRequest[Any], PassResult]()
+    for first in requests:
+        if first not in results:
+            together = list(filter(first.joins, requests))
+            results |= zip(together, _forward(together), strict=True)
+    return list(map(results.__getitem__, requests))
 
 
 def run_all(works: Iterable[Work[Any, T]], at_once: int) -> Iterator[tuple[int, T]]:
@@ -119,8 +120,8 @@ def run_all(works: Iterable[Work[Any, T]], at_once: int) -> Iterator[tuple[int, 
 def _forward(requests: Sequence[PassRequest[C]]) -> list[PassResult]:
     """Makes one pass over the rows of all `requests` and returns the result of each."""
     started = perf_counter()
-    rows, first = [request.rows for request in requests], requests[0]
-    logits = first.backend.forward(Pass(rows=tuple(rows), rope_long=first.rope_long))
+    rows, first = tuple(map(attrgetter("rows"), requests)), requests[0]
+    logits = first.backend.forward(Pass(rows=rows, rope_long=first.rope_long))
     seconds = perf_counter() - started
     count = 0
     for part, sequence in zip(logits, rows, strict=True):

@@ -11,13 +11,14 @@ model return `Work`, a generator that asks for passes.
 import collections.abc
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError
-from kvq_runtime.backends import WHOLE, Backend, C, SequencePass
+from kvq_runtime.backends import WHOLE, Backend, C
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.sequence.branch import Branch
 from kvq_runtime.sequence.encoding import Encoding, SequenceState
@@ -25,7 +26,6 @@ from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks, one_by_one
 from kvq_runtime.sequence.passes import Logits, PassRequest, Work, run
 from kvq_runtime.sequence.staleness import Ages, next_tokens
 from kvq_runtime.sequence.states import HiddenStates
-from kvq_runtime.sequence.turns import end_of_piece
 
 if TYPE_CHECKING:
     from kvq_runtime.sequence.prediction import Prediction, PromptReader
@@ -86,8 +86,8 @@ class TokenSequence(Generic[C]):
         return self.config.context_tokens - len(self._tokens)
 
     def append(self, ids: Iterable[int]) -> None:
-        """Adds tokens to the pending end. Raises `UsageError` for a token that the model lacks."""
-        self._tokens += self._backend.model.checked(ids)
+        """Adds tokens to the pending end, which `ModelFacts.checked` or the model itself gave."""
+        self._tokens += ids
 
     def keep(self, num_tokens: int) -> None:
         """Forgets all but the first `num_tokens` tokens."""
@@ -258,8 +258,7 @@ class TokenSequence(Generic[C]):
             pending[:0] = self._tokens[start:stop]
         return pending
 
-    @contextmanager
-    def branch(self, at: int | None = None, *, states: bool = False) -> Generator[Branch[C]]:
+    def branch(self, at: int | None = None, *, states: bool = False) -> Branch[C]:
         """Opens a branch after the cached tokens; rows that are not committed inside are forgotten.
 
         With `at` the rows are tokens of a gap that an edit left, from this token on. With `states`
@@ -268,11 +267,8 @@ class TokenSequence(Generic[C]):
         last_logits = self.encoding.logits if at is None else None
         states = states or self.hidden_states is not None
         width = self._backend.model.state_width if states else 0
-        branch = Branch(self.encoding.cache, last_logits, self._commit, self._request, at, width)
-        try:
-            yield branch
-        finally:
-            branch.forget()
+        request = partial(PassRequest, backend=self._backend, rope_long=self.rope_long)
+        return Branch(self.encoding.cache, last_logits, self._commit, request, at, width)
 
     def advancing(
         self,
@@ -295,6 +291,8 @@ class TokenSequence(Generic[C]):
             continues = self.encoding.staleness.is_predicted(start - 1)
             stop, mode = prediction.piece(start, stop, continues=continues)
         if cache.keeps_places:
+            from kvq_runtime.sequence.turns import end_of_piece
+
             ends = self._backend.model.stop_ids
             stop = end_of_piece(self._tokens, start, stop, ends, cache.mark)
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
@@ -352,9 +350,6 @@ class TokenSequence(Generic[C]):
 
     def close(self) -> None:
         self.encoding.close()
-
-    def _request(self, rows: SequencePass[C]) -> PassRequest[C]:
-        return PassRequest(backend=self._backend, rows=rows, rope_long=self.rope_long)
 
     def _commit(
         self,

@@ -5,7 +5,7 @@ by rank, and round-robin inside a rank, so that a long prompt never blocks a sho
 that is passed over too often rises a rank, so that no job starves.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -114,21 +114,24 @@ class Scheduler(Generic[J]):
         if not ready:
             return []
         best = min(ready, key=lambda entry: (entry.rank(STEPS_PER_RANK), entry.order))
-        for entry in ready:
+        ready.remove(best)
+        jobs: list[J] = []
+        for entry in (best, *ready):
             entry.skips += entry.job.rank > best.job.rank
-        served = [best, *(entry for entry in ready if entry is not best and entry.job.brief)]
-        for entry in served:
-            entry.skips = 0
-            self._count += 1
-            entry.order = self._count
-        return [entry.job for entry in served]
+            if entry is best or entry.job.brief:
+                entry.skips = 0
+                self._count += 1
+                entry.order = self._count
+                jobs.append(entry.job)
+        return jobs
 
     def finish(self, job: J) -> None:
         """Frees the slot of `job`."""
         self._running = [entry for entry in self._running if entry.job is not job]
 
-    def drop(self, matches: Callable[[J], bool]) -> Iterator[J]:
-        """Takes every waiting job that `matches` out of the queue and yields it."""
+    def drop(self, matches: Callable[[J], bool]) -> list[J]:
+        """Takes every waiting job that `matches` out of the queue and returns these."""
         dropped = [entry.job for entry in self._waiting if matches(entry.job)]
-        self._waiting = [entry for entry in self._waiting if entry.job not in dropped]
-        yield from dropped
+        if dropped:
+            self._waiting = [entry for entry in self._waiting if entry.job not in dropped]
+        return dropped

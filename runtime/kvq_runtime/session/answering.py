@@ -195,7 +195,7 @@ class Answering(Generic[C]):
             )
             began = perf_counter()
             accepted = generation.take(result.logits, draft, cancel=cancel)
-            branch.commit([*range(first), *[first + place for place in accepted.path]])
+            branch.commit([*range(first), *map(first.__add__, accepted.path)])
         sequence.append([accepted.token])
         if first:
             self._measure(tokens_before, first + len(accepted.path), result.seconds)
@@ -362,7 +362,7 @@ class Answering(Generic[C]):
     def _measure(self, reached: int, count: int, seconds: float) -> None:
         """Notes that a pass brought `count` tokens into the cache, up to token `reached`."""
         if reached > self._prompt_end:
-            self._meter.add_decode(count, seconds, self.sequence.cache.used_bytes)
+            self._meter.add_decode(count, seconds, self.sequence.encoding.cache.used_bytes)
         else:
             self._meter.add_prefill(count, seconds)
 

@@ -242,11 +242,19 @@ class Session(Answering[C]):
         )
         if not self._catch_up(no_progress, cancel):
             return
-        tokens_before = len(self.sequence)
-        while generation.finish_reason is None:
-            with self._one_thread:
-                steps, _ = run(self.stepping(generation, cancel))
-            yield from self._shown(steps)
+        remaining = length = tokens_before = len(self.sequence)
+        try:
+            while generation.finish_reason is None:
+                with self._one_thread:
+                    steps, _ = run(self.stepping(generation, cancel))
+                remaining, length = len(steps), len(self.sequence)
+                for step in steps:
+                    remaining -= 1
+                    yield step
+        except GeneratorExit:  # nobody asks for the round's other tokens
+            with suppress(UsageError):  # the session may be closed
+                self.rollback(remaining if len(self.sequence) == length else 0)
+            raise
         if not generation.begun:
             self._keep(tokens_before)
 
@@ -460,17 +468,6 @@ class Session(Answering[C]):
             progress(total - remaining, total)
         return True
 
-    def _shown(self, steps: Sequence[Step]) -> Iterator[Step]:
-        """Yields the steps of one round; takes back the tokens of those that nobody asks for."""
-        length = len(self.sequence)
-        for remaining, step in zip(reversed(range(len(steps))), steps, strict=True):
-            try:
-                yield step
-            except GeneratorExit:
-                with suppress(UsageError):  # the session may be closed
-                    self.rollback(remaining if len(self.sequence) == length else 0)
-                raise
-
     def _encoded(self, text: str) -> list[int]:
         if self._vocabulary.encode is None:
             raise UsageError("this model has no tokenizer: give token ids instead of a text")
@@ -480,7 +477,7 @@ class Session(Answering[C]):
         if len(ids) == 0 and not self.sequence.due():
             raise UsageError("the prompt is empty; give at least one token of text")
         self._check_length(len(ids), current_tokens=len(self.sequence))
-        self.sequence.append(ids)
+        self.sequence.append(self._backend.model.checked(ids))
         if len(ids):
             self._prompt_end = len(self.sequence)
         self._meter.add_prompt(len(ids))

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from itertools import count
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -477,13 +477,15 @@ def test_a_resize_is_not_lost_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch)
 
     async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
         with monkeypatch.context() as patch:
-            seconds = count()
+            seconds = chain(range(1000), repeat(1000))
             patch.setattr("textual._time.get_time", lambda: float(next(seconds)))
-            app.set_timer(0.001, lambda: late.append(next(seconds)))
+            app.set_timer(0.001, lambda: late.append("drawn"))
             await until(pilot, lambda: late)
+            await pilot.pause(0.01)
 
-    late: list[int] = []
+    late: list[str] = []
     run(script)
+    assert late == ["drawn"]
 
 
 # Leaving

@@ -195,7 +195,7 @@ def test_what_is_remembered_of_a_text_that_is_encoded_whole_is_bounded() -> None
 def test_what_of_a_draft_is_shown(
     draft: str, before: str, rest: str, below: str, left: str
 ) -> None:
-    assert apply_rules(draft, CursorContext(before, rest, ("", below))) == left
+    assert apply_rules(draft, CursorContext(before, rest, below)) == left
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_texts_that_differ_by_spaces_are_shown_once() -> None:
 def test_a_bracket_that_the_next_line_closes_is_not_closed_twice(
     before: str, draft: str, below: str, left: str
 ) -> None:
-    assert apply_rules(draft, CursorContext(before, "", (below,))) == left
+    assert apply_rules(draft, CursorContext(before, "", below)) == left
 
 
 @settings(max_examples=60, deadline=None)
