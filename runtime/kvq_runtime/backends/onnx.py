@@ -154,11 +154,10 @@ class OnnxBackend(PagedBackend):
             raise CacheError(f"the model could not be computed: {_message_of(error)}") from error
         if mode.head_tokens:
             logits = _all_tokens(logits, self.model.vocab_size)
-        if logits.shape[1:] != (self.model.vocab_size,):
+        counts = [len(sequence.logit_rows) for sequence in rows]
+        if logits.shape != (sum(counts), self.model.vocab_size):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
-        if len(rows) == 1:
-            return [logits]
-        return np.split(logits, np.cumsum([len(sequence.logit_rows) for sequence in rows])[:-1])
+        return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(counts)[:-1])
 
     def _run(
         self, feeds: Mapping[str, Any], rows: Sequence[SequencePass[Cache]], exact_rows: int

@@ -87,7 +87,7 @@ class Branch(AbstractContextManager["Branch[C]"], Generic[C]):
         first, result = len(self._ids), None
         logit_rows = list(range(first, first + len(ids)) if rows is None else rows)
         if ids:
-            new = list(filter(first.__le__, logit_rows))
+            new = [row for row in logit_rows if row >= first]
             try:
                 result = yield self._begin(ids, parents, new, mixed, exact_rows, mode, joined)
             except SharedPassError:
@@ -118,7 +118,7 @@ class Branch(AbstractContextManager["Branch[C]"], Generic[C]):
             self._cache.commit(rows)
             last = rows[-1] if rows else -1
             logits = self._row_logits.get(last) if self._whole else None
-            ids = list(map(self._ids.__getitem__, rows))
+            ids = [self._ids[row] for row in rows]
             states = (
                 [state for row in rows if (state := self._hidden_states[row]) is not None]
                 if self._state_width

@@ -83,7 +83,7 @@ def forward_all(requests: Sequence[PassRequest[Any]]) -> list[PassResult]:
         if first not in results:
             together = list(filter(first.joins, requests))
             results |= zip(together, _forward(together), strict=True)
-    return list(map(results.__getitem__, requests))
+    return [results[request] for request in requests]
 
 
 def run_all(works: Iterable[Work[Any, T]], at_once: int) -> Iterator[tuple[int, T]]:
