@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from kvq.errors import KvqError
 from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks
 from kvq_runtime.sequence.prediction import OFF
@@ -207,13 +209,14 @@ class Slots:
     def _copied_slot(
         self, text: Slot | SavedSession, free: Sequence[Slot], prompt: "_Prompt"
     ) -> Slot | None:
-        """Returns a slot that holds `text`, or nothing where that cannot be used; None: not yet."""
+        """Returns a slot that holds `text`, or another one if it cannot be used; None: not yet."""
         slot = self._make_free(free)
         if slot is None or slot is text:
             return slot
         slot.give_to(prompt.owner)
         if isinstance(text, Slot):
-            slot.session.restore(text.session.capture())
+            with contextlib.suppress(KvqError, MemoryError):
+                slot.session.restore(text.session.capture())
             slot.mark_loaded(None, prompt.owner)
         else:
             loaded = self.saved.load(slot.session, text)
@@ -255,11 +258,14 @@ class Slots:
         """Returns a slot that holds the text of `edit`, to be edited; None: not yet.
 
         A conversation goes on in its own slot. A text that only resembles the prompt is copied.
+        Where that fails, there is nothing to edit.
         """
-        slot = edit.text
-        if not (isinstance(slot, Slot) and slot.continues(edit.changes)):
-            slot = self._copied_slot(slot, free, prompt)
-        if slot is not None and len(slot.tokens):
+        text = edit.text
+        if isinstance(text, Slot) and text.continues(edit.changes):
+            slot = text
+        else:
+            slot = self._copied_slot(text, free, prompt)
+        if slot is not None and np.array_equal(slot.tokens, text.tokens):
             slot.changes = edit.changes
         return slot
 

@@ -128,6 +128,31 @@ def test_a_text_on_disk_is_edited(rule: Rule, tmp_path: Path) -> None:
     assert slots.saved.best(as_ids(CHANGED), "me")[1] == 26
 
 
+def test_a_copy_that_fails_is_not_edited(
+    rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither from a damaged file nor from another slot; the prompt is read instead."""
+    other = random.Random(2).choices(range(60, 260), k=500)
+    slots = Slots(rule.session, 1, SavedSessions(tmp_path, "key", 1 << 30))
+    read(slots, TEXT, edits=True)
+    read(slots, other, edits=True)
+    slots.saved.writer.wait()
+    (path,) = tmp_path.glob("*/*.kvq")
+    path.write_bytes(path.read_bytes()[:-100])
+    assert read(slots, CHANGED, edits=True)[1] == 0
+    slots.save_all()
+
+    def refuse(self: Any) -> Any:
+        raise MemoryError
+
+    slots = Slots(rule.session, 2, SavedSessions(Path(), "key", 0))
+    for ids in (other, TEXT):
+        read(slots, ids, edits=True)
+    monkeypatch.setattr("kvq_runtime.session.session.Session.capture", refuse)
+    alike = [*TEXT[:20], 261, *TEXT[21:600], *random.Random(1).choices(range(60, 260), k=150)]
+    assert read(slots, alike, edits=True)[1] == 0
+
+
 def test_a_request_chooses(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over HTTP with a real engine: the server's way, `x_kvq.exact`, and what the answer says."""
     monkeypatch.setattr(pool, "IDLE_REFRESH_S", 1e9)
