@@ -62,7 +62,9 @@ def measure(setup: Setup, job: ServeJob) -> dict[str, Any]:
     # Seconds by phase: of a chat's token in each round, of each completion.
     chat_s: dict[str, list[float]] = {CHAT: [], BOTH: []}
     completion_s: dict[str, list[float]] = {COMPLETIONS: [], BOTH: []}
-    with _serving(setup, job.context + MOST_CHAT_TOKENS + most) as client:
+    with serving(setup, job.context + MOST_CHAT_TOKENS + most, _SESSIONS) as server:
+        assert server.pool.served is not None
+        client = LoadClient(server.url or "", server.pool.served)
         token_s = client.chat(job.context, 32)
         chat_tokens = max(16, min(MOST_CHAT_TOKENS, int(job.chat_s / token_s)))
         client.complete(job, 1)
@@ -165,10 +167,10 @@ class LoadClient:
 
 
 @contextmanager
-def _serving(setup: Setup, context: int) -> Generator[LoadClient]:
-    """Runs a server on a port of its own, which keeps nothing on disk."""
+def serving(setup: Setup, context: int, sessions: int, reuse: str = "exact") -> Generator[Server]:
+    """Runs a server on a port of its own, which keeps nothing on disk, once its model is loaded."""
     session_options = setup.session_options | {"context_tokens": context}
-    config = ServeConfig(port=0, sessions=_SESSIONS, saved_bytes=0, grace_s=0.0)
+    config = ServeConfig(port=0, sessions=sessions, saved_bytes=0, grace_s=0.0, reuse=reuse)
     ready = Event()
     server = Server(
         lambda: serve_engine(Engine(setup.files, threads=setup.threads), session_options, config),
@@ -182,9 +184,7 @@ def _serving(setup: Setup, context: int) -> Generator[LoadClient]:
             ready.wait()
             if running.done():
                 running.result()
-            served = server.pool.served
-            assert served is not None
-            yield LoadClient(server.url or "", served)
+            yield server
         finally:
             server.stop()
 

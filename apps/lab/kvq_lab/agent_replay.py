@@ -8,23 +8,18 @@ and short; the next request has the recorded one in its place.
 import json
 import subprocess
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection
 from statistics import median
-from threading import Event
 from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvq.errors import BackendError
 from kvq_apps.bench.measure import p95
+from kvq_apps.bench.serve_bench import serving
 from kvq_apps.bench.suite import Setup
-from kvq_apps.names.engine import Engine
-from kvq_apps.serve.config import ServeConfig
-from kvq_apps.serve.loading import serve_engine
-from kvq_apps.serve.server import Server
 from kvq_apps.settings.flag_values import check_range
 from kvq_apps.terminal import output
 from kvq_lab.agent_turns import AgentTurn, agent_turns
@@ -69,7 +64,8 @@ class _Reply:
 def measure(setup: Setup, job: ReplayJob) -> dict[str, Any]:
     """A row for each way and form, and one for each way over all. Raises `KvqError`."""
     turns = agent_turns(job.turns, RESULT_LINES)
-    with _serving(setup, job, EXACT) as server:
+    with serving(setup, job.context, _SESSIONS, EXACT) as ours:
+        server = ours.url or ""
         if not _takes_tools(server, turns[0]):
             turns = [replace(turn, tools=[]) for turn in turns]
         ids = [_prompt_ids(server, turn) for turn in turns]
@@ -80,8 +76,8 @@ def measure(setup: Setup, job: ReplayJob) -> dict[str, Any]:
         ]
         turns, ids = [turn for turn, _ in fitting], [prompt for _, prompt in fitting]
         replies = {EXACT: _replayed(server, turns, job, setup, EXACT)}
-    with _serving(setup, job, MOVED) as server:
-        replies[MOVED] = _replayed(server, turns, job, setup, MOVED)
+    with serving(setup, job.context, _SESSIONS, MOVED) as ours:
+        replies[MOVED] = _replayed(ours.url or "", turns, job, setup, MOVED)
     if job.peer is not None:
         with _peer(setup, job) as server:
             replies["llama-server"] = _replayed(server, turns, job, setup, "llama-server")
@@ -192,29 +188,6 @@ def _ask(address: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
     if response.status != 200:
         raise BackendError(f"the server refused {route}: {text[:500]}")
     return json.loads(text)
-
-
-@contextmanager
-def _serving(setup: Setup, job: ReplayJob, reuse: str) -> Generator[str]:
-    """Runs our server on a port of its own; yields its address. It keeps nothing on disk."""
-    options = setup.session_options | {"context_tokens": job.context}
-    config = ServeConfig(port=0, sessions=_SESSIONS, saved_bytes=0, grace_s=0.0, reuse=reuse)
-    ready = Event()
-    server = Server(
-        lambda: serve_engine(Engine(setup.files, threads=setup.threads), options, config),
-        config,
-        lambda _served, _url: ready.set(),
-    )
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.run)
-        running.add_done_callback(lambda _: ready.set())
-        try:
-            ready.wait()
-            if running.done():
-                running.result()
-            yield server.url or ""
-        finally:
-            server.stop()
 
 
 @contextmanager
