@@ -20,7 +20,7 @@ import numpy as np
 from kvq.errors import BackendError, ModelError, UsageError, argument
 from kvq.files import path_of
 from kvq.reference.linear import WIDTHS, Grid
-from kvq_export.config import ExportOptions, WeightFormat
+from kvq_export.config import BLOCK, ExportOptions, WeightFormat
 from kvq_export.fit import auxiliary, eight_bit_baseline, prediction, quality
 from kvq_export.fit.calibrated import (
     TABLES,
@@ -368,10 +368,17 @@ def _rounds_plainly(weights: WeightFormat) -> bool:
 
 
 def _weight_format(model: OpenModel, options: ExportOptions) -> WeightFormat:
-    """Returns the format that the options ask for, or else the source."""
+    """Returns the format that the options ask for, or else the source.
+
+    Constants that are trained are those of blocks.
+    """
+    weights = options.weights
+    if weights is None:
+        weights = model.source.weight_format(model.original.checkpoint, model.original.sources)
+    if options.tune:
+        weights = replace(weights, block=weights.block or BLOCK)
     if options.weights is not None:
-        return options.weights
-    weights = model.source.weight_format(model.original.checkpoint, model.original.sources)
+        return weights
     # Widths are mixed by a measurement on a text; without one all matrices get the same.
     if weights.mixed and (model.tokenizer is None or not options.calibrate):
         return WeightFormat()

@@ -110,7 +110,7 @@ def rounded(name: str, matrix: np.ndarray) -> np.ndarray:
     """Returns a substitute for a weight whose products are those of 8-bit panels."""
     if matrix.ndim != 2 or name.endswith("conv"):
         return matrix
-    form = PanelFormat.of(WeightFormat(bits=8).at(8), matrix.shape)
+    form = PanelFormat.of(WeightFormat(bits=8).at(8, matrix.shape[1]), matrix.shape)
     blocks = quantize(matrix, form.format)
     panels = pack(form, blocks._replace(scales=half_scales(blocks.scales)))
 

@@ -305,7 +305,9 @@ class CalibratedWeights:
         """Rounds `rows` with the chosen dampings."""
         lower = None
         if dampings.rounding is not None:
-            lower = self._pool.submit(factor, moments.inputs, form.block, dampings.rounding)
+            lower = self._pool.submit(
+                factor, moments.inputs, form.activation_block, dampings.rounding
+            )
         if dampings.compensating is not None:
             rows = compensate(rows, moments, dampings.compensating)
         return quantize(rows, form) if lower is None else quantize_with(rows, lower.result(), form)
@@ -336,7 +338,7 @@ class CalibratedWeights:
         tried = self._expert(name, busiest, len(inputs))
         damping = self._choose_dampings(name, tried, fitted, held_out, form).rounding
         fitted.add(held_out)
-        lower = None if damping is None else factor(fitted.inputs, form.block, damping)
+        lower = None if damping is None else factor(fitted.inputs, form.activation_block, damping)
         for expert in range(len(inputs)):
             rows = self._expert(name, expert, len(inputs))
             yield quantize(rows, form) if lower is None else quantize_with(rows, lower, form)

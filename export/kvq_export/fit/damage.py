@@ -61,7 +61,7 @@ def mixed_formats(
     `segments` int64 [S, T] are texts. Raises `UsageError` for a size that is too small.
     """
     # Damages take long; a size that is too small is known before.
-    _sizes(original, weights, _forms(weights), _measured_names(original))
+    _sizes(original, weights, _measured_names(original))
     texts = segments[np.linspace(0, len(segments) - 1, TEXTS).astype(int), :TOKENS]
     return allocate(original, damages(original, texts, weights, threads, progress), weights)
 
@@ -70,13 +70,13 @@ def allocate(
     original: Original, damage: Mapping[str, float], weights: WeightFormat
 ) -> dict[str, BlockFormat]:
     """Chooses formats as `mixed_formats` does, for these damages at 4 bits by canonical name."""
-    forms = _forms(weights)
-    steps = np.array([1 / ((1 << form.bits) - 1) for form in forms])
+    widths = [*reversed(WIDTHS)]
+    steps = np.array([1 / ((1 << bits) - 1) for bits in widths])
     expected = [nats * (1 if name in TABLES else FEEDBACK) for name, nats in damage.items()]
     costs = np.outer(expected, np.square(steps / steps[-1]))
-    sizes, room = _sizes(original, weights, forms, [*damage])
+    sizes, room = _sizes(original, weights, [*damage])
     rungs, used, lost = np.zeros(len(sizes), np.intp), int(sizes[:, 0].sum()), costs[:, 0].sum()
-    finer = np.tri(len(forms), dtype=bool).T
+    finer = np.tri(len(widths), dtype=bool).T
     moves: list[tuple[int, int, int]] = []
     for item, rung in zip(*hull_descent(costs, sizes, rungs, finer), strict=True):
         lost += costs[item, rung] - costs[item, rungs[item]]
@@ -92,18 +92,16 @@ def allocate(
         extra = int(sizes[item, before] - sizes[item, rung])
         if rungs[item] == rung and used + extra <= room:
             rungs[item], used = before, used + extra
-    return {name: forms[rung] for name, rung in zip(damage, rungs, strict=True)}
-
-
-def _forms(weights: WeightFormat) -> list[BlockFormat]:
-    """Returns the formats that a matrix may get, the widest first."""
-    return [weights.at(bits) for bits in reversed(WIDTHS)]
+    return {
+        name: weights.at(widths[rung], original.sources[name].shape[1])
+        for name, rung in zip(damage, rungs, strict=True)
+    }
 
 
 def _sizes(
-    original: Original, weights: WeightFormat, forms: Sequence[BlockFormat], names: Sequence[str]
+    original: Original, weights: WeightFormat, names: Sequence[str]
 ) -> tuple[np.ndarray, int]:
-    """Returns the size of each matrix in each form, int64 [n, forms], and their limit together.
+    """Returns the size of each matrix by width, widest first, int64 [n, widths], and their limit.
 
     Sizes are bits of codes where a mean of them is asked for, else bytes of the file. Raises
     `UsageError` for a limit that 4 bits everywhere exceed.
@@ -111,16 +109,19 @@ def _sizes(
     shapes = [original.sources[name].shape for name in names]
     if weights.mean_bits is not None:
         counts = np.prod(shapes, axis=1)
-        sizes = np.outer(counts, [form.bits for form in forms])
+        sizes = np.outer(counts, [*reversed(WIDTHS)])
         stacks = [name for name in _matrices(original) if is_stack(name)]
         expert_codes = sum(math.prod(original.sources[name].shape) for name in stacks)
         return sizes, int(
-            weights.mean_bits * (counts.sum() + expert_codes) - forms[-1].bits * expert_codes
+            weights.mean_bits * (counts.sum() + expert_codes) - min(WIDTHS) * expert_codes
         )
     assert weights.size_bytes is not None
-    panels = [[PanelFormat.of(form, shape) for form in forms] for shape in shapes]
+    panels = [
+        [PanelFormat.of(weights.at(bits, shape[1]), shape) for bits in reversed(WIDTHS)]
+        for shape in shapes
+    ]
     sizes = np.array([[matrix.panels * matrix.panel_bytes for matrix in row] for row in panels])
-    narrow = WeightFormat(block=weights.block, overrides=dict.fromkeys(names, forms[-1]))
+    narrow = WeightFormat(block=weights.block, embedding_bits=min(WIDTHS))
     layout = plan_layout(original.config, original.sources, narrow)
     room = weights.size_bytes - (layout.num_bytes - int(sizes[:, -1].sum()))
     if room < sizes[:, -1].sum():
@@ -158,7 +159,7 @@ def damages(
     for start in range(0, len(names), lanes):
         progress(len(nats), len(names), "")
         batch = names[start : start + lanes]
-        run = _Pass(original, batch, texts, weights.at(min(WIDTHS)), threads, streams)
+        run = _Pass(original, batch, texts, weights, threads, streams)
         nats |= zip(batch, run.divergences(), strict=True)
     return nats
 
@@ -166,7 +167,7 @@ def damages(
 def _streams(original: Original, texts: np.ndarray, threads: int) -> np.ndarray:
     """Returns what enters each layer when nothing is rounded, float32 [L, S T, hidden]."""
     streams: list[np.ndarray] = []
-    clean = _Pass(original, (), texts, WeightFormat().at(min(WIDTHS)), threads)
+    clean = _Pass(original, (), texts, WeightFormat(), threads)
     clean.read(lambda layer, stream: streams.append(stream))
     return np.stack(streams)
 
@@ -179,13 +180,13 @@ class _Pass:
         original: Original,
         names: Sequence[str],
         texts: np.ndarray,
-        form: BlockFormat,
+        weights: WeightFormat,
         threads: int,
         streams: np.ndarray | None = None,
     ) -> None:
         self._original = original
         self._plain = CheckpointWeights(original.checkpoint, original.sources, threads)
-        self._texts, self._form = texts, form
+        self._texts, self._weights = texts, weights
         self._lanes = {
             name: slice(lane * texts.size, (lane + 1) * texts.size)
             for lane, name in enumerate(names, 1)
@@ -242,7 +243,7 @@ class _Pass:
         matrix = self._original.checkpoint.read(self._original.sources[name])
         out = x @ matrix.T
         if lane is not None:
-            form = PanelFormat.of(self._form, matrix.shape)
+            form = PanelFormat.of(self._weights.at(min(WIDTHS), matrix.shape[1]), matrix.shape)
             blocks = Blocks(*join_rows(self._plain.matrix(name, form)))
             out[lane] = x[lane] @ dequantize(blocks, form.bits)[:, : form.columns].T
         return out
@@ -253,7 +254,8 @@ class _Pass:
         return np.zeros((len(x), 1), np.float32)
 
     def _rounded(self, rows: np.ndarray) -> np.ndarray:
-        return dequantize(quantize(rows, self._form), self._form.bits)[:, : rows.shape[1]]
+        form = self._weights.at(min(WIDTHS), rows.shape[1])
+        return dequantize(quantize(rows, form), form.bits)[:, : rows.shape[1]]
 
     def _answer_divergences(self) -> list[float]:
         """Returns mean divergences by lane, over the tokens likely where nothing is rounded.

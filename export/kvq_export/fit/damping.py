@@ -61,7 +61,7 @@ def try_dampings(
     some, trials = rows[picked], list[Trial]()
     lack, unseen_lack = (moments.lack(rows, picked) for moments in (fitted, held_out))
     for damping in dampings:
-        lower = factor(fitted.inputs, form.block, damping)
+        lower = factor(fitted.inputs, form.activation_block, damping)
         rounded = dequantize(quantize_with(some, lower, form), form.bits)[:, :columns]
         rounding, compensating = _cost(rounded - some, held_out), 0.0
         if lack is not None and unseen_lack is not None:

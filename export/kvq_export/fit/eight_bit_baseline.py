@@ -11,15 +11,15 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.reference.linear import WIDTHS, dequantize, in_weights, round_rows
-from kvq_export.config import WeightFormat
+from kvq.reference.linear import WIDTHS, BlockFormat, dequantize, in_weights, round_rows
+from kvq_export.config import BLOCK
 from kvq_export.fit.quality import Original
 from kvq_export.fit.substitutes import Rows, SegmentedAttention, Stack, SubstituteMatrix
 from kvq_export.write.weights import half_scales, quantize
 from kvq_models.family import is_stack
 from kvq_models.reference import forward
 
-_FORM = WeightFormat(bits=max(WIDTHS)).at(max(WIDTHS))
+_FORM = BlockFormat(bits=max(WIDTHS), block=BLOCK)
 
 
 def likeliest_tokens(original: Original, texts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -18,8 +18,16 @@ from typing import NamedTuple
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.reference.linear import SCALE_UNIT, BlockFormat, Blocks, zero_points
-from kvq_export.write.weights import codes_of, fit, half_scales
+from kvq.reference.linear import BlockFormat, Blocks
+from kvq_export.write.weights import (
+    Lines,
+    codes_of,
+    empty_blocks,
+    fit,
+    fit_supers,
+    set_constants,
+    set_supers,
+)
 
 # Share of the diagonal's mean that damping counts each channel larger by: one that the text hardly
 # used is not free.
@@ -157,12 +165,10 @@ def quantize_with(rows: np.ndarray, lower: np.ndarray, form: BlockFormat) -> Blo
 
     Returns blocks as `weights.quantize` does, with scales as they will be stored.
     """
-    blocks = len(lower) // form.block
-    codes = np.empty((len(rows), len(lower)), np.uint8)
-    scales = np.empty((len(rows), blocks), np.float32)
-    offsets = None if form.grid.offset_type is None else np.empty((len(rows), blocks), np.uint8)
-    starts = range(0, len(lower), form.block)
-    corners = np.stack([lower[i : i + form.block, i : i + form.block] for i in starts])
+    wide = form.activation_block
+    out = empty_blocks(len(rows), len(lower), form)
+    places = [slice(start, start + wide) for start in range(0, len(lower), wide)]
+    corners = np.stack([lower[place, place] for place in places])
     inverses = np.linalg.inv(corners)
 
     for start in range(0, len(rows), _ROWS):
@@ -170,41 +176,40 @@ def quantize_with(rows: np.ndarray, lower: np.ndarray, form: BlockFormat) -> Blo
         columns = np.zeros((len(lower), len(rows[part])), np.float32)
         columns[: rows.shape[1]] = rows[part].T
         errors = np.zeros_like(columns)
-        for index in reversed(range(blocks)):
-            place = slice(index * form.block, (index + 1) * form.block)
-            after = slice(place.stop, None)
+        for index, place in reversed([*enumerate(places)]):
+            after, corner = slice(place.stop, None), corners[index]
             carried = lower[after, place].T @ errors[after]
             best = columns[place] + inverses[index].T @ carried
-            scale, zero = fit(best, form, np.diag(corners[index]) ** 2)
-            scale = half_scales(scale).astype(np.float32) * SCALE_UNIT
-            rounded = _round_block(
-                columns[place], carried, corners[index], (scale, zero), form.bits
-            )
-            codes[part, place], errors[place] = rounded[0].T, rounded[1]
-            scales[part, index] = scale
-            if offsets is not None and zero is not None:
-                offsets[part, index] = zero
-
-    return Blocks(codes, scales, offsets)
+            supers = fit_supers(best, form, np.diag(corner) ** 2)
+            set_supers(out, part, index, supers)
+            blocks = range(index * wide // form.block, place.stop // form.block)
+            for block, first in reversed([*zip(blocks, range(0, wide, form.block), strict=True)]):
+                inside = slice(first, first + form.block)
+                small = corner[inside, inside]
+                if supers is not None:
+                    best = columns[place][inside] + np.linalg.inv(small).T @ carried[inside]
+                lines = fit(best, form, np.diag(small) ** 2, supers)
+                set_constants(out, part, block, lines)
+                rounded = _round_block(
+                    columns[place][inside], carried[inside], small, lines, form.bits
+                )
+                codes, errors[place][inside] = rounded
+                out.codes[part, place][:, inside] = codes.T
+                carried[:first] += corner[inside, :first].T @ errors[place][inside]
+    return out
 
 
 def _round_block(
-    columns: np.ndarray,
-    carried: np.ndarray,
-    diagonal: np.ndarray,
-    grid: tuple[np.ndarray, np.ndarray | None],
-    bits: int,
+    columns: np.ndarray, carried: np.ndarray, corner: np.ndarray, lines: Lines, bits: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns codes uint8 and errors float32, [block, n], of a block of columns [block, n].
 
     `carried` [block, n] is the error of the columns after it, times the factor; it is overwritten.
-    `diagonal` is the factor's part on the diagonal.
+    `corner` is the factor's part on the diagonal.
     """
-    scale, zero = grid
-    middle = np.float32(1 << (bits - 1)) if zero is None else zero_points(zero, bits)
     codes, errors = np.empty(columns.shape, np.uint8), np.empty_like(columns)
     for j in reversed(range(len(columns))):
-        codes[j] = codes_of(columns[j] + carried[j] / diagonal[j, j], scale, zero, bits)
-        errors[j] = columns[j] - (codes[j] - middle) * scale
-        carried[:j] += diagonal[j, :j, None] * errors[j]
+        codes[j] = codes_of(columns[j] + carried[j] / corner[j, j], lines, bits)
+        errors[j] = columns[j] - (codes[j] - lines.middles) * lines.scales
+        carried[:j] += corner[j, :j, None] * errors[j]
     return codes, errors

@@ -76,7 +76,7 @@ def plan_layout(
         if not source.quantised:
             place(name, "float32", source.shape)
             continue
-        matrix = PanelFormat.of(weights.format_of(name), source.shape)
+        matrix = PanelFormat.of(weights.format_of(name, source.shape[-1]), source.shape)
         matrices[name] = matrix
         place(f"{name}.panels", "uint8", (matrix.panels, matrix.panel_bytes))
     for index, rope in enumerate(config.ropes):

@@ -4,19 +4,21 @@ Owns the search for each block's scale and offset. Knows no file, no graph and n
 codes leave here one per byte. `kvq.reference.linear` says what codes, scales and offsets mean.
 
 A symmetric scale may be negative: the weight of the largest magnitude takes the longer side of the
-code range. A zero point lies within the range of codes, so that zero is near a code.
+code range. A zero point lies within the range of codes, so that zero is near a code. Sub-blocks of
+a super-block are fitted as blocks with a zero point, and then get the nearest whole numbers.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import CheckpointError, argument
 from kvq.reference.linear import (
+    BLOCKS,
     E2M1_BIAS,
     E2M1_TOP,
     PANEL_ROWS,
@@ -49,29 +51,79 @@ _SPANS = {
 _REFITS = {4: 2, 5: 2, 6: 1, 8: 1}
 # Weights per pass: the few float32 arrays of a pass stay in a core's own cache.
 _PASS_WEIGHTS = 1 << 17
+# The largest number of a sub-block of 32 columns.
+TOP_NUMBER = 63
+# What is added to the number of a scale, in turn.
+_NUMBER_CHANGES = (0, -1, 1)
+
+
+class Supers(NamedTuple):
+    """Holds what the numbers of n super-blocks' sub-blocks multiply, float32 [n], as stored."""
+
+    scales: np.ndarray
+    offsets: np.ndarray
+
+
+class Lines(NamedTuple):
+    """Holds what codes mean in n blocks: `scales * (code - middles)`, float32 [n].
+
+    `stored` are the two constants that `Blocks` keeps of a block: its scale and its zero point, or
+    none, or the two whole numbers of a sub-block.
+    """
+
+    scales: np.ndarray
+    middles: np.ndarray
+    stored: tuple[np.ndarray, np.ndarray | None]
 
 
 def quantize(rows: np.ndarray, form: BlockFormat) -> Blocks:
     """Rounds `rows`, float32 [N, K], each block by itself; constants are in weights' units.
 
-    Codes are uint8 [N, ceil(K / block) * block].
+    Codes are uint8 [N, K'], K' being K rounded up to whole blocks, or super-blocks.
     """
-    num_rows, columns = rows.shape
-    blocks = -(-columns // form.block)
-    codes = np.empty((num_rows, blocks * form.block), np.uint8)
-    scales = np.empty((num_rows, blocks), np.float32)
-    zeros = np.empty((num_rows, blocks), np.uint8) if form.grid is Grid.ZERO_POINT else None
-    step = max(1, _PASS_WEIGHTS // (blocks * form.block))
-    for start in range(0, num_rows, step):
+    out = empty_blocks(*rows.shape, form)
+    wide = form.activation_block
+    step = max(1, _PASS_WEIGHTS // out.codes.shape[1])
+    for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        block_columns = by_block(rows[part], form.block)
-        scale, zero = fit(block_columns, form)
-        scales[part] = scale.reshape(-1, blocks)
-        if zeros is not None and zero is not None:
-            zeros[part] = zero.reshape(-1, blocks)
-        rounded = codes_of(block_columns, scale, zero, form.bits)
-        codes[part] = rounded.T.reshape(-1, blocks * form.block)
-    return Blocks(codes, scales, zeros)
+        columns = by_block(rows[part], wide)
+        supers = fit_supers(columns, form)
+        codes = np.empty(columns.shape, np.uint8)
+        for first in range(0, wide, form.block):
+            block = slice(first, first + form.block)
+            lines = fit(columns[block], form, supers=supers)
+            codes[block] = codes_of(columns[block], lines, form.bits)
+            set_constants(out, part, slice(first // form.block, None, wide // form.block), lines)
+        out.codes[part] = codes.T.reshape(-1, out.codes.shape[1])
+        set_supers(out, part, slice(None), supers)
+    return out
+
+
+def empty_blocks(rows: int, columns: int, form: BlockFormat) -> Blocks:
+    """Returns room for the codes and constants of a matrix [rows, columns]."""
+    supers = -(-columns // form.activation_block)
+    padded = supers * form.activation_block
+    codes, scales = np.empty((rows, padded), np.uint8), np.empty((rows, supers), np.float32)
+    if form.grid.has_supers:
+        numbers = np.empty((2, rows, padded // form.block), np.uint8)
+        return Blocks(codes, scales, np.empty_like(scales), *numbers)
+    has_zeros = form.grid is Grid.ZERO_POINT
+    return Blocks(codes, scales, np.empty(scales.shape, np.uint8) if has_zeros else None)
+
+
+def set_constants(out: Blocks, rows: slice, blocks: int | slice, lines: Lines) -> None:
+    """Stores what `lines` have for some blocks of some `rows`."""
+    sides = out[1:3] if out.sub_scales is None else out[3:5]
+    for side, constants in zip(sides, lines.stored, strict=True):
+        if side is not None and constants is not None:
+            side[rows, blocks] = constants.reshape(side[rows, blocks].shape)
+
+
+def set_supers(out: Blocks, rows: slice, places: int | slice, supers: Supers | None) -> None:
+    """Stores the constants of some super-blocks of some `rows`, where there are any."""
+    for side, constants in zip(out[1:3], supers or (), strict=False):
+        assert side is not None
+        side[rows, places] = constants.reshape(side[rows, places].shape)
 
 
 def quantize_chunks(
@@ -100,32 +152,66 @@ def by_block(rows: np.ndarray, block: int) -> np.ndarray:
 
 
 def fit(
-    blocks: np.ndarray, form: BlockFormat, importance: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns scales float32 [n], and zero points uint8 [n] or None, for `blocks` [block, n].
+    blocks: np.ndarray,
+    form: BlockFormat,
+    importance: np.ndarray | None = None,
+    supers: Supers | None = None,
+) -> Lines:
+    """Returns what makes the squared errors of `blocks` [block, n] least.
 
-    They make the squared errors least, each weighed by its place's `importance` [block], or 1 where
-    it is None. The format's grid is symmetric or has a zero point.
+    Each is weighed by its place's `importance` [block], or 1 where it is None. The format's grid is
+    symmetric, has a zero point, or has super-blocks, `supers`, with sub-blocks of 32 columns.
     """
-    assert form.grid in (Grid.SYMMETRIC, Grid.ZERO_POINT), (
+    assert form.grid in (Grid.SYMMETRIC, Grid.ZERO_POINT) or supers is not None, (
         f"{form} is of weights that were quantised before"
     )
-    weight = np.ones(len(blocks), np.float32) if importance is None else importance
-    weight = (weight / max(float(weight.max()), 1e-30)).astype(np.float32)[:, None]
+    weight = _weights(importance, len(blocks))
+    if supers is not None:
+        return _with_numbers(blocks, form.bits, weight, supers)
     if form.grid is Grid.SYMMETRIC:
-        return _symmetric(blocks, form.bits, weight), None
-    return _with_zero(blocks, form.bits, weight)
+        scales = stored_scales(_symmetric(blocks, form.bits, weight))
+        return Lines(scales, np.full_like(scales, 1 << (form.bits - 1)), (scales, None))
+    scales, zeros = _with_zero(blocks, form.bits, weight)
+    scales = stored_scales(scales)
+    return Lines(scales, zero_points(zeros, form.bits), (scales, zeros))
 
 
-def codes_of(
-    values: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, bits: int
-) -> np.ndarray:
-    """Returns the nearest codes, uint8, of values [..., n] on the grids of n blocks."""
-    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
-    places = values * inverse
-    places += np.float32(1 << (bits - 1)) if zeros is None else zero_points(zeros, bits)
+def fit_supers(
+    columns: np.ndarray, form: BlockFormat, importance: np.ndarray | None = None
+) -> Supers | None:
+    """Returns what the numbers of super-blocks `columns` [256, n] multiply; None of other grids.
+
+    The largest scale and offset among their sub-blocks get the largest number.
+    """
+    if not form.grid.has_supers:
+        return None
+    weight = _weights(importance, len(columns))
+    tops = np.zeros((2, columns.shape[1]), np.float32)
+    for first in range(0, len(columns), form.block):
+        block = slice(first, first + form.block)
+        scales, zeros = _with_zero(columns[block], form.bits, weight[block])
+        np.maximum(tops, [scales, scales * zero_points(zeros, form.bits)], out=tops)
+    scales, offsets = stored_scales(tops / np.float32(TOP_NUMBER))
+    return Supers(scales, -offsets)
+
+
+def codes_of(values: np.ndarray, lines: Lines, bits: int) -> np.ndarray:
+    """Returns the nearest codes, uint8, of values [..., n] of n blocks."""
+    places = values * _divided(np.float32(1), lines.scales)
+    places += lines.middles
     np.rint(places, out=places)
     return np.clip(places, 0, (1 << bits) - 1, out=places).astype(np.uint8)
+
+
+def _weights(importance: np.ndarray | None, count: int) -> np.ndarray:
+    """Returns weights of `count` places, float32 [count, 1], the largest 1."""
+    weight = np.ones(count, np.float32) if importance is None else importance
+    return (weight / max(float(weight.max()), 1e-30)).astype(np.float32)[:, None]
+
+
+def _divided(numbers: np.ndarray | np.float32, by: np.ndarray) -> np.ndarray:
+    """Divides, with 0 where `by` is 0."""
+    return np.divide(numbers, by, out=np.zeros_like(by), where=by != 0)
 
 
 def whole_panels(chunks: Iterable[Rows]) -> Iterator[Rows]:
@@ -149,6 +235,11 @@ def join_rows(chunks: Iterable[Rows]) -> Rows:
 
 def _part(arrays: Rows, rows: slice) -> Rows:
     return tuple(None if array is None else array[rows] for array in arrays)
+
+
+def stored_scales(scales: np.ndarray) -> np.ndarray:
+    """Returns scales, float32, that `half_scales` keeps."""
+    return half_scales(scales).astype(np.float32) * SCALE_UNIT
 
 
 def half_scales(scales: np.ndarray) -> np.ndarray:
@@ -233,7 +324,7 @@ def _with_zero(blocks: np.ndarray, bits: int, weight: np.ndarray) -> tuple[np.nd
         scale = np.where(alive, (high - low) * span / ((1 << bits) - 1), 1).astype(np.float32)
         zero = _offsets(-low * span / scale, bits)
         for _ in range(_REFITS[bits]):
-            codes = _rounded(blocks, scale, zero, bits)
+            codes = _rounded(blocks, scale, zero_points(zero, bits), bits)
             middle = (weight * codes).sum(axis=0) / total
             codes -= middle
             spread = (weight * codes * codes).sum(axis=0)
@@ -241,7 +332,7 @@ def _with_zero(blocks: np.ndarray, bits: int, weight: np.ndarray) -> tuple[np.nd
             fits = (spread > 0) & (cross > 0) & alive
             scale = np.where(fits, np.divide(cross, spread, where=fits, out=scale.copy()), scale)
             zero = _offsets(middle - mean / scale, bits)
-        codes = _rounded(blocks, scale, zero, bits)
+        codes = _rounded(blocks, scale, zero_points(zero, bits), bits)
         errors = (codes - zero_points(zero, bits)) * scale - blocks
         error = (weight * errors * errors).sum(axis=0)
         better = error < best
@@ -252,9 +343,37 @@ def _with_zero(blocks: np.ndarray, bits: int, weight: np.ndarray) -> tuple[np.nd
     return best_scale, best_zero
 
 
-def _rounded(blocks: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int) -> np.ndarray:
-    codes = blocks / scale
-    codes += zero_points(zero, bits)
+def _with_numbers(blocks: np.ndarray, bits: int, weight: np.ndarray, supers: Supers) -> Lines:
+    """Returns the best whole numbers of sub-blocks [32, n] of `supers`.
+
+    Numbers near the scale of a zero point's grid are tried, each with the offset that suits it.
+    """
+    scales, zeros = _with_zero(blocks, bits, weight)
+    minima = scales * zero_points(zeros, bits)
+    nearest = np.rint(_divided(scales, supers.scales))
+    least = np.full(blocks.shape[1], np.inf, np.float32)
+    best = [np.zeros_like(scales) for _ in range(4)]
+    for change in _NUMBER_CHANGES:
+        number = np.clip(nearest + np.float32(change), 1, TOP_NUMBER)
+        scale = number * supers.scales
+        codes = _rounded(blocks, scale, _divided(minima, scale), bits)
+        # The mean of what the codes give too much.
+        excess = (weight * (scale * codes - blocks)).sum(axis=0) / weight.sum()
+        offset = np.clip(np.rint(_divided(excess, -supers.offsets)), 0, TOP_NUMBER)
+        middle = _divided(offset * -supers.offsets, scale)
+        errors = (_rounded(blocks, scale, middle, bits) - middle) * scale - blocks
+        error = (weight * errors * errors).sum(axis=0)
+        better = error < least
+        np.copyto(least, error, where=better)
+        for kept, tried in zip(best, (scale, middle, number, offset), strict=True):
+            np.copyto(kept, tried, where=better)
+    first, second = (numbers.astype(np.uint8) for numbers in best[2:])
+    return Lines(best[0], best[1], (first, second))
+
+
+def _rounded(blocks: np.ndarray, scale: np.ndarray, middle: np.ndarray, bits: int) -> np.ndarray:
+    codes = blocks * _divided(np.float32(1), scale)
+    codes += middle
     np.rint(codes, out=codes)
     return np.clip(codes, 0, (1 << bits) - 1, out=codes)
 
