@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from kvq.errors import CheckpointError, argument
 from kvq.reference.linear import (
-    BLOCKS,
     E2M1_BIAS,
     E2M1_TOP,
     PANEL_ROWS,
