@@ -125,6 +125,60 @@ def test_a_zero_point_is_worth_its_byte(bits: int) -> None:
     assert not dequantize(quantize(rows, forms[1]), bits)[:2].any()
 
 
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_super_blocks_are_worth_more_than_smaller_blocks(bits: int) -> None:
+    """They take an eighth of a bit more than blocks of 64 and a quarter less than those of 32."""
+    random = np.random.default_rng(2)
+    rows = random.standard_normal((40, 768), np.float32)
+    rows *= np.exp(0.3 * random.standard_normal((40, 24))).repeat(32, axis=1).astype(np.float32)
+    forms = [
+        WeightFormat().at(bits, 768),
+        *(WeightFormat(block=block).at(bits, 768) for block in (64, 32)),
+    ]
+    assert [form.bits_per_weight - bits for form in forms] == [0.5, 0.375, 0.75]
+    supers, wide, narrow = (
+        relative_error(dequantize(quantize(rows, form), bits), rows) for form in forms
+    )
+    assert supers < 0.75 * wide
+    assert supers < 1.03 * narrow
+
+
+def test_what_super_blocks_hold_comes_back() -> None:
+    """A sub-block of zeros stays zeros, and so does a whole super-block; numbers are whole."""
+    random = np.random.default_rng(3)
+    codes = random.integers(0, 16, (20, 512)).reshape(20, 16, 32)
+    codes[:, :, 0], codes[:, :, 1] = 0, 15
+    scales, minima = random.integers(20, 64, (2, 20, 16, 1))
+    scales[:, ::8], minima[:, ::8] = 63, 63
+    rows = ((codes * scales - 4 * minima) * 2.0**-12).astype(np.float32).reshape(20, 512)
+    rows[3, 32:64] = 0
+    rows[4, 256:] = 0
+    form = WeightFormat().at(4, 512)
+    blocks = quantize(rows, form)
+    assert blocks.sub_scales is not None
+    assert blocks.sub_scales.dtype == np.uint8
+    assert blocks.sub_scales.max() == 63
+    actual = dequantize(blocks, 4)
+    np.testing.assert_allclose(actual, rows, atol=1e-6)
+    assert not actual[3, 32:64].any()
+    assert not actual[4, 256:].any()
+
+
+@pytest.mark.parametrize(
+    ("columns", "bits", "expected"),
+    [
+        (512, 4, "4/32/super_minimum"),
+        (512, 6, "6/32/super_minimum"),
+        (512, 8, "8/64/symmetric"),
+        (576, 5, "5/64/zero_point"),
+    ],
+)
+def test_the_format_depends_on_the_columns(columns: int, bits: int, expected: str) -> None:
+    assert str(WeightFormat(bits=bits).format_of("layers.0.qkv", columns)) == expected
+    asked = WeightFormat(bits=bits, block=32).format_of("layers.0.qkv", columns)
+    assert str(asked) == f"{bits}/32/{'symmetric' if bits == 8 else 'zero_point'}"
+
+
 def test_zero_and_tiny_blocks_are_stored_as_zeros() -> None:
     rows = np.zeros((2, 64), np.float32)
     rows[1, 40] = 1e-40

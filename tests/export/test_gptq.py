@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvq.errors import CheckpointError
-from kvq.reference.linear import SCALE_UNIT, BlockFormat, Grid, PanelFormat, dequantize
+from kvq.reference.linear import BlockFormat, Grid, PanelFormat, dequantize, pack, restore
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.fit import gptq
@@ -21,6 +21,7 @@ from kvq_export.fit.substitutes import SubstituteMatrix
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_export.write.layout import plan_layout
 from kvq_export.write.weights import quantize
+from kvq_export.write.writer import stored_blocks
 from kvq_models.config import ModelConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import read_checkpoint
@@ -48,18 +49,23 @@ def damped(moments: np.ndarray, damping: float) -> np.ndarray:
     return moments + damping * np.diag(diagonal + LEAST_CHANNEL * diagonal.mean())
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
-@pytest.mark.parametrize("grid", [Grid.SYMMETRIC, Grid.ZERO_POINT])
-@pytest.mark.parametrize("columns", [96, 80])
+@pytest.mark.parametrize(
+    ("bits", "grid", "columns"),
+    [
+        *product((4, 5, 6, 8), (Grid.SYMMETRIC, Grid.ZERO_POINT), (96, 80)),
+        *product((4, 5, 6), (Grid.SUPER_MINIMUM,), (512, 300)),
+    ],
+)
 def test_products_of_unseen_inputs_err_less_than_by_plain_rounding(
     bits: int, grid: Grid, columns: int
 ) -> None:
     form = BlockFormat(bits=bits, block=32, grid=grid)
+    wide = form.activation_block
     inputs = correlated(4096, columns)
     x, held_out = inputs[:2048], inputs[2048:]
     weights = np.random.default_rng(1).standard_normal((70, columns), np.float32)
-    blocks = quantize_with(weights, factor(x.T @ x, 32, DAMPING), form)
-    assert blocks.codes.shape == (70, 96)
+    blocks = quantize_with(weights, factor(x.T @ x, wide, DAMPING), form)
+    assert blocks.codes.shape == (70, -(-columns // wide) * wide)
     assert int(blocks.codes.max()) < 1 << bits
     actual, plain = (
         dequantize(stored, bits)[:, :columns] for stored in (blocks, quantize(weights, form))
@@ -69,9 +75,12 @@ def test_products_of_unseen_inputs_err_less_than_by_plain_rounding(
         return float(np.square(held_out @ (rounded - weights).T).sum())
 
     assert error(actual) < 0.35 * error(plain)
-    # Scales are those a panel can hold.
-    halves = (blocks.scales / SCALE_UNIT).astype(np.float16)
-    np.testing.assert_array_equal(halves.astype(np.float32) * SCALE_UNIT, blocks.scales)
+    # Constants are those a panel can hold.
+    panels = PanelFormat.of(form, weights.shape)
+    stored = pack(panels, stored_blocks(blocks, grid))
+    np.testing.assert_array_equal(
+        restore(panels, stored)[:70], dequantize(blocks, bits)[:, :columns]
+    )
 
 
 def test_it_is_gptq_from_the_last_column_to_the_first() -> None:
