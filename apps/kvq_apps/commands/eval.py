@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.config import parse_kv
-from kvq.errors import ModelError, UsageError, argument
+from kvq.errors import BudgetError, ModelError, UsageError, argument
 from kvq_apps import laboratory
 from kvq_apps.settings import flags, options
 from kvq_apps.terminal import output
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     # Functions that open sessions with the measured cache, and with an unquantised cache.
     Opened = tuple[OpenSession, OpenSession]
 
-DEFAULT_CONTEXT = 2048
+DEFAULT_CONTEXT, WEIGHTS_CONTEXT = 2048, 512
 LABORATORY_TASKS = ("calls", "drafts", "edit", "fim", "program", "math")
 # A table reads its text many times, so it is short.
 DEFAULT_WINDOWS = 16
@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(
-        parser, "task", "context", "max-tokens", "depths", "trials", "seed",
+        parser, "task", "checkpoint", "context", "max-tokens", "depths", "trials", "seed",
         context=f"tokens per window (default: {DEFAULT_CONTEXT}); "
         "passkey, retrieval and facts take a list of lengths",
         seed="seed of look-ups and of what is chosen "
@@ -63,12 +63,18 @@ def run(arguments: Namespace) -> int:
     modes = [name for name in ("task", "table", "sweep") if getattr(arguments, name)]
     if not modes:
         raise UsageError(
-            f"{argument('--task')} is missing; choose ppl, kld, passkey, retrieval or facts"
+            f"{argument('--task')} is missing; choose ppl, kld, weights, passkey, retrieval or "
+            "facts"
         )
     if len(modes) > 1:
         raise UsageError(
             f"{argument('--' + modes[0])} and {argument('--' + modes[1])} exclude each other; "
             "give one"
+        )
+    if (arguments.task == "weights") != (arguments.checkpoint is not None):
+        raise UsageError(
+            f"{argument('--task')} weights compares a bundle with {argument('--checkpoint')} "
+            "MODEL; give both, or neither"
         )
     model, files = _model_and_files(arguments)
     mode = _mode(arguments)
@@ -89,6 +95,8 @@ def _mode(arguments: Namespace) -> "Callable[[Engine, Namespace, list[str]], int
         return laboratory.runner("eval", "sweep", "--sweep")
     if arguments.task in LABORATORY_TASKS:
         return laboratory.runner("eval", arguments.task, f"--task {arguments.task}")
+    if arguments.task == "weights":
+        return _weights
     return _table if arguments.table else _one_task
 
 
@@ -107,6 +115,32 @@ def _one_task(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> i
         return material.measure(task, *opened, progress)
 
     return judge(engine, arguments, max(lengths), room, measure)
+
+
+def _weights(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    """Compares a bundle with the checkpoint that it was made of."""
+    from kvq_apps.evaluation.original_weights import CheckpointSession, open_original
+    from kvq_apps.evaluation.text import divergence
+
+    original = open_original(arguments.checkpoint, engine.model.vocab_size)
+    context_tokens = one_length(engine, arguments, WEIGHTS_CONTEXT)
+    windows = (
+        choices_of(arguments)
+        .material(engine.tokenizer, ["kld"], context_tokens, files=files)
+        .windows
+    )
+
+    if not any(options.on_command_line(arguments, name) for name in flags.KV_FLAGS):
+        arguments.kv = "fp"
+
+    def measure(opened: "Opened", progress: "Progress") -> "Measurement":
+        reference = partial(CheckpointSession, original)
+        (outcome,) = divergence(opened[:1], reference, windows, progress)
+        if isinstance(outcome, BudgetError):
+            raise outcome
+        return outcome
+
+    return judge(engine, arguments, context_tokens, 0, measure)
 
 
 def judge(

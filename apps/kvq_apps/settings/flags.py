@@ -191,10 +191,12 @@ FLAGS: dict[str, Flag] = {
     "config": Flag("print every setting and where its value comes from", switch=True),
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
-    "task": Flag("what to measure: ppl, kld, passkey, retrieval or facts; from a checkout "
+    "task": Flag("what to measure: ppl, kld, weights, passkey, retrieval or facts; from a checkout "
         "(`apps/lab`) also calls, drafts, edit, fim, program and math",
-        choices=("ppl", "kld", "passkey", "retrieval", "facts", "calls", "drafts", "edit", "fim",
-            "program", "math"), common=True),
+        choices=("ppl", "kld", "weights", "passkey", "retrieval", "facts", "calls", "drafts",
+            "edit", "fim", "program", "math"), common=True),
+    "checkpoint": Flag("weights: the checkpoint that the bundle was made of: a folder, a GGUF file "
+        "or a hub id", metavar="MODEL", common=True),
     "context": Flag("context lengths in tokens", metavar="N,..", common=True),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",

@@ -53,8 +53,13 @@ class Original:
     sources: Mapping[str, WeightSource]
     checkpoint: Checkpoint
 
-    def logits(self, ids: np.ndarray, *, long_rope: bool = False) -> np.ndarray:
-        """Returns logits float32 [T, V] for `ids` int64 [T]; the weights are streamed from disk."""
+    def logits(
+        self, ids: np.ndarray, *, rows: slice = slice(None), long_rope: bool = False
+    ) -> np.ndarray:
+        """Returns logits float32 [T, V] of `rows` of `ids` int64 [T].
+
+        The weights are streamed from disk.
+        """
         positions = np.arange(len(ids))
 
         def weight(name: str) -> np.ndarray:
@@ -66,7 +71,8 @@ class Original:
             read = partial(self.checkpoint.read_rows, source)
             return cast(np.ndarray, Rows(read, partial(self.product, name)))
 
-        return forward(self.config, weight, ids, positions, PlainAttention(), long_rope=long_rope)
+        attend = PlainAttention()
+        return forward(self.config, weight, ids, positions, attend, rows=rows, long_rope=long_rope)
 
     def product(self, name: str, x: np.ndarray, change: Change | None = None) -> np.ndarray:
         """Multiplies `x` float32 [T, K] by a matrix, float32 [T, N]; a few rows are in memory."""

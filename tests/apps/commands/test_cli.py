@@ -21,6 +21,8 @@ from kvq.settings import environment_name
 from kvq_apps import cli
 from kvq_apps.cli import COMMANDS, _set_up_logging, build_parser, main
 from kvq_apps.commands import run as run_command
+from kvq_apps.evaluation.measurement import log_softmax
+from kvq_apps.evaluation.text import kl_divergence, windows
 from kvq_apps.settings import flags, options, sources
 from kvq_apps.settings.flag_values import with_component_values
 from kvq_apps.settings.parsers import Parser
@@ -29,7 +31,8 @@ from kvq_export.config import WeightFormat
 from kvq_export.write.unquantized import Unquantized
 from kvq_runtime.backends import BACKENDS
 from kvq_runtime.bundle.bundle import Bundle
-from tiny import transformers_logits
+from kvq_runtime.engine import Engine
+from tiny import make_llama_checkpoint, transformers_logits
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 12
 
@@ -425,6 +428,39 @@ def test_eval_kld_is_zero_against_itself_and_grows_with_fewer_bits(
     coarse, fine = ask(*words, "--kv", "2:2"), ask(*words, "--kv", "8:8")
     assert 0 < fine["value"] < coarse["value"]
     assert coarse["kv_bytes"] < fine["kv_bytes"]
+
+
+def test_eval_weights_compares_a_bundle_with_its_checkpoint(
+    checkpoint: Path,
+    bundle: str,
+    ask: Ask,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The engine that computes the checkpoint's own weights in float32 loses nothing."""
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    words = ("eval", "--task", "weights", "--checkpoint", str(checkpoint), "--context", "300")
+    exact = ask(*words, "-m", str(checkpoint), "--backend", "float", str(text))
+    assert exact["value"] == pytest.approx(0, abs=1e-5)
+    assert (exact["kv"], exact["same_top_1"], exact["windows"]) == ("fp", 1.0, 1)
+    made = ("-m", bundle, str(text))
+    rounded, both = ask(*words, *made), ask(*words, *made, "--kv", "2:2")
+    assert 1e-6 < rounded["value"] < both["value"]
+    nats: list[np.ndarray] = []
+    with Engine.open(bundle) as engine:
+        ids = engine.tokenizer.encode(TEXT)
+        start = engine.tokenizer.control.start
+        for window in windows(ids, start, 300):
+            with engine.session(kv="fp", context_tokens=300) as session:
+                actual = np.concatenate(list(session.logits(window)))
+            expected = transformers_logits(checkpoint, np.array(window))
+            both_logs = (log_softmax(logits[149:299]) for logits in (expected, actual))
+            nats.append(kl_divergence(*both_logs))
+    assert rounded["value"] == pytest.approx(np.concatenate(nats).mean(), rel=1e-2)
+    other = make_llama_checkpoint(tmp_path / "other", vocab_size=300)
+    assert main([*words[:4], str(other), *made]) == 2
+    assert "it has 300 tokens" in capsys.readouterr().err
 
 
 def test_a_share_of_the_budget_means_the_same_everywhere(

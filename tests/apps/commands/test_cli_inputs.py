@@ -204,7 +204,10 @@ def test_evaluations(bundle: str, refused: Refused, tmp_path: Path) -> None:
     def evaluate(*words: str) -> str:
         return refused("eval", "-m", bundle, *words)
 
-    assert "--task is missing; choose ppl, kld, passkey, retrieval or facts" in evaluate(file)
+    missing = evaluate(file)
+    assert "--task is missing; choose ppl, kld, weights, passkey, retrieval or facts" in missing
+    for words in (["--task", "weights"], ["--task", "ppl", "--checkpoint", "x"]):
+        assert "give both, or neither" in evaluate(file, *words)
     assert "invalid choice: 'speed'" in evaluate(file, "--task", "speed")
     assert "--task kld needs a text" in evaluate("--task", "kld")
     assert "leave out the files" in evaluate("--task", "passkey", file)
