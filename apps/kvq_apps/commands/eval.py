@@ -134,7 +134,7 @@ def _weights(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> in
         arguments.kv = "fp"
 
     def measure(opened: "Opened", progress: "Progress") -> "Measurement":
-        reference = partial(CheckpointSession, original)
+        reference: Any = partial(CheckpointSession, original)
         (outcome,) = divergence(opened[:1], reference, windows, progress)
         if isinstance(outcome, BudgetError):
             raise outcome

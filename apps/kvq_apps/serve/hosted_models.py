@@ -35,6 +35,7 @@ from kvq_apps.serve.responses_api import StoredResponses
 from kvq_apps.serve.workers import gone
 from kvq_apps.terminal.estimate import estimate
 from kvq_runtime.serving.request import PoolError, shutdown_error
+from kvq_runtime.serving.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def hosted_models(
 
     The first one has the aliases. A name that two of them have means the first of the two.
     """
-    stored = StoredResponses()
+    stored, turns = StoredResponses(), Turns()
     models: list[HostedModel] = []
     known: set[str] = set()
     options = {**session_options, **engine_options}
@@ -128,7 +129,7 @@ def hosted_models(
         session = sizes["session"]
         k_bits, v_bits = parse_kv(sizes["kv"])
         aliases = () if models else config.aliases
-        model_config = replace(config, strict_model=False, aliases=aliases)
+        model_config = replace(config, strict_model=False, aliases=aliases, turns=turns)
         all_names = names_of(files, name) | {*aliases}
         models.append(
             HostedModel(

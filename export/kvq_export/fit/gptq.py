@@ -187,7 +187,8 @@ def quantize_with(rows: np.ndarray, lower: np.ndarray, form: BlockFormat) -> Blo
                 inside = slice(first, first + form.block)
                 small = corner[inside, inside]
                 if supers is not None:
-                    best = columns[place][inside] + np.linalg.inv(small).T @ carried[inside]
+                    inverse: np.ndarray = np.linalg.inv(small)
+                    best = columns[place][inside] + inverse.T @ carried[inside]
                 lines = fit(best, form, np.diag(small) ** 2, supers)
                 set_constants(out, part, block, lines)
                 rounded = _round_block(

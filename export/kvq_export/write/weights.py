@@ -80,7 +80,7 @@ def quantize(rows: np.ndarray, form: BlockFormat) -> Blocks:
 
     Codes are uint8 [N, K'], K' being K rounded up to whole blocks, or super-blocks.
     """
-    out = empty_blocks(*rows.shape, form)
+    out = empty_blocks(len(rows), rows.shape[1], form)
     wide = form.activation_block
     step = max(1, _PASS_WEIGHTS // out.codes.shape[1])
     for start in range(0, len(rows), step):

@@ -21,6 +21,7 @@ from kvq_runtime.serving.outbox import Done, Failed, Report
 from kvq_runtime.serving.request import PoolError, shutdown_error
 from kvq_runtime.serving.scheduler import Scheduler
 from kvq_runtime.serving.slots import Slot, Slots
+from kvq_runtime.serving.turns import Turns
 from kvq_runtime.session.metrics import NO_ROUNDS, Rounds
 from kvq_runtime.session.session import Session
 
@@ -51,6 +52,7 @@ class PoolConfig:
         idle_save_s: A session that is idle for so many seconds is saved.
         stall_s: Seconds that text may wait for its reader.
         contended_stall_s: The same while other requests wait for a slot.
+        turns: Of several pools whose passes run one at a time. None: this one is alone.
     """
 
     sessions: int = 4
@@ -59,6 +61,7 @@ class PoolConfig:
     idle_save_s: float = 2.0
     stall_s: float = 120.0
     contended_stall_s: float = 3.0
+    turns: Turns | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,6 +250,8 @@ class SessionPool(Generic[S]):
                 part()
             except BaseException as error:  # noqa: BLE001  shown by whoever runs the pool
                 self.error = self.error or error
+        if self._config.turns is not None:
+            self._config.turns.wish(self, None)
         self._ended = True
         self._on_change()
 
@@ -279,13 +284,15 @@ class SessionPool(Generic[S]):
             if self._arriving and served.slots.saved.writer.has_room:
                 admitted, self._arriving = [*self._arriving, *admitted], []
             jobs = [] if admitted else self._scheduler.next()
+            if not jobs and self._config.turns is not None:
+                self._config.turns.wish(self, None)
             if not jobs and not admitted:
                 self._rest(served)
         for newcomer in admitted:
             self._begin(newcomer, served)
         runs = [run for job in jobs if (run := self._continuing_run(job, served)) is not None]
         if runs:
-            self._pass(runs, served)
+            self._pass_in_turn(runs, served)
         elif not self._runs and not self._arriving:
             assert self._decoding is not None
             if not served.slots.refresh_idle(IDLE_REFRESH_S, self._decoding.chunk_tokens):
@@ -346,6 +353,16 @@ class SessionPool(Generic[S]):
         self._cancelled(job)
         self._end(run, served)
         return None
+
+    def _pass_in_turn(self, runs: list[_RunningJob], served: Served) -> None:
+        """Makes one pass, when the pools that share the processor leave it to this one."""
+        turns = self._config.turns
+        if turns is None:
+            self._pass(runs, served)
+            return
+        turns.wish(self, min(run.job.rank for run in runs))
+        with turns.turn(self):
+            self._pass(runs, served)
 
     def _pass(self, runs: list[_RunningJob], served: Served) -> None:
         """Makes one pass for the rows of `runs`; if it fails, each of them gets a pass alone."""

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.outbox import Delta, Finished, Outbox, Report, TokenLog
 from kvq_runtime.serving.pool import SessionPool, measured_chunk
 from kvq_runtime.serving.request import GenerationRequest
+from kvq_runtime.serving.turns import Turns
 from serving import (
     CHAT,
     COMPLETIONS,
@@ -321,6 +323,49 @@ def test_a_reader_that_never_reads_is_given_up_while_others_are_served(rule: Rul
     assert pool.running == (read,)
     backend.open()
     pool.stop()
+
+
+def test_a_chat_with_another_model_waits_for_the_editor() -> None:
+    """Two models share the processor: no pass of the chat's falls between those of a completion."""
+    turns, chat_model, editor_model = Turns(), Rule(), Rule()
+    order: list[str] = []
+    for name, rule in (("chat", chat_model), ("editor", editor_model)):
+        arrive = rule.backend.on_pass
+
+        def noted(one_pass: Any, name: str = name, arrive: Any = arrive) -> None:
+            order.append(name)
+            arrive(one_pass)
+
+        rule.backend.on_pass = noted
+    config = ServeConfig(sessions=1, chunk_tokens=16, turns=turns)
+    pools = [SessionPool(partial(rule.load, config), config, lambda: None)
+             for rule in (chat_model, editor_model)]  # fmt: skip
+    for pool in pools:
+        pool.start()
+    wait_until(lambda: all(pool.ready for pool in pools))
+    jobs = [
+        Job(
+            GenerationRequest(
+                prompts=((70, 71),), sampling=Sampling(temperature=0), seed=1, rank=rank,
+                max_tokens=tokens,
+            ),
+            Outbox(1 << 20, lambda: None),
+        )
+        for rank, tokens in ((1, 1500), (0, 30))
+    ]  # fmt: skip
+    order.clear()
+    pools[0].submit(jobs[0])
+    wait_until(lambda: len(order) > 50)
+    pools[1].submit(jobs[1])
+    wait_until(lambda: not pools[1].busy and "editor" in order)
+    first = order.index("editor")
+    last = len(order) - order[::-1].index("editor")
+    # A chat rises a rank after 16 passes of the editor's.
+    assert order[first:last].count("editor") >= 30
+    assert order[first:last].count("chat") <= 3
+    assert pools[0].busy
+    for pool in pools:
+        pool.stop()
 
 
 # Long texts
