@@ -13,7 +13,7 @@ What was rounded before a matrix has changed its inputs; `compensate` makes up f
 Owns the arithmetic on one matrix; knows no model, and not where moments come from.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from kvq.errors import CheckpointError
 from kvq.reference.linear import BlockFormat, Blocks
 from kvq_export.write.weights import (
     Lines,
+    Supers,
     codes_of,
     empty_blocks,
     fit,
@@ -167,37 +168,62 @@ def quantize_with(rows: np.ndarray, lower: np.ndarray, form: BlockFormat) -> Blo
     """
     wide = form.activation_block
     out = empty_blocks(len(rows), len(lower), form)
-    places = [slice(start, start + wide) for start in range(0, len(lower), wide)]
-    corners = np.stack([lower[place, place] for place in places])
-    inverses = np.linalg.inv(corners)
-
     for start in range(0, len(rows), _ROWS):
         part = slice(start, start + _ROWS)
         columns = np.zeros((len(lower), len(rows[part])), np.float32)
         columns[: rows.shape[1]] = rows[part].T
         errors = np.zeros_like(columns)
-        for index, place in reversed([*enumerate(places)]):
-            after, corner = slice(place.stop, None), corners[index]
+        for index in reversed(range(len(lower) // wide)):
+            place = slice(index * wide, (index + 1) * wide)
+            after = slice(place.stop, None)
             carried = lower[after, place].T @ errors[after]
-            best = columns[place] + inverses[index].T @ carried
-            supers = fit_supers(best, form, np.diag(corner) ** 2)
-            set_supers(out, part, index, supers)
-            blocks = range(index * wide // form.block, place.stop // form.block)
-            for block, first in reversed([*zip(blocks, range(0, wide, form.block), strict=True)]):
-                inside = slice(first, first + form.block)
-                small = corner[inside, inside]
-                if supers is not None:
-                    inverse: np.ndarray = np.linalg.inv(small)
-                    best = columns[place][inside] + inverse.T @ carried[inside]
-                lines = fit(best, form, np.diag(small) ** 2, supers)
+            section = _round_section(columns[place], carried, lower[place, place], form)
+            errors[place] = section.errors
+            out.codes[part, place] = section.codes.T
+            set_supers(out, part, index, section.supers)
+            for block, lines in enumerate(section.lines, index * wide // form.block):
                 set_constants(out, part, block, lines)
-                rounded = _round_block(
-                    columns[place][inside], carried[inside], small, lines, form.bits
-                )
-                codes, errors[place][inside] = rounded
-                out.codes[part, place][:, inside] = codes.T
-                carried[:first] += corner[inside, :first].T @ errors[place][inside]
     return out
+
+
+class _Section(NamedTuple):
+    """Holds a rounded super-block, or block: codes and errors [wide, n], and the constants."""
+
+    codes: np.ndarray
+    errors: np.ndarray
+    supers: Supers | None
+    lines: list[Lines]
+
+
+def _round_section(
+    columns: np.ndarray, carried: np.ndarray, corner: np.ndarray, form: BlockFormat
+) -> _Section:
+    """Rounds columns [wide, n], the last block of them first.
+
+    `carried` [wide, n] is the error of the columns after them, times the factor; it is overwritten.
+    `corner` is the factor's part on the diagonal.
+    """
+    supers = None
+    if form.grid.has_supers:
+        supers = fit_supers(_unrounded(columns, carried, corner), form, np.diag(corner) ** 2)
+    codes, errors = np.empty(columns.shape, np.uint8), np.empty_like(columns)
+    lines: list[Lines] = []
+    for first in reversed(range(0, len(columns), form.block)):
+        block = slice(first, first + form.block)
+        small = corner[block, block]
+        best = _unrounded(columns[block], carried[block], small)
+        lines.insert(0, fit(best, form, np.diag(small) ** 2, supers))
+        codes[block], errors[block] = _round_block(
+            columns[block], carried[block], small, lines[0], form.bits
+        )
+        carried[:first] += corner[block, :first].T @ errors[block]
+    return _Section(codes, errors, supers, lines)
+
+
+def _unrounded(columns: np.ndarray, carried: np.ndarray, corner: np.ndarray) -> np.ndarray:
+    """Returns what would be best for columns [m, n] if they were not rounded, float32."""
+    inverse: Any = np.linalg.inv(corner)
+    return columns + inverse.T @ carried
 
 
 def _round_block(
