@@ -12,8 +12,9 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.fit import calibrated
 from kvq_export.fit.damping import DAMPINGS, HELD_OUT, Dampings, Trial, choose, try_dampings
-from kvq_export.fit.gptq import Moments, compensate, factor, input_moments, quantize_with
+from kvq_export.fit.gptq import Moments, compensate, factor, quantize_with
 from kvq_export.write.weights import quantize
+from originals import moments_of
 from tiny import make_llama_checkpoint
 
 FORM = BlockFormat(bits=4, block=64, grid=Grid.ZERO_POINT)
@@ -45,7 +46,7 @@ def split_moments(rows: np.ndarray, unrounded: np.ndarray, x: np.ndarray) -> tup
     """Returns the moments that candidates are made of, and those of the tokens held out."""
     cut = [round(len(x) * (1 - HELD_OUT))]
     parts = zip(np.split(unrounded, cut), np.split(x, cut), strict=True)
-    return tuple(input_moments(rows, *part) for part in parts)
+    return tuple(moments_of(rows, *part) for part in parts)
 
 
 def share_of_plain_error(kind: str, rows: int, columns: int, tokens: int) -> float:

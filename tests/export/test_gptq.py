@@ -3,29 +3,31 @@
 from collections.abc import Collection
 from itertools import product
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvq.errors import CheckpointError
-from kvq.reference.linear import BlockFormat, Grid, PanelFormat, dequantize, pack, restore
+from kvq.reference.linear import BlockFormat, Blocks, Grid, PanelFormat, dequantize, pack, restore
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.fit import gptq
 from kvq_export.fit.calibrated import CalibratedWeights, calibration_segments, report_texts
 from kvq_export.fit.damping import DAMPINGS
 from kvq_export.fit.gptq import LEAST_CHANNEL, compensate, factor, quantize_with
+from kvq_export.fit.native_products import PackedMatrix
 from kvq_export.fit.quality import Original
 from kvq_export.fit.substitutes import SubstituteMatrix
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_export.write.layout import plan_layout
-from kvq_export.write.weights import quantize
+from kvq_export.write.weights import join_rows, quantize
 from kvq_export.write.writer import stored_blocks
 from kvq_models.config import ModelConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
+from originals import moments_of
 from tiny import make_llama_checkpoint
 
 FORM = BlockFormat(bits=4, block=32, grid=Grid.ZERO_POINT)
@@ -180,12 +182,11 @@ def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
     layout = plan_layout(config, original.sources, WeightFormat(block=32))
     segments = calibration_segments(tokenizer, config)
     reader = CalibratedWeights(original, layout.matrices, segments, threads=1)
-    stored: dict[str, np.ndarray] = {}
+    stored: dict[str, Any] = {}
     for name in layout.names:
         if name in layout.matrices:
             form: PanelFormat = layout.matrices[name]
-            chunks = [dequantize(blocks, form.bits) for blocks in reader.matrix(name, form)]
-            stored[name] = np.concatenate(chunks)[:, : form.columns]
+            stored[name] = Blocks(*join_rows(reader.matrix(name, form)))
         else:
             stored[name] = reader.vector(name)
     reader.close()
@@ -200,20 +201,27 @@ def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
                 return cast(
                     np.ndarray, SubstituteMatrix(lambda x: inputs.append(x) or x @ matrix.T)
                 )
-            source = original.sources[name]
-            return stored[name] if name in rounded else original.checkpoint.read(source)
+            exact = original.checkpoint.read(original.sources[name])
+            if name not in layout.matrices or name in ("embed", "head"):
+                return exact
+            packed = PackedMatrix.of(exact)
+            if name in rounded:
+                packed = PackedMatrix(stored[name], layout.matrices[name])
+            return cast(np.ndarray, SubstituteMatrix(packed.multiply))
 
         for ids in segments:
             forward(config, weight, ids, np.arange(len(ids)), PlainAttention())
         return np.concatenate(inputs)
 
     x, unrounded = inputs_of_last({*layout.matrices} - {"embed", "head"}), inputs_of_last(())
-    moments, form = gptq.input_moments(matrix, unrounded, x), layout.matrices[last].format
+    packed, form = PackedMatrix.of(matrix), layout.matrices[last].format
+    moments = gptq.input_moments(packed.multiply(unrounded) - packed.multiply(x), x)
+    expected = dequantize(stored[last], 4)[:, : matrix.shape[1]]
 
     def share_of(rows: np.ndarray, damping: float) -> float:
         lower = factor(moments.inputs, 32, damping)
         actual = dequantize(quantize_with(rows, lower, form), 4)[:, : matrix.shape[1]]
-        return float((actual == stored[last]).mean())
+        return float((actual == expected).mean())
 
     dampings = list(product(DAMPINGS, DAMPINGS))
     shares = [
@@ -233,14 +241,13 @@ def test_a_matrix_makes_up_for_what_its_inputs_lost(
     However tall the matrix is, and in several panels of columns as in one.
     """
     monkeypatch.setattr(gptq, "_PANEL", 40)
-    monkeypatch.setattr(gptq, "_TOKENS", 100)
     inputs = correlated(4096, 96)
     lost = inputs @ np.random.default_rng(5).normal(0, 0.02, (96, 96)).astype(np.float32)
     x, held_out = inputs[:2048], inputs[2048:]
     y, held_out_lost = x + lost[:2048], held_out + lost[2048:]
     weights = np.random.default_rng(1).standard_normal((rows, 96), np.float32)
-    moments = gptq.input_moments(weights, x[:900], y[:900])
-    moments.add(gptq.input_moments(weights, x[900:], y[900:]))
+    moments = moments_of(weights, x[:900], y[:900])
+    moments.add(moments_of(weights, x[900:], y[900:]))
     np.testing.assert_allclose(moments.inputs, y.T @ y, rtol=1e-5, atol=1e-2)
     actual = compensate(weights, moments, DAMPING)
     inverse = np.linalg.inv(damped(moments.inputs.astype(np.float64), DAMPING))
@@ -251,7 +258,7 @@ def test_a_matrix_makes_up_for_what_its_inputs_lost(
         return float(np.square(held_out @ weights.T - held_out_lost @ rows.T).sum())
 
     assert error(actual) < 0.1 * error(weights)
-    assert compensate(weights, gptq.input_moments(weights, x, x), DAMPING) is weights
+    assert compensate(weights, moments_of(weights, x, x), DAMPING) is weights
 
 
 def test_a_run_that_nobody_waits_for_ends(opened: tuple[Original, Tokenizer]) -> None:

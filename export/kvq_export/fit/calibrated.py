@@ -25,7 +25,7 @@ from importlib import resources
 from itertools import chain
 from queue import Empty, Full, Queue
 from threading import Event, Thread
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -33,6 +33,7 @@ from threadpoolctl import threadpool_limits
 from kvq.reference.linear import PANEL_ROWS, BlockFormat, Blocks, PanelFormat, dequantize
 from kvq_export.fit.damping import DAMPINGS, HELD_OUT, Dampings, choose, try_dampings
 from kvq_export.fit.gptq import Moments, compensate, factor, input_moments, quantize_with
+from kvq_export.fit.native_products import Map, PackedMatrix
 from kvq_export.fit.quality import Original, token_limit
 from kvq_export.fit.substitutes import (
     Multiply,
@@ -167,11 +168,11 @@ class CalibratedWeights:
         self._pool = ThreadPoolExecutor(threads, "kvq-calibrate")
         stopped = Event()
         self._rounded_matrices = _Relay[tuple[str, Blocks]](stopped)
-        self._unrounded_inputs = _Relay[tuple[str, np.ndarray, np.ndarray]](stopped)
+        self._unrounded = _Relay[_Unrounded](stopped)
         self._runs = [
             Thread(target=self._run, args=run, name=f"kvq-calibrate-{relay}", daemon=True)
             for relay, run in {
-                "unrounded": (self._unrounded_weight, self._unrounded_inputs),
+                "unrounded": (self._unrounded_weight, self._unrounded),
                 "rounded": (self._weight, self._rounded_matrices),
             }.items()
         ]
@@ -222,10 +223,13 @@ class CalibratedWeights:
         return self._read(name, partial(self._multiply_unrounded, name), experts)
 
     def _multiply_unrounded(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Multiplies by a matrix of the checkpoint; hands over its inputs and the matrix."""
+        """Multiplies by a matrix of the checkpoint; hands over what the other run compares."""
         matrix = self._original.checkpoint.read(self._original.sources[name])
-        self._unrounded_inputs.give((name, x, matrix))
-        return x @ matrix.T
+        packed = PackedMatrix.of(matrix)
+        products = packed.multiply(x, self._pool.map)
+        is_tall = len(matrix) > matrix.shape[1]
+        self._unrounded.give(_Unrounded(name, matrix, packed, x if is_tall else products))
+        return products
 
     def _weight(self, name: str) -> np.ndarray:
         experts = partial(self._multiply_experts, name)
@@ -245,39 +249,30 @@ class CalibratedWeights:
         """Rounds a matrix for its inputs, hands it over, and multiplies by the rounded one."""
         checkpoint, source = self._original.checkpoint, self._original.sources[name]
         form = self._formats[name]
-        unrounded_name, unrounded, matrix = self._unrounded_inputs.take()
-        assert unrounded_name == name, f"one run is at {unrounded_name}, the other at {name}"
+        unrounded = self._unrounded.take()
+        assert unrounded.name == name, f"one run is at {unrounded.name}, the other at {name}"
         kept = checkpoint.kept_blocks(source, form.format)
         if kept is None:
-            fitted, held_out = self._input_moments(matrix, unrounded, x)
-            del unrounded  # As large as x; what follows takes as much again.
+            matrix = unrounded.matrix
+            fitted, held_out = self._input_moments(unrounded.lack(x, self._pool.map), x)
+            del unrounded  # It holds as much as x; what follows takes as much again.
             dampings = self._choose_dampings(name, matrix, fitted, held_out, form.format)
             fitted.add(held_out)
             blocks = self._round(matrix, fitted, dampings, form.format)
         else:
             blocks = Blocks(*join_rows(kept))
-        rounded = dequantize(blocks, form.bits)[:, : form.columns]
+        packed = PackedMatrix(blocks, form)
         self._rounded_matrices.give((name, blocks))
-        return self._product(x, rounded)
+        return packed.multiply(x, self._pool.map)
 
-    def _product(self, x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-        """Returns `x` [T, K] times `matrix` [N, K], [T, N]; parts of the text run in parallel."""
-        out = np.empty((len(x), len(matrix)), np.float32)
-        parts = zip(np.array_split(x, PARTS), np.array_split(out, PARTS), strict=True)
-        for task in [self._pool.submit(np.matmul, part, matrix.T, to) for part, to in parts]:
-            task.result()
-        return out
-
-    def _input_moments(
-        self, matrix: np.ndarray, unrounded: np.ndarray, x: np.ndarray
-    ) -> tuple[Moments, Moments]:
+    def _input_moments(self, lack: np.ndarray, x: np.ndarray) -> tuple[Moments, Moments]:
         """Returns the moments of the tokens that dampings are fitted to, and of those held out.
 
         Parts of the text run in parallel; the sums are the same with any number of threads.
         """
         cuts = [_num_fitted(len(x)) * part // PARTS for part in range(1, PARTS + 1)]
-        parts = zip(np.split(unrounded, cuts), np.split(x, cuts), strict=True)
-        sums = [self._pool.submit(input_moments, matrix, *part) for part in parts]
+        parts = zip(np.split(lack, cuts), np.split(x, cuts), strict=True)
+        sums = [self._pool.submit(input_moments, *part) for part in parts]
         fitted = sums[0].result()
         for more in sums[1:-1]:
             fitted.add(more.result())
@@ -367,6 +362,23 @@ def _with_held_out_last(segments: np.ndarray) -> np.ndarray:
     period = round(1 / HELD_OUT)
     held_out = np.arange(len(segments)) % period == period - 1
     return segments[np.argsort(held_out, kind="stable")]
+
+
+class _Unrounded(NamedTuple):
+    """Holds what the unrounded run has of a matrix [N, K], which the rounded one compares with.
+
+    `values` float32 are its products [T, N], or the inputs [T, K] of one that is taller than wide.
+    """
+
+    name: str
+    matrix: np.ndarray
+    packed: PackedMatrix
+    values: np.ndarray
+
+    def lack(self, x: np.ndarray, each: Map) -> np.ndarray:
+        """Returns what is in `values` more than with inputs `x`, as `gptq.input_moments` wants."""
+        is_tall = len(self.matrix) > self.matrix.shape[1]
+        return self.values - (x if is_tall else self.packed.multiply(x, each))
 
 
 class _Relay(Generic[T]):

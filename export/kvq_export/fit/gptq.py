@@ -37,8 +37,6 @@ LEAST_CHANNEL = 0.01
 _ROWS = 2048
 # Columns factored in one go.
 _PANEL = 512
-# Tokens whose inputs are compared in one go.
-_TOKENS = 512
 
 
 class Moments(NamedTuple):
@@ -81,16 +79,13 @@ def factor(moments: np.ndarray, block: int, damping: float) -> np.ndarray:
     return padded
 
 
-def input_moments(rows: np.ndarray, unrounded: np.ndarray, inputs: np.ndarray) -> Moments:
-    """Sums the moments of `inputs` float32 [T, K] of a matrix `rows` [N, K].
+def input_moments(lack: np.ndarray, inputs: np.ndarray) -> Moments:
+    """Sums the moments of `inputs` float32 [T, K] of a matrix [N, K].
 
-    `unrounded` [T, K] is what the inputs were before anything was rounded.
+    `lack` is what the matrix times the unrounded inputs has more than times these, float32 [T, N].
+    Where the matrix is taller than wide, it is that of the inputs alone, [T, K].
     """
-    tall = len(rows) > inputs.shape[1]
-    starts = range(0, len(inputs), _TOKENS)
-    changes = ((unrounded[at : at + _TOKENS] - inputs[at : at + _TOKENS]).T for at in starts)
-    drift = np.concatenate([change if tall else rows @ change for change in changes], axis=1)
-    return Moments(inputs.T @ inputs, drift @ inputs)
+    return Moments(inputs.T @ inputs, lack.T @ inputs)
 
 
 def compensate(rows: np.ndarray, moments: Moments, damping: float) -> np.ndarray:
