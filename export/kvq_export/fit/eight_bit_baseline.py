@@ -1,8 +1,7 @@
 """Runs a checkpoint with weights of 8 bits, for an export to be compared with.
 
-Owns one run of the checkpoint in numpy: every matrix is rounded as `kvq export --wbits 8` rounds
-it, and inputs are rounded to int8 block by block. Nothing is written, a few rows of a matrix are in
-memory, and only the likeliest tokens of the answers are kept.
+Nothing is written, a few rows of a matrix are in memory, and only the likeliest tokens of the
+answers are kept. Embeddings stay as they are.
 """
 
 from functools import partial
@@ -11,15 +10,11 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.reference.linear import WIDTHS, BlockFormat, dequantize, in_weights, round_rows
-from kvq_export.config import BLOCK
+from kvq_export.fit.native_products import PackedMatrix
 from kvq_export.fit.quality import Original
 from kvq_export.fit.substitutes import Rows, SegmentedAttention, Stack, SubstituteMatrix
-from kvq_export.write.weights import half_scales, quantize
 from kvq_models.family import is_stack
 from kvq_models.reference import forward
-
-_FORM = BlockFormat(bits=max(WIDTHS), block=BLOCK)
 
 
 def likeliest_tokens(original: Original, texts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -46,24 +41,23 @@ class _ForwardPass:
         if name == "head":
             return cast(np.ndarray, SubstituteMatrix(partial(self._answer, name)))
         if name.endswith("embed"):
-            return cast(np.ndarray, Rows(partial(self._rows, name), partial(self._answer, name)))
+            read = partial(self._original.checkpoint.read_rows, source)
+            return cast(np.ndarray, Rows(read, partial(self._answer, name)))
         return cast(np.ndarray, SubstituteMatrix(partial(self._product, name)))
 
     def _product(self, name: str, x: np.ndarray) -> np.ndarray:
-        return self._original.product(name, _levels(x), _rounded)
+        chunks = self._original.checkpoint.chunks(self._original.sources[name])
+        return np.concatenate([_multiply(x, rows) for rows in chunks], axis=1)
 
     def _grouped(self, name: str, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        return self._original.grouped(name, _levels(x), counts, _rounded)
-
-    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
-        return _rounded(self._original.checkpoint.read_rows(self._original.sources[name], ids))
+        return self._original.grouped(name, x, counts, _multiply)
 
     def _answer(self, name: str, x: np.ndarray) -> np.ndarray:
         """Finds the likeliest token of each row: all logits at once would be too many.
 
         Soft caps of logits keep their order, so they are left out.
         """
-        original, levels = self._original, _levels(x)
+        original = self._original
         bias = np.zeros(original.config.vocab_size, np.float32)
         if original.config.head_bias:
             bias = original.checkpoint.read(original.sources["head_bias"])
@@ -71,7 +65,7 @@ class _ForwardPass:
         self.likeliest = np.zeros(len(x), np.int64)
         first = 0
         for chunk in original.checkpoint.chunks(original.sources[name]):
-            logits = levels @ _rounded(chunk).T + bias[first : first + len(chunk)]
+            logits = _multiply(x, chunk) + bias[first : first + len(chunk)]
             places = logits.argmax(axis=1)
             tops = logits[np.arange(len(x)), places]
             self.likeliest = np.where(tops > best, first + places, self.likeliest)
@@ -80,15 +74,5 @@ class _ForwardPass:
         return np.zeros((0, 1), np.float32)
 
 
-def _rounded(rows: np.ndarray) -> np.ndarray:
-    """Returns rows as a bundle of 8 bits stores them; float32 [n, K]."""
-    blocks = quantize(rows, _FORM)
-    stored = in_weights(blocks._replace(scales=half_scales(blocks.scales)))
-    return dequantize(stored, _FORM.bits)[:, : rows.shape[1]]
-
-
-def _levels(x: np.ndarray) -> np.ndarray:
-    """Returns inputs [T, K] as a product reads them, float32: int8 times a scale for each block."""
-    levels, scales = round_rows(x, _FORM.block)
-    blocks = levels * scales[:, :, None]
-    return blocks.reshape(len(x), -1)[:, : x.shape[1]]
+def _multiply(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return PackedMatrix.of(rows).multiply(x)

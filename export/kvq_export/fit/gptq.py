@@ -200,7 +200,7 @@ def _round_section(
     """
     supers = None
     if form.grid.has_supers:
-        supers = fit_supers(_unrounded(columns, carried, corner), form, np.diag(corner) ** 2)
+        supers = fit_supers(_unrounded(columns, carried, corner), form)
     codes, errors = np.empty(columns.shape, np.uint8), np.empty_like(columns)
     lines: list[Lines] = []
     for first in reversed(range(0, len(columns), form.block)):

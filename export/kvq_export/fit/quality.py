@@ -29,8 +29,8 @@ from kvq_models.reference import PlainAttention, forward
 from kvq_runtime.backends.llama_layout import padded
 from kvq_runtime.bundle.bundle import Bundle
 
-Change = Callable[[np.ndarray], np.ndarray]
-"""Changes rows of a matrix, float32 [n, K], before they are multiplied by."""
+Product = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Multiplies: (inputs float32 [T, K], rows of a matrix [n, K]) -> products float32 [T, n]."""
 
 Run = Callable[[KvPlan, np.ndarray], np.ndarray]
 """Runs the bundle: (plan of the cache, ids int64 [T]) -> logits float32 [T, V]."""
@@ -74,19 +74,22 @@ class Original:
         attend = PlainAttention()
         return forward(self.config, weight, ids, positions, attend, rows=rows, long_rope=long_rope)
 
-    def product(self, name: str, x: np.ndarray, change: Change | None = None) -> np.ndarray:
+    def product(self, name: str, x: np.ndarray) -> np.ndarray:
         """Multiplies `x` float32 [T, K] by a matrix, float32 [T, N]; a few rows are in memory."""
         source = self.sources[name]
         out = np.empty((len(x), source.shape[0]), np.float32)
         row = 0
         for chunk in self.checkpoint.chunks(source):
-            used = chunk if change is None else change(chunk)
-            out[:, row : row + len(chunk)] = x @ used.T
+            out[:, row : row + len(chunk)] = x @ chunk.T
             row += len(chunk)
         return out
 
     def grouped(
-        self, name: str, x: np.ndarray, counts: np.ndarray, change: Change | None = None
+        self,
+        name: str,
+        x: np.ndarray,
+        counts: np.ndarray,
+        product: Product = lambda x, rows: x @ rows.T,
     ) -> np.ndarray:
         """Multiplies as `kvq_models.reference.grouped`; only experts with rows are read."""
         source = self.sources[name]
@@ -98,8 +101,7 @@ class Original:
             column = 0
             expert_rows = range(expert * height, (expert + 1) * height)
             for chunk in self.checkpoint.chunks(source, rows=expert_rows):
-                used = chunk if change is None else change(chunk)
-                out[rows, column : column + len(chunk)] = x[rows] @ used.T
+                out[rows, column : column + len(chunk)] = product(x[rows], chunk)
                 column += len(chunk)
         return out
 

@@ -175,22 +175,18 @@ def fit(
     return Lines(scales, zero_points(zeros, form.bits), (scales, zeros))
 
 
-def fit_supers(
-    columns: np.ndarray, form: BlockFormat, importance: np.ndarray | None = None
-) -> Supers | None:
+def fit_supers(columns: np.ndarray, form: BlockFormat) -> Supers | None:
     """Returns what the numbers of super-blocks `columns` [256, n] multiply; None of other grids.
 
-    The largest scale and offset among their sub-blocks get the largest number.
+    The largest number is that of a sub-block whose whole range its codes span: no scale that
+    `fit` finds is larger, and few are much smaller.
     """
     if not form.grid.has_supers:
         return None
-    weight = _weights(importance, len(columns))
-    tops = np.zeros((2, columns.shape[1]), np.float32)
-    for first in range(0, len(columns), form.block):
-        block = slice(first, first + form.block)
-        scales, zeros = _with_zero(columns[block], form.bits, weight[block])
-        np.maximum(tops, [scales, scales * zero_points(zeros, form.bits)], out=tops)
-    scales, offsets = stored_scales(tops / np.float32(TOP_NUMBER))
+    blocks = columns.reshape(-1, form.block, columns.shape[1])
+    low, high = np.minimum(blocks.min(axis=1), 0), np.maximum(blocks.max(axis=1), 0)
+    scales = (high - low).max(axis=0) / ((1 << form.bits) - 1)
+    scales, offsets = (stored_scales(top / TOP_NUMBER) for top in (scales, -low.min(axis=0)))
     return Supers(scales, -offsets)
 
 
