@@ -11,7 +11,15 @@ from kvq.reference.linear import BlockFormat, Grid, dequantize
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
 from kvq_export.fit import calibrated
-from kvq_export.fit.damping import DAMPINGS, HELD_OUT, Dampings, Trial, choose, try_dampings
+from kvq_export.fit.damping import (
+    DAMPINGS,
+    HELD_OUT,
+    Dampings,
+    Trial,
+    choose,
+    near_dampings,
+    try_dampings,
+)
 from kvq_export.fit.gptq import Moments, compensate, factor, quantize_with
 from kvq_export.write.weights import quantize
 from originals import moments_of
@@ -135,7 +143,14 @@ def test_of_wide_matrices_one_layer_in_four_is_tried(
     hidden, feed = config["hidden_size"], config["intermediate_size"]
     assert feed > hidden
     monkeypatch.setattr(calibrated, "TRIED_COLUMNS", hidden)
+    monkeypatch.setattr(calibrated, "TRIED_LAYERS", 4)
     options = ExportOptions(weights=WeightFormat(), quality=False, fit_cache=False)
     export_model(source, tmp_path / "bundle", options)
     assert tried.count(feed) == 3 * calibrated.PARTS  # in layers 0, 1 and 4
     assert tried.count(hidden) == 6 * 2 * calibrated.PARTS
+
+
+def test_a_layer_tries_what_is_near_its_neighbours() -> None:
+    assert near_dampings(Dampings(0.1, None)) == [0.03, 0.1, 0.3]
+    assert near_dampings(Dampings(0.1, 10.0)) == [0.03, 0.1, 0.3, 3.0, 10.0]
+    assert near_dampings(Dampings(None, None)) == DAMPINGS

@@ -31,7 +31,14 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from kvq.reference.linear import PANEL_ROWS, BlockFormat, Blocks, PanelFormat, dequantize
-from kvq_export.fit.damping import DAMPINGS, HELD_OUT, Dampings, choose, try_dampings
+from kvq_export.fit.damping import (
+    DAMPINGS,
+    HELD_OUT,
+    Dampings,
+    choose,
+    near_dampings,
+    try_dampings,
+)
 from kvq_export.fit.gptq import Moments, compensate, factor, input_moments, quantize_with
 from kvq_export.fit.native_products import Map, PackedMatrix
 from kvq_export.fit.quality import Original, token_limit
@@ -62,8 +69,8 @@ TOKENS_PER_COLUMN = 8
 # Tokens of a text that the constants of weights are trained on.
 TUNING_TOKENS = 256
 # A trial takes the cube of the columns. Of matrices with more than so many, dampings are
-# tried in one layer of four, and the next layers take them: neighbours need about the same.
-TRIED_COLUMNS, TRIED_LAYERS = 4096, 4
+# tried in one layer of eight, and the next layers take them: neighbours need about the same.
+TRIED_COLUMNS, TRIED_LAYERS = 4096, 8
 # Texts that a bundle is measured on, of all kinds together.
 REPORT_TEXTS = 6
 # Parts of the text whose products are computed in parallel.
@@ -281,12 +288,17 @@ class CalibratedWeights:
     def _choose_dampings(
         self, name: str, rows: np.ndarray, fitted: Moments, held_out: Moments, form: BlockFormat
     ) -> Dampings:
-        """Tries dampings in parallel, or takes those of the same matrix in a layer before."""
+        """Tries dampings in parallel, or takes those of the same matrix in a layer before.
+
+        Only those near what that layer took are tried.
+        """
         layer, kind = _layer_and_kind(name)
+        before = self._dampings.get(kind)
         costly = rows.shape[1] > TRIED_COLUMNS
-        if costly and layer > 1 and layer % TRIED_LAYERS and kind in self._dampings:
-            return self._dampings[kind]
-        parts = (DAMPINGS[part::PARTS] for part in range(PARTS))
+        if costly and layer > 1 and layer % TRIED_LAYERS and before is not None:
+            return before
+        tried = DAMPINGS if before is None else near_dampings(before)
+        parts = (tried[part::PARTS] for part in range(PARTS))
         tasks = [
             self._pool.submit(try_dampings, rows, fitted, held_out, form, part) for part in parts
         ]

@@ -49,6 +49,17 @@ class Dampings(NamedTuple):
     compensating: float | None
 
 
+def near_dampings(dampings: Dampings) -> Sequence[float]:
+    """Returns those of `DAMPINGS` that are at most a step away; all where neither was chosen."""
+    places = [DAMPINGS.index(damping) for damping in dampings if damping is not None]
+    near = [
+        damping
+        for place, damping in enumerate(DAMPINGS)
+        if any(abs(place - chosen) <= 1 for chosen in places)
+    ]
+    return near or DAMPINGS
+
+
 def try_dampings(
     rows: np.ndarray,
     fitted: Moments,
