@@ -68,9 +68,9 @@ MOST_TOKENS = 12288
 TOKENS_PER_COLUMN = 8
 # Tokens of a text that the constants of weights are trained on.
 TUNING_TOKENS = 256
-# A trial takes the cube of the columns. Of matrices with more than so many, dampings are
-# tried in one layer of eight, and the next layers take them: neighbours need about the same.
-TRIED_COLUMNS, TRIED_LAYERS = 4096, 8
+# A trial takes the cube of the columns. Of matrices with more than so many, the dampings that suit
+# wide matrices are tried in one layer of eight, and the next layers take them.
+TRIED_COLUMNS, TRIED_LAYERS, WIDE_DAMPINGS = 4096, 8, (1.0, 3.0)
 # Texts that a bundle is measured on, of all kinds together.
 REPORT_TEXTS = 6
 # Parts of the text whose products are computed in parallel.
@@ -290,7 +290,7 @@ class CalibratedWeights:
     ) -> Dampings:
         """Tries dampings in parallel, or takes those of the same matrix in a layer before.
 
-        Only those near what that layer took are tried.
+        Of a narrow matrix those near what that layer took are tried.
         """
         layer, kind = _layer_and_kind(name)
         before = self._dampings.get(kind)
@@ -298,6 +298,8 @@ class CalibratedWeights:
         if costly and layer > 1 and layer % TRIED_LAYERS and before is not None:
             return before
         tried = DAMPINGS if before is None else near_dampings(before)
+        if costly:
+            tried = WIDE_DAMPINGS
         parts = (tried[part::PARTS] for part in range(PARTS))
         tasks = [
             self._pool.submit(try_dampings, rows, fitted, held_out, form, part) for part in parts
