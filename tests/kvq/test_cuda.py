@@ -522,6 +522,11 @@ def test_pages_are_closed_and_narrowed_to_the_byte(
     np.testing.assert_array_equal(pool, want)
 
 
+def columns_of(grid: Grid) -> int:
+    """Of matrices in tests: blocks and a part, or super-blocks and a part."""
+    return 600 if grid.has_supers else 200
+
+
 def shape_of(form: PanelFormat) -> dict[str, int]:
     """The matrix as both structures name it."""
     names = ("rows", "columns", "bits", "block", "grid")
@@ -541,13 +546,20 @@ def shape_of(form: PanelFormat) -> dict[str, int]:
         (5, 8, 64, Grid.ZERO_POINT, "full"), (16, 8, 64, Grid.SYMMETRIC, "hi"),
         (5, 8, 32, Grid.MINIMUM, "hi"),
         (1, 4, 32, Grid.E2M1, "full"), (16, 4, 64, Grid.E2M1, "hi"),
+        (1, 4, 32, Grid.SUPER_MINIMUM, "full"), (16, 5, 32, Grid.SUPER_MINIMUM, "full"),
+        (1, 5, 32, Grid.SUPER_MINIMUM, "hi"), (5, 6, 32, Grid.SUPER_MINIMUM, "full"),
+        (8, 6, 32, Grid.SUPER_MINIMUM, "hi"), (16, 4, 16, Grid.SUPER_MINIMUM, "full"),
+        (1, 6, 16, Grid.SUPER_MINIMUM, "full"), (5, 6, 16, Grid.SUPER_MINIMUM, "hi"),
+        (8, 4, 16, Grid.SUPER_SYMMETRIC, "full"), (16, 6, 16, Grid.SUPER_SYMMETRIC, "full"),
+        (1, 6, 16, Grid.SUPER_SYMMETRIC, "hi"), (1, 8, 16, Grid.SUPER_SYMMETRIC, "full"),
+        (16, 8, 16, Grid.SUPER_SYMMETRIC, "hi"),
     ],
 )  # fmt: skip
 def test_products_are_those_of_the_weights(
     tokens: int, bits: int, block: int, grid: Grid, view: View, library: Library
 ) -> None:
     rng = np.random.default_rng(tokens)
-    form = PanelFormat(rows=35, columns=200, bits=bits, block=block, grid=grid)
+    form = PanelFormat(rows=35, columns=columns_of(grid), bits=bits, block=block, grid=grid)
     blocks, panels = matrix(form)
     x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
     norm = rng.uniform(0.5, 2, form.columns).astype(np.float32)
@@ -595,13 +607,20 @@ def test_products_are_those_of_the_weights(
         (17, 35, 8, 32, Grid.MINIMUM, "full"), (17, 35, 8, 64, Grid.SYMMETRIC, "hi"),
         (17, 35, 8, 64, Grid.ZERO_POINT, "hi"),
         (17, 35, 4, 32, Grid.E2M1, "full"), (70, 270, 4, 64, Grid.E2M1, "hi"),
+        (70, 270, 4, 32, Grid.SUPER_MINIMUM, "full"), (17, 35, 5, 32, Grid.SUPER_MINIMUM, "full"),
+        (17, 35, 5, 32, Grid.SUPER_MINIMUM, "hi"), (17, 35, 6, 32, Grid.SUPER_MINIMUM, "full"),
+        (17, 35, 6, 32, Grid.SUPER_MINIMUM, "hi"), (17, 35, 4, 16, Grid.SUPER_MINIMUM, "full"),
+        (17, 35, 6, 16, Grid.SUPER_MINIMUM, "full"), (17, 35, 6, 16, Grid.SUPER_MINIMUM, "hi"),
+        (17, 35, 4, 16, Grid.SUPER_SYMMETRIC, "full"),
+        (70, 270, 6, 16, Grid.SUPER_SYMMETRIC, "full"), (17, 35, 6, 16, Grid.SUPER_SYMMETRIC, "hi"),
+        (17, 35, 8, 16, Grid.SUPER_SYMMETRIC, "full"), (17, 35, 8, 16, Grid.SUPER_SYMMETRIC, "hi"),
     ],
 )  # fmt: skip
 def test_products_of_many_tokens_are_those_of_the_reference(
     tokens: int, rows: int, bits: int, block: int, grid: Grid, view: View, library: Library
 ) -> None:
     rng = np.random.default_rng(tokens)
-    form = PanelFormat(rows=rows, columns=200, bits=bits, block=block, grid=grid)
+    form = PanelFormat(rows=rows, columns=columns_of(grid), bits=bits, block=block, grid=grid)
     _, panels = matrix(form)
     x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
     plain = np.ascontiguousarray(x[:, : form.columns])
@@ -614,7 +633,7 @@ def test_products_of_many_tokens_are_those_of_the_reference(
         **shape_of(form), "panels": panels, "out": out, "tokens": tokens,
         "view": ("full", "hi").index(view), "norm_eps": 1e-6,
         "levels": np.zeros((tokens, form.blocks * block), np.int8),
-        "steps": np.zeros((2, form.blocks, tokens), np.float32),
+        "steps": np.full((9 if grid.has_supers else 2, form.supers, tokens), np.nan, np.float32),
     }  # fmt: skip
     run(
         library,

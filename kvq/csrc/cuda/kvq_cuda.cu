@@ -50,7 +50,9 @@ constexpr int kFewTokens = 16;  // of a product whose time is that of reading th
 
 template <bool Low, bool Marked>
 void multiply_few(const kvq_cuda_linear& c, void* stream) {
-    const auto kernel = c.tokens <= 8 ? product<Low, 1, Marked> : product<Low, 2, Marked>;
+    const bool few = c.tokens <= 8;
+    auto kernel = few ? product<Low, 1, Marked, 2> : product<Low, 2, Marked, 2>;
+    if (c.block == 16) kernel = few ? product<Low, 1, Marked, 1> : product<Low, 2, Marked, 1>;
     launch(kernel, Dim3{panels_of(c)}, kLinearWarps * kWarp, 0, stream, c);
 }
 
@@ -59,9 +61,13 @@ void multiply_many(const kvq_cuda_linear& c, void* stream) {
     launch(round_inputs, Dim3{c.tokens}, 256, 0, stream, c);
     const Dim3 tiles{(c.tokens + kTileTokens - 1) / kTileTokens,
                      (c.rows + kTileOutputs - 1) / kTileOutputs};
-    const LinearRoom room(c.block, LowBits);
+    const int sub = layout_of(c).sub;
+    const auto kernel = sub == 16   ? product_tiles<LowBits, 16>
+                        : sub == 32 ? product_tiles<LowBits, 32>
+                                    : product_tiles<LowBits, 0>;
+    const LinearRoom room(sub ? kSuperStage : c.block, LowBits);
     const size_t two_stages = 2 * static_cast<size_t>(room.stage_bytes);
-    launch(product_tiles<LowBits>, tiles, kLinearThreads, two_stages, stream, c);
+    launch(kernel, tiles, kLinearThreads, two_stages, stream, c);
 }
 
 // Of the codes their upper nibbles and so many of their low bits: all or none.
