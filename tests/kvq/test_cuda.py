@@ -660,20 +660,27 @@ def test_products_of_many_tokens_are_those_of_the_reference(
 
 @pytest.mark.parametrize(
     ("exact_rows", "bits", "grid"),
-    [(1, 8, Grid.SYMMETRIC), (40, 8, Grid.ZERO_POINT), (40, 6, Grid.MINIMUM)],
-)
+    [
+        (1, 8, Grid.SYMMETRIC), (40, 8, Grid.ZERO_POINT), (40, 6, Grid.MINIMUM),
+        (40, 6, Grid.SUPER_MINIMUM), (1, 6, Grid.SUPER_SYMMETRIC),
+    ],
+)  # fmt: skip
 def test_a_head_in_two_passes_is_exact_in_its_best(
     exact_rows: int, bits: int, grid: Grid, library: Library
 ) -> None:
     rng = np.random.default_rng(exact_rows)
-    form = PanelFormat(rows=3003, columns=64, bits=bits, block=32, grid=grid)
+    block = 16 if grid is Grid.SUPER_SYMMETRIC else 32
+    form = PanelFormat(rows=3003, columns=64, bits=bits, block=block, grid=grid)
     # Most outputs are alike but for their low bits, so that the first pass alone would err.
-    codes = np.tile(rng.integers(0, 16, (1, 64), np.uint8) << form.low_bits, (form.rows, 1))
+    width = form.blocks * form.block
+    codes = np.tile(rng.integers(0, 16, (1, width), np.uint8) << form.low_bits, (form.rows, 1))
     codes |= rng.integers(0, 1 << form.low_bits, codes.shape, np.uint8)
-    scales = rng.choice(np.array([1, 1.01], np.float16), (form.rows, form.blocks))
+    scales = rng.choice(np.array([1, 1.01], np.float16), (form.rows, form.supers))
     kind = grid.offset_type
     offsets = None if kind is None else np.full(scales.shape, 100, kind)
-    panels = reference_linear.pack(form, Blocks(codes, scales, offsets))
+    numbers = np.tile(rng.integers(30, 34, (1, form.blocks), np.int8), (form.rows, 1))
+    sides = [numbers] * (grid.has_supers + (grid is Grid.SUPER_MINIMUM))
+    panels = reference_linear.pack(form, Blocks(codes, scales, offsets, *sides))
     x = rng.standard_normal((3, form.columns)).astype(np.float32)
     marks = np.zeros((3, form.panels), np.uint8)
     results = []
