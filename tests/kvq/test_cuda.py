@@ -22,7 +22,7 @@ from kvq import devices
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
 from kvq.reference import linear as reference_linear
 from kvq.reference import stored as reference
-from kvq.reference.linear import Blocks, Grid, PanelFormat, View
+from kvq.reference.linear import BlockFormat, Blocks, Grid, PanelFormat, View
 from matrices import matrix
 from pairs import some_feedback
 from shelf import Shelf
@@ -656,6 +656,28 @@ def test_products_of_many_tokens_are_those_of_the_reference(
         # An input next to a half may be rounded the other way: a level or two of all of them.
         assert (np.abs(out - want) < 2e-3 * np.abs(want).max()).all()
         assert np.mean(np.abs(out - want) < 1e-6 * np.abs(want).max()) > 0.9
+
+
+@pytest.mark.parametrize("spelled", ["6/16/super_minimum", "8/16/super_symmetric"])
+def test_the_largest_whole_sums_are_those_of_the_reference(spelled: str, library: Library) -> None:
+    kind = BlockFormat.parse(spelled)
+    form = PanelFormat.of(kind, (16, 256))
+    top = np.full((16, 256), (1 << form.bits) - 1, np.uint8)
+    top[8:] = 0
+    scales, numbers = np.ones((16, 1), np.float16), np.full((16, form.blocks), -128, np.int8)
+    minimum = form.grid.has_minimum
+    blocks = Blocks(top, scales, scales if minimum else None, *[numbers] * (2 if minimum else 1))
+    panels, x = reference_linear.pack(form, blocks), np.ones((17, 256), np.float32)
+    x[1:9] = -1
+    for view in ("full", "hi"):
+        out = np.zeros((17, 16), np.float32)
+        call = filled(
+            Linear, **shape_of(form), panels=panels, x=x, out=out, tokens=17,
+            view=("full", "hi").index(view), levels=np.zeros((17, 256), np.int8),
+            steps=np.full((9, 1, 17), np.nan, np.float32),
+        )  # fmt: skip
+        run(library, "kvq_cuda_linear_run", call)
+        np.testing.assert_array_equal(out, reference_linear.linear(form, panels, x, view))
 
 
 @pytest.mark.parametrize(

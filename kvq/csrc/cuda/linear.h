@@ -19,6 +19,14 @@ template <class Call>
 constexpr PanelLayout layout_of(const Call& c) {
     return PanelLayout(matrix_of(c));
 }
+// Likewise of a call whose sub-blocks have `Sub` columns, 0 where there are none: what depends on
+// that costs a kernel nothing.
+template <int Sub>
+constexpr PanelLayout layout_with(const kvq_cuda_linear& c) {
+    PanelLayout layout = layout_of(c);
+    layout.sub = Sub;
+    return layout;
+}
 constexpr int panels_of(const kvq_cuda_linear& c) {
     return layout_of(c).panels;
 }
@@ -216,9 +224,8 @@ KVQ_DEVICE bool is_marked(const kvq_cuda_linear& c, int token, int panel) {
 }
 
 // A block per panel. Tiles: of eight tokens. Marked: of tokens that have marked the panel alone;
-// how far what was there errs is kept. Quads: of four columns that a lane multiplies at once, two,
-// or one where blocks have sixteen columns.
-template <bool Low, int Tiles, bool Marked, int Quads>
+// how far what was there errs is kept. Sub: columns of a sub-block, 0 where there are none.
+template <bool Low, int Tiles, bool Marked, int Sub>
 KVQ_KERNEL product(kvq_cuda_linear c) {
     if (Marked) {
         bool any = false;
@@ -228,7 +235,8 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
     KVQ_SHARED float totals[kLinearWarps][Tiles * 8][kPanelRows];
     const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
     const int g = lane / 4, t = lane % 4;
-    const PanelLayout layout = layout_of(c);
+    constexpr int kQuads = Sub == 16 ? 1 : 2;  // of columns, that a lane multiplies at once
+    const PanelLayout layout = layout_with<Sub>(c);
     const Reading<Low> reading(layout);
     const uint8_t* panel = c.panels + block_index().x * layout.panel_bytes;
     const uint8_t* low_plane = panel + layout.low_at();
@@ -238,7 +246,7 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
         float sums[Tiles][4] = {};
         const int whole = whole_block(layout, block);
         const uint8_t* plane = panel + layout.plane_at(whole);
-        for (int quad = Quads * t; quad < c.block / 4; quad += 4 * Quads) {
+        for (int quad = kQuads * t; quad < c.block / 4; quad += 4 * kQuads) {
             const int column = block * c.block + quad / 2 * 8;
             const int64_t at = int64_t{column - whole * layout.block} * kPanelRows / 2 + 4 * g;
             const int low_columns = column * reading.low_bits;  // times the bits of each
@@ -250,8 +258,8 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
                 low[half] = *reinterpret_cast<const uint32_t*>(low_plane + low_at + 32 * half);
                 low[half] >>= low_columns / 4 % 8;
             }
-            for (int i = 0; i < Quads; i++) {
-                const int upper = Quads == 2 ? i : quad % 2;  // nibbles of these columns
+            for (int i = 0; i < kQuads; i++) {
+                const int upper = kQuads == 2 ? i : quad % 2;  // nibbles of these columns
                 uint32_t weights[4], b[2];
                 for (int j = 0; j < 4; j++)
                     weights[j] = reading.pair(word[j % 2], low[j % 2], upper, j / 2);

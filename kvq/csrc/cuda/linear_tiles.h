@@ -326,7 +326,7 @@ KVQ_DEVICE void add_block(const kvq_cuda_linear& c, const PanelLayout& layout,
 template <int LowBits, int Sub>
 KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
     KVQ_DYNAMIC_SHARED(bytes);
-    const PanelLayout layout = layout_of(c);
+    const PanelLayout layout = layout_with<Sub>(c);
     const LinearRoom room(Sub ? kSuperStage : c.block, LowBits);
     const int warp = thread_index() / kWarp, stages = layout.blocks * kStages<Sub>;
     const LinearLane lane{thread_index() % kWarp / 4, thread_index() % 4,
