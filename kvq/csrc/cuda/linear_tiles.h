@@ -16,13 +16,12 @@ constexpr int kLinearThreads =
 constexpr uint32_t kUpper = 0xf0f0f0f0u, kSigns = 0x80808080u;
 // A whole number below 2^22, added to this one's bits, is a float that many above it.
 constexpr float kTwelveMillion = 12582912.0f;
-// Columns of a super-block that are multiplied before the next are waited for; of what has no
-// super-blocks a whole block's are.
+// A super-block is multiplied in stages of so many columns, since shared memory has no room for it;
+// another block in one.
 constexpr int kSuperStage = 64;
 template <int Sub>
 constexpr int kStages = Sub ? kSuperColumns / kSuperStage : 1;
-// Numbers of a super-block's sub-blocks that one product takes.
-constexpr int kMostSubs = 16;
+constexpr int kMostSubs = 16;  // sub-blocks of a super-block
 
 // What lies in shared memory while one block of columns is multiplied: of sixteen panels the upper
 // nibbles, then the low bits that are read; of 64 tokens the levels.
@@ -40,8 +39,8 @@ struct LinearRoom {
     constexpr int levels_at() const { return low_at() + kTilePanels * low_bytes; }
 };
 
-// Where sums of a super-block's levels lie: those of sub-blocks, in two signed bytes of which the
-// lower ones come first.
+// Sums of the levels of a super-block's sub-blocks, each 256 times one signed byte and another: first
+// the bytes that count once.
 KVQ_DEVICE int8_t* sub_sums(const kvq_cuda_linear& c, int blocks, int block, int token) {
     auto* sums = reinterpret_cast<int8_t*>(c.steps + int64_t{blocks} * c.tokens);
     return sums + 2 * kMostSubs * (int64_t{block} * c.tokens + token);
@@ -187,8 +186,8 @@ KVQ_DEVICE void add_subs(const LinearLane& lane, const Constants* constants, int
     }
 }
 
-// Adds to sums those of one block of columns, or of a stage of a super-block: `constants` are those of
-// its first sub-block, of both panels.
+// Adds to sums those of one block of columns, or of a stage of a super-block. Its first sub-block's
+// are the `constants`, of both panels.
 template <int LowBits, int Sub>
 KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, bool e2m1,
                                const uint8_t* stage, const Constants* constants, Sums& sums) {
@@ -230,8 +229,8 @@ KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, b
     }
 }
 
-// Whole sums over a super-block's sub-blocks: of their numbers times their levels' sums, which are
-// bytes, lower ones first.
+// Sums over a super-block's sub-blocks of their numbers times their levels' sums, which are bytes as
+// sub_sums has them.
 KVQ_DEVICE void multiply_sums(const uint32_t* numbers, const uint32_t* sums, int32_t* products) {
     const uint32_t codes[4] = {numbers[0], numbers[1], 0, 0};
     const uint32_t low[2] = {sums[0], 0}, high[2] = {sums[1], 0};
@@ -247,13 +246,13 @@ KVQ_DEVICE void add_super_block(const kvq_cuda_linear& c, const PanelLayout& lay
                                 const Sums& sums, Totals& totals) {
     const bool minimum = layout.grid == KVQ_SUPER_MINIMUM;
     const int step = 1 << (layout.low_bits() - LowBits);
-    // Of a code that was multiplied, what it stands for is beyond it by half as much.
+    // Twice what codes are beyond what was multiplied in their place, which may be a half.
     const int beyond = ((minimum ? 1 << layout.bits : 0) + step - 1) << (8 - layout.bits);
     const float half_unit = static_cast<float>(1 << layout.bits) / 512.0f;
     KVQ_UNROLL for (int i = 0; i < 4; i++) {
         const int row = 4 * (lane.g % 4) + i;
         uint32_t scales[2] = {}, offsets[2] = {};
-        if (lane.t < kSuperColumns / Sub / 4) for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2 && lane.t < kSuperColumns / Sub / 4; half++) {
             scales[half] = constants[half].numbers(row, lane.t, false);
             if (minimum) offsets[half] = constants[half].numbers(row, lane.t, true);
         }
@@ -267,24 +266,24 @@ KVQ_DEVICE void add_super_block(const kvq_cuda_linear& c, const PanelLayout& lay
             if (beyond) multiply_sums(scales, level_sums, shift);
             if (minimum) multiply_sums(offsets, level_sums, low);
             KVQ_UNROLL for (int j = 0; j < 4; j++) {
-                const Constants& both = constants[j / 2];
+                const Constants& fields = constants[j / 2];
                 const int token = min(first + j % 2, c.tokens - 1);
                 const float step = c.steps[int64_t{block} * c.tokens + token];
                 // Whole until it is rounded once.
                 const int dot = 2 * sums[i][n][j] + beyond * shift[j];
                 float& total = totals[i][n][j];
                 total = fma_once(mul(static_cast<float>(dot), half_unit),
-                                 mul(both.half_at(row), step), total);
+                                 mul(fields.half_at(row), step), total);
                 if (minimum)
                     total = fma_once(static_cast<float>(low[j]),
-                                     mul(both.half_at(kPanelRows + row), step), total);
+                                     mul(fields.half_at(kPanelRows + row), step), total);
             }
         }
     }
 }
 
-// Adds a block's part to the totals. What was multiplied are codes' distances from the middle, times
-// 2^(8 - bits), or the levels of e2m1; what a code is beyond that meets the sum of levels.
+// Adds a block's part to the totals. What was multiplied are codes' distances from the middle,
+// times 2^(8 - bits), or the levels of e2m1; what a code is beyond that meets the sum of levels.
 template <int LowBits>
 KVQ_DEVICE void add_block(const kvq_cuda_linear& c, const PanelLayout& layout,
                           const LinearLane& lane, int block, const Sums& sums, Totals& totals) {
@@ -352,9 +351,8 @@ KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
                         sums[i][n][j] = Sub ? 0 : bits_of(kTwelveMillion);
         if constexpr (Sub) {
             const int first_sub = stage * kSuperStage / Sub;
-            const Constants constants[2] = {
-                {layout, panel_of(c, layout, lane, 0), first_sub},
-                {layout, panel_of(c, layout, lane, 1), first_sub}};
+            const Constants constants[2] = {{layout, panel_of(c, layout, lane, 0), first_sub},
+                                            {layout, panel_of(c, layout, lane, 1), first_sub}};
             multiply_block<LowBits, Sub>(room, lane, false, staged, constants, sums);
             if (part == kStages<Sub> - 1)
                 add_super_block<LowBits, Sub>(c, layout, lane, constants, block, sums, totals);
