@@ -85,7 +85,9 @@ struct DeviceScratch {
             return start;
         };
         inputs = take(2 * tokens * columns), tops = take(4 * tokens), levels = take(tokens * columns);
-        steps = take(4 * (layout.sub ? 16 : 2) * tokens * int64_t(layout.blocks));
+        // Of a super-block for few tokens a sum of each sub-block; for many less.
+        const int64_t numbers = layout.sub ? 16 : 2;
+        steps = take(4 * numbers * tokens * int64_t(layout.blocks));
         products = take(apart), residuals = take(call.residual ? apart : 0);
         const int64_t ranked = call.exact_rows ? tokens * layout.panels : 0;
         panel_tops = take(4 * ranked), deviations = take(4 * tokens), marks = take(ranked);
