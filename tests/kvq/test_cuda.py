@@ -22,7 +22,7 @@ from kvq import devices
 from kvq.formats import GRANULES, constant_bytes, grid_bytes
 from kvq.reference import linear as reference_linear
 from kvq.reference import stored as reference
-from kvq.reference.linear import Blocks, Grid, PanelFormat, View
+from kvq.reference.linear import BlockFormat, Blocks, Grid, PanelFormat, View
 from matrices import matrix
 from pairs import some_feedback
 from shelf import Shelf
@@ -522,6 +522,11 @@ def test_pages_are_closed_and_narrowed_to_the_byte(
     np.testing.assert_array_equal(pool, want)
 
 
+def columns_of(grid: Grid) -> int:
+    """Of matrices in tests: blocks and a part, or super-blocks and a part."""
+    return 600 if grid.has_supers else 200
+
+
 def shape_of(form: PanelFormat) -> dict[str, int]:
     """The matrix as both structures name it."""
     names = ("rows", "columns", "bits", "block", "grid")
@@ -541,13 +546,20 @@ def shape_of(form: PanelFormat) -> dict[str, int]:
         (5, 8, 64, Grid.ZERO_POINT, "full"), (16, 8, 64, Grid.SYMMETRIC, "hi"),
         (5, 8, 32, Grid.MINIMUM, "hi"),
         (1, 4, 32, Grid.E2M1, "full"), (16, 4, 64, Grid.E2M1, "hi"),
+        (1, 4, 32, Grid.SUPER_MINIMUM, "full"), (16, 5, 32, Grid.SUPER_MINIMUM, "full"),
+        (1, 5, 32, Grid.SUPER_MINIMUM, "hi"), (5, 6, 32, Grid.SUPER_MINIMUM, "full"),
+        (8, 6, 32, Grid.SUPER_MINIMUM, "hi"), (16, 4, 16, Grid.SUPER_MINIMUM, "full"),
+        (1, 6, 16, Grid.SUPER_MINIMUM, "full"), (5, 6, 16, Grid.SUPER_MINIMUM, "hi"),
+        (8, 4, 16, Grid.SUPER_SYMMETRIC, "full"), (16, 6, 16, Grid.SUPER_SYMMETRIC, "full"),
+        (1, 6, 16, Grid.SUPER_SYMMETRIC, "hi"), (1, 8, 16, Grid.SUPER_SYMMETRIC, "full"),
+        (16, 8, 16, Grid.SUPER_SYMMETRIC, "hi"),
     ],
 )  # fmt: skip
 def test_products_are_those_of_the_weights(
     tokens: int, bits: int, block: int, grid: Grid, view: View, library: Library
 ) -> None:
     rng = np.random.default_rng(tokens)
-    form = PanelFormat(rows=35, columns=200, bits=bits, block=block, grid=grid)
+    form = PanelFormat(rows=35, columns=columns_of(grid), bits=bits, block=block, grid=grid)
     blocks, panels = matrix(form)
     x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
     norm = rng.uniform(0.5, 2, form.columns).astype(np.float32)
@@ -595,13 +607,20 @@ def test_products_are_those_of_the_weights(
         (17, 35, 8, 32, Grid.MINIMUM, "full"), (17, 35, 8, 64, Grid.SYMMETRIC, "hi"),
         (17, 35, 8, 64, Grid.ZERO_POINT, "hi"),
         (17, 35, 4, 32, Grid.E2M1, "full"), (70, 270, 4, 64, Grid.E2M1, "hi"),
+        (70, 270, 4, 32, Grid.SUPER_MINIMUM, "full"), (17, 35, 5, 32, Grid.SUPER_MINIMUM, "full"),
+        (17, 35, 5, 32, Grid.SUPER_MINIMUM, "hi"), (17, 35, 6, 32, Grid.SUPER_MINIMUM, "full"),
+        (17, 35, 6, 32, Grid.SUPER_MINIMUM, "hi"), (17, 35, 4, 16, Grid.SUPER_MINIMUM, "full"),
+        (17, 35, 6, 16, Grid.SUPER_MINIMUM, "full"), (17, 35, 6, 16, Grid.SUPER_MINIMUM, "hi"),
+        (17, 35, 4, 16, Grid.SUPER_SYMMETRIC, "full"),
+        (70, 270, 6, 16, Grid.SUPER_SYMMETRIC, "full"), (17, 35, 6, 16, Grid.SUPER_SYMMETRIC, "hi"),
+        (17, 35, 8, 16, Grid.SUPER_SYMMETRIC, "full"), (17, 35, 8, 16, Grid.SUPER_SYMMETRIC, "hi"),
     ],
 )  # fmt: skip
 def test_products_of_many_tokens_are_those_of_the_reference(
     tokens: int, rows: int, bits: int, block: int, grid: Grid, view: View, library: Library
 ) -> None:
     rng = np.random.default_rng(tokens)
-    form = PanelFormat(rows=rows, columns=200, bits=bits, block=block, grid=grid)
+    form = PanelFormat(rows=rows, columns=columns_of(grid), bits=bits, block=block, grid=grid)
     _, panels = matrix(form)
     x = rng.standard_normal((tokens, 2 * form.columns)).astype(np.float32) * 30
     plain = np.ascontiguousarray(x[:, : form.columns])
@@ -614,7 +633,7 @@ def test_products_of_many_tokens_are_those_of_the_reference(
         **shape_of(form), "panels": panels, "out": out, "tokens": tokens,
         "view": ("full", "hi").index(view), "norm_eps": 1e-6,
         "levels": np.zeros((tokens, form.blocks * block), np.int8),
-        "steps": np.zeros((2, form.blocks, tokens), np.float32),
+        "steps": np.full((9 if grid.has_supers else 2, form.supers, tokens), np.nan, np.float32),
     }  # fmt: skip
     run(
         library,
@@ -639,22 +658,51 @@ def test_products_of_many_tokens_are_those_of_the_reference(
         assert np.mean(np.abs(out - want) < 1e-6 * np.abs(want).max()) > 0.9
 
 
+@pytest.mark.parametrize("spelled", ["6/16/super_minimum", "8/16/super_symmetric"])
+def test_the_largest_whole_sums_are_those_of_the_reference(spelled: str, library: Library) -> None:
+    kind = BlockFormat.parse(spelled)
+    form = PanelFormat.of(kind, (16, 256))
+    top = np.full((16, 256), (1 << form.bits) - 1, np.uint8)
+    top[8:] = 0
+    scales, numbers = np.ones((16, 1), np.float16), np.full((16, form.blocks), -128, np.int8)
+    minimum = form.grid.has_minimum
+    blocks = Blocks(top, scales, scales if minimum else None, *[numbers] * (2 if minimum else 1))
+    panels, x = reference_linear.pack(form, blocks), np.ones((17, 256), np.float32)
+    x[1:9] = -1
+    for view in ("full", "hi"):
+        out = np.zeros((17, 16), np.float32)
+        call = filled(
+            Linear, **shape_of(form), panels=panels, x=x, out=out, tokens=17,
+            view=("full", "hi").index(view), levels=np.zeros((17, 256), np.int8),
+            steps=np.full((9, 1, 17), np.nan, np.float32),
+        )  # fmt: skip
+        run(library, "kvq_cuda_linear_run", call)
+        np.testing.assert_array_equal(out, reference_linear.linear(form, panels, x, view))
+
+
 @pytest.mark.parametrize(
     ("exact_rows", "bits", "grid"),
-    [(1, 8, Grid.SYMMETRIC), (40, 8, Grid.ZERO_POINT), (40, 6, Grid.MINIMUM)],
-)
+    [
+        (1, 8, Grid.SYMMETRIC), (40, 8, Grid.ZERO_POINT), (40, 6, Grid.MINIMUM),
+        (40, 6, Grid.SUPER_MINIMUM), (1, 6, Grid.SUPER_SYMMETRIC),
+    ],
+)  # fmt: skip
 def test_a_head_in_two_passes_is_exact_in_its_best(
     exact_rows: int, bits: int, grid: Grid, library: Library
 ) -> None:
     rng = np.random.default_rng(exact_rows)
-    form = PanelFormat(rows=3003, columns=64, bits=bits, block=32, grid=grid)
+    block = 16 if grid is Grid.SUPER_SYMMETRIC else 32
+    form = PanelFormat(rows=3003, columns=64, bits=bits, block=block, grid=grid)
     # Most outputs are alike but for their low bits, so that the first pass alone would err.
-    codes = np.tile(rng.integers(0, 16, (1, 64), np.uint8) << form.low_bits, (form.rows, 1))
+    width = form.blocks * form.block
+    codes = np.tile(rng.integers(0, 16, (1, width), np.uint8) << form.low_bits, (form.rows, 1))
     codes |= rng.integers(0, 1 << form.low_bits, codes.shape, np.uint8)
-    scales = rng.choice(np.array([1, 1.01], np.float16), (form.rows, form.blocks))
+    scales = rng.choice(np.array([1, 1.01], np.float16), (form.rows, form.supers))
     kind = grid.offset_type
     offsets = None if kind is None else np.full(scales.shape, 100, kind)
-    panels = reference_linear.pack(form, Blocks(codes, scales, offsets))
+    numbers = np.tile(rng.integers(30, 34, (1, form.blocks), np.int8), (form.rows, 1))
+    sides = [numbers] * (grid.has_supers + (grid is Grid.SUPER_MINIMUM))
+    panels = reference_linear.pack(form, Blocks(codes, scales, offsets, *sides))
     x = rng.standard_normal((3, form.columns)).astype(np.float32)
     marks = np.zeros((3, form.panels), np.uint8)
     results = []

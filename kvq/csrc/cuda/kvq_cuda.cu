@@ -1,6 +1,8 @@
 // Launches. Compiled by nvcc for devices, and by any C++ compiler (-x c++) against the emulator.
 #include "kvq_cuda.h"
 
+#include <type_traits>
+
 #include "../kvq.h"
 #include "attend.h"
 #include "best.h"
@@ -48,10 +50,23 @@ int with_channels(int head_dim, const Call& call) {
 
 constexpr int kFewTokens = 16;  // of a product whose time is that of reading the weights
 
+// Calls with the columns of a sub-block as a type, 0 where there are none.
+template <class Call>
+void with_sub(const kvq_cuda_linear& c, const Call& call) {
+    switch (layout_of(c).sub) {
+        case 16: return call(std::integral_constant<int, 16>{});
+        case 32: return call(std::integral_constant<int, 32>{});
+        default: return call(std::integral_constant<int, 0>{});
+    }
+}
+
 template <bool Low, bool Marked>
 void multiply_few(const kvq_cuda_linear& c, void* stream) {
-    const auto kernel = c.tokens <= 8 ? product<Low, 1, Marked> : product<Low, 2, Marked>;
-    launch(kernel, Dim3{panels_of(c)}, kLinearWarps * kWarp, 0, stream, c);
+    with_sub(c, [&](auto sub) {
+        const auto kernel =
+            c.tokens <= 8 ? product<Low, 1, Marked, sub()> : product<Low, 2, Marked, sub()>;
+        launch(kernel, Dim3{panels_of(c)}, kLinearWarps * kWarp, 0, stream, c);
+    });
 }
 
 template <int LowBits>
@@ -59,9 +74,11 @@ void multiply_many(const kvq_cuda_linear& c, void* stream) {
     launch(round_inputs, Dim3{c.tokens}, 256, 0, stream, c);
     const Dim3 tiles{(c.tokens + kTileTokens - 1) / kTileTokens,
                      (c.rows + kTileOutputs - 1) / kTileOutputs};
-    const LinearRoom room(c.block, LowBits);
-    const size_t two_stages = 2 * static_cast<size_t>(room.stage_bytes);
-    launch(product_tiles<LowBits>, tiles, kLinearThreads, two_stages, stream, c);
+    with_sub(c, [&](auto sub) {
+        const LinearRoom room(sub() ? kSuperStage : c.block, LowBits);
+        const size_t two_stages = 2 * static_cast<size_t>(room.stage_bytes);
+        launch(product_tiles<LowBits, sub()>, tiles, kLinearThreads, two_stages, stream, c);
+    });
 }
 
 // Of the codes their upper nibbles and so many of their low bits: all or none.

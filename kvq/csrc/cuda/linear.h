@@ -19,40 +19,75 @@ template <class Call>
 constexpr PanelLayout layout_of(const Call& c) {
     return PanelLayout(matrix_of(c));
 }
+// Likewise of a call whose sub-blocks have `Sub` columns, 0 where there are none: what depends on
+// that costs a kernel nothing.
+template <int Sub>
+constexpr PanelLayout layout_with(const kvq_cuda_linear& c) {
+    PanelLayout layout = layout_of(c);
+    layout.sub = Sub;
+    return layout;
+}
 constexpr int panels_of(const kvq_cuda_linear& c) {
     return layout_of(c).panels;
 }
 
-// Of one block of a panel: a weight is scale * (code - zero) + minimum, in kScaleUnit.
+// Blocks of c.block columns: of super-blocks their sub-blocks.
+constexpr int blocks_of(const PanelLayout& layout) {
+    return layout.sub ? static_cast<int>(layout.subs()) : layout.blocks;
+}
+// The super-block of a sub-block; a block itself.
+constexpr int whole_block(const PanelLayout& layout, int block) {
+    return layout.sub ? block * layout.sub / kSuperColumns : block;
+}
+
+// Of one block of c.block columns of a panel: a weight is scale * (code - zero) + minimum, in
+// kScaleUnit.
 struct Constants {
     const uint8_t* bytes;
-    int bits, grid;
+    int bits, grid, sub, place;  // which of its super-block's a sub-block is
 
     KVQ_DEVICE_MEMBER Constants(const PanelLayout& layout, const uint8_t* panel, int block)
-        : bytes(panel + layout.plane_bytes + block * layout.block_constants),
+        : bytes(panel + layout.constants_at(whole_block(layout, block))),
           bits(layout.bits),
-          grid(layout.grid) {}
+          grid(layout.grid),
+          sub(layout.sub),
+          place(block * sub % kSuperColumns / (sub == 16 ? 16 : 32)) {}
     KVQ_DEVICE_MEMBER float scale(int row) const {
-        return grid == KVQ_E2M1 ? float_of((127 - kE2m1Bias + bytes[row]) << 23) : half_at(row);
+        if (grid == KVQ_E2M1) return float_of((127 - kE2m1Bias + bytes[row]) << 23);
+        return sub ? half_at(row) * static_cast<float>(number(row, place, false)) : half_at(row);
     }
     KVQ_DEVICE_MEMBER float zero(int row) const {
-        if (grid == KVQ_MINIMUM || grid == KVQ_E2M1) return 0;
-        const int parts = grid == KVQ_SYMMETRIC ? 128 : bytes[2 * kPanelRows + row];
+        if (grid == KVQ_MINIMUM || grid == KVQ_SUPER_MINIMUM || grid == KVQ_E2M1) return 0;
+        const int parts = grid == KVQ_ZERO_POINT ? bytes[2 * kPanelRows + row] : 128;
         return static_cast<float>(parts << bits) / kZeroParts;
     }
     KVQ_DEVICE_MEMBER float minimum(int row) const {
-        return grid == KVQ_MINIMUM ? half_at(kPanelRows + row) : 0.0f;
+        if (grid != KVQ_MINIMUM && grid != KVQ_SUPER_MINIMUM) return 0;
+        const float offset = half_at(kPanelRows + row);
+        return sub ? offset * static_cast<float>(number(row, place, true)) : offset;
     }
-
-private:
+    // Sixteen scales, then sixteen offsets.
     KVQ_DEVICE_MEMBER float half_at(int i) const {
         return half_value(reinterpret_cast<const uint16_t*>(bytes)[i]);
+    }
+    // What multiplies the scales, or the offsets, of sub-blocks 4 * quad to 4 * quad + 3: a signed
+    // byte each.
+    KVQ_DEVICE_MEMBER uint32_t numbers(int row, int quad, bool of_offsets) const {
+        const int sides = grid == KVQ_SUPER_MINIMUM ? 2 : 1, second = of_offsets ? 1 : 0;
+        const auto* words = reinterpret_cast<const uint32_t*>(bytes + 2 * kPanelRows * sides) + row;
+        if (sub == 16) return words[(4 * second + quad) * kPanelRows];
+        const uint32_t upper = words[second * kPanelRows] >> 4 * quad;
+        const uint32_t low = words[2 * kPanelRows] >> (4 * second + 2 * quad);
+        return (upper & 0x0f0f0f0fu) << 2 | (low & 0x03030303u);
+    }
+    KVQ_DEVICE_MEMBER int number(int row, int i, bool of_offsets) const {
+        return static_cast<int8_t>(numbers(row, i / 4, of_offsets) >> 8 * (i % 4));
     }
 };
 
 // Whether what codes are beyond zero differs from block to block.
 constexpr bool has_offsets(int grid) {
-    return grid == KVQ_ZERO_POINT || grid == KVQ_MINIMUM;
+    return grid == KVQ_ZERO_POINT || grid == KVQ_MINIMUM || grid == KVQ_SUPER_MINIMUM;
 }
 
 // Twice what the four bits of an e2m1 stand for.
@@ -120,7 +155,8 @@ KVQ_KERNEL inputs(kvq_cuda_linear c) {
     if (i == 0) c.tops[token] = top;
     if (!has_offsets(c.grid)) return;
     sync_block();
-    for (int block = i / kWarp; block < layout_of(c).blocks; block += thread_count() / kWarp)
+    const int blocks = blocks_of(layout_of(c));
+    for (int block = i / kWarp; block < blocks; block += thread_count() / kWarp)
         sum_block(c, token, block);
 }
 
@@ -170,19 +206,16 @@ struct Reading {
     }
 };
 
-// Eight activations from column k on, as the operands of two products.
-KVQ_DEVICE void input_operands(const kvq_cuda_linear& c, int token, int k, uint32_t (*b)[2]) {
-    for (int i = 0; i < 2; i++) {
-        const auto* x = c.inputs + int64_t{token} * c.columns + k + 4 * i;
-        for (int odd = 0; odd < 2; odd++) {
-            uint32_t pair = 0;
-            for (int upper = 0; upper < 2; upper++) {
-                const int at = odd + 2 * upper;
-                if (token < c.tokens && k + 4 * i + at < c.columns)
-                    pair |= uint32_t{x[at]} << 16 * upper;
-            }
-            b[i][odd] = pair;
+// Four activations from column k on, as the operand of a product.
+KVQ_DEVICE void input_operand(const kvq_cuda_linear& c, int token, int k, uint32_t* b) {
+    const auto* x = c.inputs + int64_t{token} * c.columns + k;
+    for (int odd = 0; odd < 2; odd++) {
+        uint32_t pair = 0;
+        for (int upper = 0; upper < 2; upper++) {
+            const int at = odd + 2 * upper;
+            if (token < c.tokens && k + at < c.columns) pair |= uint32_t{x[at]} << 16 * upper;
         }
+        b[odd] = pair;
     }
 }
 
@@ -191,8 +224,8 @@ KVQ_DEVICE bool is_marked(const kvq_cuda_linear& c, int token, int panel) {
 }
 
 // A block per panel. Tiles: of eight tokens. Marked: of tokens that have marked the panel alone;
-// how far what was there errs is kept.
-template <bool Low, int Tiles, bool Marked>
+// how far what was there errs is kept. Sub: columns of a sub-block, 0 where there are none.
+template <bool Low, int Tiles, bool Marked, int Sub>
 KVQ_KERNEL product(kvq_cuda_linear c) {
     if (Marked) {
         bool any = false;
@@ -202,33 +235,38 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
     KVQ_SHARED float totals[kLinearWarps][Tiles * 8][kPanelRows];
     const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
     const int g = lane / 4, t = lane % 4;
-    const PanelLayout layout = layout_of(c);
+    constexpr int kQuads = Sub == 16 ? 1 : 2;  // of columns, that a lane multiplies at once
+    const PanelLayout layout = layout_with<Sub>(c);
     const Reading<Low> reading(layout);
     const uint8_t* panel = c.panels + block_index().x * layout.panel_bytes;
-    const uint8_t* low_plane = panel + layout.plane_bytes + layout.constant_bytes;
+    const uint8_t* low_plane = panel + layout.low_at();
+    const int blocks = blocks_of(layout);
     float total[Tiles][4] = {};
-    for (int block = warp; block < layout.blocks; block += kLinearWarps) {
+    for (int block = warp; block < blocks; block += kLinearWarps) {
         float sums[Tiles][4] = {};
-        for (int octet = t; octet < c.block / 8; octet += 4) {
-            const int column = block * c.block + 8 * octet;
-            const int64_t at = int64_t{column} * kPanelRows / 2 + 4 * g;
+        const int whole = whole_block(layout, block);
+        const uint8_t* plane = panel + layout.plane_at(whole);
+        for (int quad = kQuads * t; quad < c.block / 4; quad += 4 * kQuads) {
+            const int column = block * c.block + quad / 2 * 8;
+            const int64_t at = int64_t{column - whole * layout.block} * kPanelRows / 2 + 4 * g;
             const int low_columns = column * reading.low_bits;  // times the bits of each
             const int64_t low_at = int64_t{low_columns / 32} * 64 + 4 * g;
             uint32_t word[2], low[2] = {};
             for (int half = 0; half < 2; half++) {
-                word[half] = *reinterpret_cast<const uint32_t*>(panel + at + 32 * half);
+                word[half] = *reinterpret_cast<const uint32_t*>(plane + at + 32 * half);
                 if (!Low) continue;
                 low[half] = *reinterpret_cast<const uint32_t*>(low_plane + low_at + 32 * half);
                 low[half] >>= low_columns / 4 % 8;
             }
-            uint32_t weights[2][4];
-            for (int i = 0; i < 2; i++)
+            for (int i = 0; i < kQuads; i++) {
+                const int upper = kQuads == 2 ? i : quad % 2;  // nibbles of these columns
+                uint32_t weights[4], b[2];
                 for (int j = 0; j < 4; j++)
-                    weights[i][j] = reading.pair(word[j % 2], low[j % 2], i, j / 2);
-            for (int tile = 0; tile < Tiles; tile++) {
-                uint32_t b[2][2];
-                input_operands(c, 8 * tile + g, column, b);
-                for (int i = 0; i < 2; i++) mma(sums[tile], weights[i], b[i]);
+                    weights[j] = reading.pair(word[j % 2], low[j % 2], upper, j / 2);
+                for (int tile = 0; tile < Tiles; tile++) {
+                    input_operand(c, 8 * tile + g, column + 4 * upper, b);
+                    mma(sums[tile], weights, b);
+                }
             }
         }
         const Constants constants(layout, panel, block);
@@ -239,7 +277,7 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
         }
     }
     // In a loop of its own, so that grids without offsets pay no registers for it.
-    for (int block = warp; block < layout.blocks && has_offsets(c.grid); block += kLinearWarps)
+    for (int block = warp; block < blocks && has_offsets(c.grid); block += kLinearWarps)
         for (int i = 0; i < 4; i++) {
             const Constants constants(layout, panel, block);
             const float extra = reading.beyond(constants, g + i / 2 * 8);

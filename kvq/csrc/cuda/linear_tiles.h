@@ -16,6 +16,12 @@ constexpr int kLinearThreads =
 constexpr uint32_t kUpper = 0xf0f0f0f0u, kSigns = 0x80808080u;
 // A whole number below 2^22, added to this one's bits, is a float that many above it.
 constexpr float kTwelveMillion = 12582912.0f;
+// A super-block is multiplied in stages of so many columns, since shared memory has no room for it;
+// another block in one.
+constexpr int kSuperStage = 64;
+template <int Sub>
+constexpr int kStages = Sub ? kSuperColumns / kSuperStage : 1;
+constexpr int kMostSubs = 16;  // sub-blocks of a super-block
 
 // What lies in shared memory while one block of columns is multiplied: of sixteen panels the upper
 // nibbles, then the low bits that are read; of 64 tokens the levels.
@@ -33,14 +39,21 @@ struct LinearRoom {
     constexpr int levels_at() const { return low_at() + kTilePanels * low_bytes; }
 };
 
+// Sums of the levels of a super-block's sub-blocks, each 256 times one signed byte and another: first
+// the bytes that count once.
+KVQ_DEVICE int8_t* sub_sums(const kvq_cuda_linear& c, int blocks, int block, int token) {
+    auto* sums = reinterpret_cast<int8_t*>(c.steps + int64_t{blocks} * c.tokens);
+    return sums + 2 * kMostSubs * (int64_t{block} * c.tokens + token);
+}
+
 // A warp per block of columns: levels, scale and sum of levels of one token's input.
-KVQ_DEVICE void round_block(const kvq_cuda_linear& c, const float* x, float inverse, int token,
-                            int block) {
-    const int lane = thread_index() % kWarp, first = block * c.block;
-    const int blocks = layout_of(c).blocks;
-    float numbers[4], top = 0;  // of 128 columns at most
+KVQ_DEVICE void round_block(const kvq_cuda_linear& c, const PanelLayout& layout, const float* x,
+                            float inverse, int token, int block) {
+    const int lane = thread_index() % kWarp, first = block * layout.block;
+    const int blocks = layout.blocks;
+    float numbers[kSuperColumns / kWarp], top = 0;
     bool finite = true;
-    for (int i = 0; i < c.block / kWarp; i++) {
+    for (int i = 0; i < layout.block / kWarp; i++) {
         const int column = first + i * kWarp + lane;
         numbers[i] = column < c.columns ? input_at(c, x, inverse, column) : 0.0f;
         finite &= fabsf(numbers[i]) < INFINITY;
@@ -51,27 +64,35 @@ KVQ_DEVICE void round_block(const kvq_cuda_linear& c, const float* x, float inve
     const bool alive = finite && top >= kSmallestActivation;
     const float step = alive ? divide(127.0f, top) : 0.0f;
     float sum = 0;
-    for (int i = 0; i < c.block / kWarp; i++) {
+    for (int i = 0; i < layout.block / kWarp; i++) {
         const float level = alive ? rint(mul(numbers[i], step)) : 0.0f;
-        c.levels[int64_t{token} * blocks * c.block + first + i * kWarp + lane] =
+        c.levels[int64_t{token} * blocks * layout.block + first + i * kWarp + lane] =
             static_cast<int8_t>(level);
+        if (layout.sub) sum = 0;
         sum += level;
+        for (int mask = 1; mask < layout.sub; mask *= 2) sum += shuffle_xor(sum, mask);
+        if (!layout.sub || lane % layout.sub) continue;
+        int8_t* sums = sub_sums(c, blocks, block, token) + (i * kWarp + lane) / layout.sub;
+        const int whole = static_cast<int>(sum), low = static_cast<int8_t>(whole);
+        sums[0] = static_cast<int8_t>(low);
+        sums[kMostSubs] = static_cast<int8_t>((whole - low) / 256);
     }
     for (int mask = 1; mask < kWarp; mask *= 2) sum += shuffle_xor(sum, mask);
     if (lane) return;
     const int64_t at = int64_t{block} * c.tokens + token;
     c.steps[at] = finite ? mul(alive ? divide(top, 127.0f) : 0.0f, kScaleUnit) : NAN;
-    c.steps[int64_t{blocks} * c.tokens + at] = sum;
+    if (!layout.sub) c.steps[int64_t{blocks} * c.tokens + at] = sum;
 }
 
 // A block of 256 threads per token.
 KVQ_KERNEL round_inputs(kvq_cuda_linear c) {
     KVQ_SHARED float room[256];
-    const int token = block_index().x, blocks = layout_of(c).blocks;
+    const int token = block_index().x;
+    const PanelLayout layout = layout_of(c);
     const float* x = c.x + int64_t{token} * c.columns * (c.activation == KVQ_PLAIN ? 1 : 2);
     const float inverse = norm_of(c, x, room);
-    for (int block = thread_index() / kWarp; block < blocks; block += thread_count() / kWarp)
-        round_block(c, x, inverse, token, block);
+    for (int block = thread_index() / kWarp; block < layout.blocks; block += thread_count() / kWarp)
+        round_block(c, layout, x, inverse, token, block);
 }
 
 // `count` bytes of sixteen panels each, `from` their beginning, on their way. What is beyond the
@@ -86,11 +107,14 @@ KVQ_DEVICE void stage_panels(const kvq_cuda_linear& c, const PanelLayout& layout
     }
 }
 
-// One block of columns on its way. What is beyond the last token repeats it.
+// One block of columns, or a stage of a super-block, on its way. What is beyond the last token
+// repeats it.
+template <int Stages>
 KVQ_DEVICE void stage_block(const kvq_cuda_linear& c, const PanelLayout& layout,
                             const LinearRoom& room, int block, uint8_t* stage) {
-    stage_panels(c, layout, size_t(block) * room.upper_bytes, room.upper_bytes, stage);
-    const size_t low = layout.plane_bytes + layout.constant_bytes + size_t(block) * room.low_bytes;
+    const size_t upper = layout.plane_at(block / Stages) + block % Stages * room.upper_bytes;
+    stage_panels(c, layout, upper, room.upper_bytes, stage);
+    const size_t low = layout.low_at() + size_t(block) * room.low_bytes;
     stage_panels(c, layout, low, room.low_bytes, stage + room.low_at());
     uint8_t* levels = stage + room.levels_at();
     const int64_t columns = static_cast<int64_t>(layout.padded_columns());
@@ -123,11 +147,50 @@ KVQ_DEVICE uint32_t levels_of(uint32_t word, int half) {
 struct LinearLane {
     int g, t, panel, token;  // the first of its warp's, within the block's
 };
+// The first of a lane's results: it has four outputs of this panel and of that two further, of two
+// of every eight tokens.
+KVQ_DEVICE int first_panel_of(const LinearLane& lane) {
+    return block_index().y * kTilePanels + lane.panel + lane.g / 4;
+}
+KVQ_DEVICE int first_token_of(const LinearLane& lane) {
+    return block_index().x * kTileTokens + lane.token + 2 * lane.t;
+}
+// What is beyond the last panel repeats it.
+KVQ_DEVICE const uint8_t* panel_of(const kvq_cuda_linear& c, const PanelLayout& layout,
+                                   const LinearLane& lane, int half) {
+    return c.panels + min(first_panel_of(lane) + 2 * half, layout.panels - 1) * layout.panel_bytes;
+}
 
-// Sums of one block of columns: [four outputs of each panel][eight tokens].
-template <int LowBits>
+// [four outputs of each panel][eight tokens]
+using Sums = int32_t[4][kWarpTokens / 8][4];
+using Totals = float[4][kWarpTokens / 8][4];
+
+// Adds to sums those of 32 columns from sub-block `sub` of the stage on, of product i, times their
+// sub-blocks' whole scales.
+template <int Sub>
+KVQ_DEVICE void add_subs(const LinearLane& lane, const Constants* constants, int sub, int i,
+                         const uint32_t* codes, const uint32_t (*inputs)[2], Sums& sums) {
+    const int row = 4 * (lane.g % 4) + i;
+    KVQ_UNROLL for (int part = 0; part < 32 / Sub; part++) {
+        const int place = constants[0].place + sub + part;
+        const int scale[2] = {constants[0].number(row, place, false),
+                              constants[1].number(row, place, false)};
+        // Of two sub-blocks each meets zeros in place of the other's inputs.
+        const bool meets = Sub == 32 || lane.t / 2 == part;
+        KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++) {
+            const uint32_t met[2] = {meets ? inputs[n][0] : 0, meets ? inputs[n][1] : 0};
+            int32_t products[4] = {};
+            mma(products, codes, met);
+            KVQ_UNROLL for (int j = 0; j < 4; j++) sums[i][n][j] += products[j] * scale[j / 2];
+        }
+    }
+}
+
+// Adds to sums those of one block of columns, or of a stage of a super-block. Its first sub-block's
+// are the `constants`, of both panels.
+template <int LowBits, int Sub>
 KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, bool e2m1,
-                               const uint8_t* stage, int32_t (*sums)[kWarpTokens / 8][4]) {
+                               const uint8_t* stage, const Constants* constants, Sums& sums) {
     const uint8_t* levels = stage + room.levels_at();
     for (int octet = lane.t; octet < room.block / 8; octet += 4) {
         Quad word[2], low[2] = {};
@@ -156,77 +219,154 @@ KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, b
                 !LowBits && e2m1
                     ? levels_of(word[j % 2].words[i], j / 2)
                     : signed_codes<LowBits>(word[j % 2].words[i], low[j % 2].words[i], j / 2);
-            KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++) mma(sums[i][n], codes, inputs[n]);
+            if constexpr (Sub) {
+                add_subs<Sub>(lane, constants, octet / 4 * (32 / Sub), i, codes, inputs, sums);
+            } else {
+                KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++)
+                    mma(sums[i][n], codes, inputs[n]);
+            }
+        }
+    }
+}
+
+// Sums over a super-block's sub-blocks of their numbers times their levels' sums, which are bytes as
+// sub_sums has them.
+KVQ_DEVICE void multiply_sums(const uint32_t* numbers, const uint32_t* sums, int32_t* products) {
+    const uint32_t codes[4] = {numbers[0], numbers[1], 0, 0};
+    const uint32_t low[2] = {sums[0], 0}, high[2] = {sums[1], 0};
+    mma(products, codes, high);
+    KVQ_UNROLL for (int j = 0; j < 4; j++) products[j] *= 256;
+    mma(products, codes, low);
+}
+
+// Adds a super-block's part to the totals.
+template <int LowBits, int Sub>
+KVQ_DEVICE void add_super_block(const kvq_cuda_linear& c, const PanelLayout& layout,
+                                const LinearLane& lane, const Constants* constants, int block,
+                                const Sums& sums, Totals& totals) {
+    const bool minimum = layout.grid == KVQ_SUPER_MINIMUM;
+    const int step = 1 << (layout.low_bits() - LowBits);
+    // Twice what codes are beyond what was multiplied in their place, which may be a half.
+    const int beyond = ((minimum ? 1 << layout.bits : 0) + step - 1) << (8 - layout.bits);
+    const float half_unit = static_cast<float>(1 << layout.bits) / 512.0f;
+    KVQ_UNROLL for (int i = 0; i < 4; i++) {
+        const int row = 4 * (lane.g % 4) + i;
+        uint32_t scales[2] = {}, offsets[2] = {};
+        for (int half = 0; half < 2 && lane.t < kSuperColumns / Sub / 4; half++) {
+            scales[half] = constants[half].numbers(row, lane.t, false);
+            if (minimum) offsets[half] = constants[half].numbers(row, lane.t, true);
+        }
+        KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++) {
+            const int first = first_token_of(lane) + 8 * n;
+            const int met = min(first - 2 * lane.t + lane.g, c.tokens - 1);
+            const auto* words =
+                reinterpret_cast<const uint32_t*>(sub_sums(c, layout.blocks, block, met));
+            const uint32_t level_sums[2] = {words[lane.t], words[kMostSubs / 4 + lane.t]};
+            int32_t shift[4] = {}, low[4] = {};
+            if (beyond) multiply_sums(scales, level_sums, shift);
+            if (minimum) multiply_sums(offsets, level_sums, low);
+            KVQ_UNROLL for (int j = 0; j < 4; j++) {
+                const Constants& fields = constants[j / 2];
+                const int token = min(first + j % 2, c.tokens - 1);
+                const float step = c.steps[int64_t{block} * c.tokens + token];
+                // Whole until it is rounded once.
+                const int dot = 2 * sums[i][n][j] + beyond * shift[j];
+                float& total = totals[i][n][j];
+                total = fma_once(mul(static_cast<float>(dot), half_unit),
+                                 mul(fields.half_at(row), step), total);
+                if (minimum)
+                    total = fma_once(static_cast<float>(low[j]),
+                                     mul(fields.half_at(kPanelRows + row), step), total);
+            }
+        }
+    }
+}
+
+// Adds a block's part to the totals. What was multiplied are codes' distances from the middle,
+// times 2^(8 - bits), or the levels of e2m1; what a code is beyond that meets the sum of levels.
+template <int LowBits>
+KVQ_DEVICE void add_block(const kvq_cuda_linear& c, const PanelLayout& layout,
+                          const LinearLane& lane, int block, const Sums& sums, Totals& totals) {
+    const int step = 1 << (layout.low_bits() - LowBits);  // of codes, for whose middle one stands
+    const float middle = static_cast<float>((1 << layout.bits) + step - 1) / 2;
+    const float unit =
+        layout.grid == KVQ_E2M1 ? 1.0f : static_cast<float>(1 << layout.bits) / 256.0f;
+    const bool shifted = has_offsets(layout.grid) || step > 1;
+    KVQ_UNROLL for (int half = 0; half < 2; half++) {
+        const Constants constants(layout, panel_of(c, layout, lane, half), block);
+        float scale[4], beyond[4], minimum[4];
+        KVQ_UNROLL for (int i = 0; i < 4; i++) {
+            const int row = 4 * (lane.g % 4) + i;
+            scale[i] = constants.scale(row), minimum[i] = constants.minimum(row);
+            beyond[i] = middle - constants.zero(row);
+        }
+        KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++) KVQ_UNROLL for (int j = 0; j < 2; j++) {
+            const int64_t at =
+                int64_t{block} * c.tokens + min(first_token_of(lane) + 8 * n + j, c.tokens - 1);
+            const float step = c.steps[at];
+            const float levels =
+                shifted ? c.steps[int64_t{layout.blocks} * c.tokens + at] : 0.0f;  // their sum
+            KVQ_UNROLL for (int i = 0; i < 4; i++) {
+                float& total = totals[i][n][2 * half + j];
+                // Exact: a power of two times the difference of both.
+                float dot = fma_once(float_of(sums[i][n][2 * half + j]), unit,
+                                     -unit * kTwelveMillion);
+                if (shifted) dot = fma_once(beyond[i], levels, dot);
+                total = fma_once(dot, mul(scale[i], step), total);
+                if (layout.grid == KVQ_MINIMUM)
+                    total = fma_once(minimum[i], mul(levels, step), total);
+            }
         }
     }
 }
 
 // Grid: blocks of 64 tokens, blocks of 256 outputs. LowBits: of codes, read beside their upper
-// nibbles. What is multiplied are codes' distances from the middle, times 2^(8 - bits), or the levels
-// of e2m1; what a code is beyond that meets the sum of levels.
-template <int LowBits>
+// nibbles. Sub: columns of a super-block's sub-blocks, 0 where there are none.
+template <int LowBits, int Sub>
 KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
     KVQ_DYNAMIC_SHARED(bytes);
-    const PanelLayout layout = layout_of(c);
-    const LinearRoom room(c.block, LowBits);
-    const int step = 1 << (layout.low_bits() - LowBits);  // of codes, for whose middle one stands
-    const float middle = static_cast<float>((1 << layout.bits) + step - 1) / 2;
-    const bool e2m1 = layout.grid == KVQ_E2M1;
-    const float unit = e2m1 ? 1.0f : static_cast<float>(1 << layout.bits) / 256.0f;
-    const bool shifted = has_offsets(layout.grid) || step > 1;
-    const int warp = thread_index() / kWarp, blocks = layout.blocks;
+    const PanelLayout layout = layout_with<Sub>(c);
+    const LinearRoom room(Sub ? kSuperStage : c.block, LowBits);
+    const int warp = thread_index() / kWarp, stages = layout.blocks * kStages<Sub>;
     const LinearLane lane{thread_index() % kWarp / 4, thread_index() % 4,
                           warp % (kTilePanels / kWarpPanels) * kWarpPanels,
                           warp / (kTilePanels / kWarpPanels) * kWarpTokens};
-    const int first_token = block_index().x * kTileTokens + lane.token + 2 * lane.t;
-    const int first_panel = block_index().y * kTilePanels + lane.panel + lane.g / 4;
-    float totals[4][kWarpTokens / 8][4] = {};
-    stage_block(c, layout, room, 0, bytes);
+    Totals totals = {};
+    Sums sums;
+    stage_block<kStages<Sub>>(c, layout, room, 0, bytes);
     commit_copies();
-    for (int block = 0; block < blocks; block++) {
-        if (block + 1 < blocks)
-            stage_block(c, layout, room, block + 1, bytes + (block + 1) % 2 * room.stage_bytes);
+    for (int stage = 0; stage < stages; stage++) {
+        if (stage + 1 < stages)
+            stage_block<kStages<Sub>>(c, layout, room, stage + 1,
+                                      bytes + (stage + 1) % 2 * room.stage_bytes);
         commit_copies();
         wait_copies<1>();
         sync_block();
-        int32_t sums[4][kWarpTokens / 8][4];
-        KVQ_UNROLL for (int i = 0; i < 4; i++) KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++)
-            KVQ_UNROLL for (int j = 0; j < 4; j++) sums[i][n][j] = bits_of(kTwelveMillion);
-        multiply_block<LowBits>(room, lane, e2m1, bytes + block % 2 * room.stage_bytes, sums);
-        KVQ_UNROLL for (int half = 0; half < 2; half++) {
-            const int panel = min(first_panel + 2 * half, layout.panels - 1);
-            const Constants constants(layout, c.panels + panel * layout.panel_bytes, block);
-            float scale[4], beyond[4], minimum[4];
-            KVQ_UNROLL for (int i = 0; i < 4; i++) {
-                const int row = 4 * (lane.g % 4) + i;
-                scale[i] = constants.scale(row), minimum[i] = constants.minimum(row);
-                beyond[i] = middle - constants.zero(row);
-            }
-            KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++)
-                KVQ_UNROLL for (int j = 0; j < 2; j++) {
-                const int64_t at =
-                    int64_t{block} * c.tokens + min(first_token + 8 * n + j, c.tokens - 1);
-                const float step = c.steps[at];
-                const float levels =
-                    shifted ? c.steps[int64_t{blocks} * c.tokens + at] : 0.0f;  // their sum
-                KVQ_UNROLL for (int i = 0; i < 4; i++) {
-                    float& total = totals[i][n][2 * half + j];
-                    // Exact: a power of two times the difference of both.
-                    float dot = fma_once(float_of(sums[i][n][2 * half + j]), unit,
-                                         -unit * kTwelveMillion);
-                    if (shifted) dot = fma_once(beyond[i], levels, dot);
-                    total = fma_once(dot, mul(scale[i], step), total);
-                    if (layout.grid == KVQ_MINIMUM)
-                        total = fma_once(minimum[i], mul(levels, step), total);
-                }
-            }
+        const uint8_t* staged = bytes + stage % 2 * room.stage_bytes;
+        const int block = stage / kStages<Sub>, part = stage % kStages<Sub>;
+        if (part == 0)
+            KVQ_UNROLL for (int i = 0; i < 4; i++)
+                KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++)
+                    KVQ_UNROLL for (int j = 0; j < 4; j++)
+                        sums[i][n][j] = Sub ? 0 : bits_of(kTwelveMillion);
+        if constexpr (Sub) {
+            const int first_sub = stage * kSuperStage / Sub;
+            const Constants constants[2] = {{layout, panel_of(c, layout, lane, 0), first_sub},
+                                            {layout, panel_of(c, layout, lane, 1), first_sub}};
+            multiply_block<LowBits, Sub>(room, lane, false, staged, constants, sums);
+            if (part == kStages<Sub> - 1)
+                add_super_block<LowBits, Sub>(c, layout, lane, constants, block, sums, totals);
+        } else {
+            multiply_block<LowBits, 0>(room, lane, layout.grid == KVQ_E2M1, staged, nullptr, sums);
+            add_block<LowBits>(c, layout, lane, block, sums, totals);
         }
         sync_block();
     }
     KVQ_UNROLL for (int i = 0; i < 4; i++) KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++)
         KVQ_UNROLL for (int j = 0; j < 4; j++) {
-        const int token = first_token + 8 * n + j % 2;
-        const int row = (first_panel + j / 2 * 2) * kPanelRows + 4 * (lane.g % 4) + i;
+        const int token = first_token_of(lane) + 8 * n + j % 2;
+        const int panel = first_panel_of(lane) + j / 2 * 2;
+        const int row = panel * kPanelRows + 4 * (lane.g % 4) + i;
         if (token < c.tokens && row < c.rows) finish_output(c, token, row, totals[i][n][j]);
     }
 }

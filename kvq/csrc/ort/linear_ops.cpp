@@ -76,7 +76,7 @@ struct DeviceScratch {
     int64_t inputs, tops, levels, steps, products, residuals, panel_tops, deviations, marks, bytes;
 
     DeviceScratch(const kvq_linear& call, const PanelLayout& layout) {
-        const int64_t tokens = call.tokens, columns = int64_t(layout.blocks) * call.matrix.block;
+        const int64_t tokens = call.tokens, columns = int64_t(layout.padded_columns());
         const int64_t apart = call.first_row ? 4 * tokens * (call.matrix.rows - call.first_row) : 0;
         bytes = 0;
         const auto take = [&](int64_t count) {
@@ -85,7 +85,9 @@ struct DeviceScratch {
             return start;
         };
         inputs = take(2 * tokens * columns), tops = take(4 * tokens), levels = take(tokens * columns);
-        steps = take(8 * tokens * int64_t(layout.blocks));
+        // Of a super-block for few tokens a sum of each sub-block; for many less.
+        const int64_t numbers = layout.sub ? 16 : 2;
+        steps = take(4 * numbers * tokens * int64_t(layout.blocks));
         products = take(apart), residuals = take(call.residual ? apart : 0);
         const int64_t ranked = call.exact_rows ? tokens * layout.panels : 0;
         panel_tops = take(4 * ranked), deviations = take(4 * tokens), marks = take(ranked);
@@ -116,7 +118,7 @@ int run_part(Device& device, const kvq_linear& call, const PanelLayout& layout,
 
 // As run_linear, of numbers on the device.
 int run_linear_on(Device& device, const kvq_linear& call) {
-    if ((call.exact_rows && call.first_row) || is_super(call.matrix.grid)) return KVQ_BAD_ARGUMENT;
+    if (call.exact_rows && call.first_row) return KVQ_BAD_ARGUMENT;
     if (!call.tokens) return KVQ_OK;
     std::lock_guard<std::mutex> turn(device.turn);
     const PanelLayout layout(call.matrix);

@@ -108,13 +108,6 @@ class OnnxBackend(PagedBackend):
                     f"windows, read others' keys or convolve, which {device!r} has no kernels for; "
                     f"use {argument('device', 'cpu')}"
                 )
-            weights = bundle.manifest.weights
-            if weights and any(form.grid.has_supers for form in weights.formats.values()):
-                raise BackendError(
-                    f"{bundle.path} has weights in super-blocks (K-quants), which {device!r} has "
-                    f"no kernels for; use {argument('device', 'cpu')}, or export the model again "
-                    f"with {argument('bits')} 4, 5, 6 or 8"
-                )
             self._maps = {name: ort_value(array, device) for name, array in self._maps.items()}
 
     @staticmethod
