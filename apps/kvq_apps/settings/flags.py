@@ -191,9 +191,9 @@ FLAGS: dict[str, Flag] = {
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
     "task": Flag("what to measure: ppl, kld, passkey, retrieval or facts; from a checkout "
-        "(`apps/lab`) also calls, drafts, edit, fim, program and math",
+        "(`apps/lab`) also calls, drafts, edit, fim, program, math and replay",
         choices=("ppl", "kld", "passkey", "retrieval", "facts", "calls", "drafts", "edit", "fim",
-            "program", "math"), common=True),
+            "program", "math", "replay"), common=True),
     "context": Flag("context lengths in tokens", metavar="N,..", common=True),
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
