@@ -19,6 +19,7 @@ from kvq_apps.completion.suggestions import Completion, Suggestion
 from kvq_lab.text_pairs import TextPair, commit_pairs, file_pairs
 from kvq_lab.typing_replay import TypingReplay, hunks_between, report, tally, typing_session
 from kvq_runtime.session.session import no_progress
+from shelf import Shelf
 
 OLD = "def f(name):\n    return name\n\n\nf(name=1)\nf(2)\n"
 NEW = "def f(title):\n    return title\n\n\nf(title=1)\nf(2)\ng(len(title))\n"
@@ -336,10 +337,11 @@ def test_two_versions_are_needed(
 
 @pytest.mark.slow
 def test_the_embedded_model_completes_what_is_typed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shelf: Shelf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path, {"old.py": OLD, "new.py": NEW})
-    command = ["eval", "--task", "replay", "-m", "default", "--json", "--limit", "4"]
+    model = str(shelf.embedded("default"))
+    command = ["eval", "--task", "replay", "-m", model, "--json", "--limit", "4"]
     reports = []
     for _ in range(2):
         assert main([*command, str(folder / "old.py"), str(folder / "new.py")]) == 0
@@ -351,5 +353,5 @@ def test_the_embedded_model_completes_what_is_typed(
         assert result["shown"] >= result["wrong"]
         assert result["value"] == result["saved"] / 32
     assert reports[0] == reports[1]
-    assert main(["eval", "--task", "ppl", "--pause", "key", "-m", "default", __file__]) == 2
+    assert main(["eval", "--task", "ppl", "--pause", "key", "-m", model, __file__]) == 2
     assert "--pause is for replay only" in capsys.readouterr().err
