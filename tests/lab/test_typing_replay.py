@@ -259,12 +259,14 @@ def test_edits_are_shown_as_the_language_server_shows_them() -> None:
 
 
 def test_the_limit_counts_hunks_of_all_files_and_a_model_without_edits_says_so() -> None:
-    replay = TypingReplay(ScriptedService({}, [NextEdit(why_not="no tokens", impossible=True)]))
+    edits = [NextEdit(why_not="no tokens", impossible=True), edit_of(HUNKS[1])]
+    replay = TypingReplay(ScriptedService({}, edits))
     progress: list[tuple[int, int]] = []
     pairs = [TextPair("a", "a\n", "a \n"), TextPair("b", "a\n", "b\n"), TextPair("c", OLD, NEW)]
     replay.type_pairs(iter(pairs), 3, lambda *amounts: progress.append(amounts))
     assert progress == [(1, 3), (2, 3), (3, 3)]
     assert [hunk.keys for hunk in replay.hunks] == [2, 6, 6]
+    assert [hunk.ahead for hunk in replay.hunks] == [set(), {2}, set()]
     assert report(replay)["no_edits"] == "no tokens"
     with pytest.raises(DataError, match="nothing was changed"):
         TypingReplay(ScriptedService({})).type_pairs(pairs[:1], 3, no_progress)
