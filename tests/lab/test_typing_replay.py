@@ -305,7 +305,7 @@ def test_files_of_two_folders_are_paired_by_their_paths(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not here")
 def test_commits_are_read_from_the_newest_on(tmp_path: Path) -> None:
-    people = [f"GIT_{who}_{what}" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")]
+    people = [f"GIT_{role}_{key}" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")]
     environment = os.environ | dict.fromkeys(people, "a")
 
     def git(*words: str) -> None:
