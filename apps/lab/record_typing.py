@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvq_lab.typing_sessions import PROGRAM, TEXTS, copies_of
+from kvq_lab.typing_sessions import KEY, PROGRAM, TEXTS, copies_of
 
 # One wrong letter in so many.
 WRONG_EVERY = 12
@@ -37,8 +37,7 @@ class Recorder:
 
     def type(self, text: str) -> "Recorder":
         """Key by key; an editor indents after a line end, and what is wrong is taken back."""
-        keys = re.findall(r"\n *|.", text)
-        for number, key in enumerate(keys, 1):
+        for number, key in enumerate(KEY.findall(text), 1):
             if key in SMALL and number % WRONG_EVERY == 0:
                 self._put("key", self.cursor, 0, self._chance.choice(SMALL))
                 self._put("key", self.cursor - 1, 1, "")

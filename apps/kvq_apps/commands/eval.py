@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Opened = tuple[OpenSession, OpenSession]
 
 DEFAULT_CONTEXT, WEIGHTS_CONTEXT = 2048, 512
-LABORATORY_TASKS = ("calls", "drafts", "edit", "fim", "program", "math")
+LABORATORY_TASKS = ("calls", "drafts", "edit", "fim", "program", "math", "replay")
 # A table reads its text many times, so it is short.
 DEFAULT_WINDOWS = 16
 
@@ -38,8 +38,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="[MODEL] FILE",
         help="UTF-8 texts (`-`: stdin), for facts prose to hide them in; from a checkout for "
         "calls, drafts and edit source files, for fim also infilling records (.jsonl, .gz, .xz), "
-        "for program HumanEval's records, for math GSM8K's; a first word that is no file is the "
-        "model",
+        "for program HumanEval's records, for math GSM8K's, for replay two versions of a file or "
+        "folder; a first word that is no file is the model",
     )
     flags.add_flags(parser, *flags.ENGINE_FLAGS)
     flags.add_flags(
@@ -76,7 +76,7 @@ def run(arguments: Namespace) -> int:
             f"{argument('--task')} weights compares a bundle with {argument('--checkpoint')} "
             "MODEL; give both, or neither"
         )
-    model, files = _model_and_files(arguments)
+    model, files = model_and_files(arguments)
     mode = _mode(arguments)
 
     from kvq_apps.names.model_path import model_files
@@ -283,7 +283,7 @@ def choices_of(arguments: Namespace, **defaults: int) -> "EvaluationChoices":
     return EvaluationChoices(**values)
 
 
-def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
+def model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
     """Returns the model and the files; without `-m` a first word that is no file is the model."""
     model, files = arguments.model, list(arguments.words)
     may_be_model = bool(files) and files[0] != "-" and not Path(files[0]).is_file()
@@ -299,7 +299,8 @@ def _model_and_files(arguments: Namespace) -> tuple[str | None, list[str]]:
     for file in files:
         if file != "-" and not Path(file).exists():
             raise UsageError(f"{file}: no such file")
-    if arguments.task and not generates_prompts and not files:
+    # From a checkout commits can take the files' place.
+    if arguments.task and not (generates_prompts or files or getattr(arguments, "git", None)):
         needed = "source files or records" if arguments.task in LABORATORY_TASKS else "a text"
         raise UsageError(
             f"{argument('--task')} {arguments.task} needs {needed}: kvq eval -m MODEL FILE"

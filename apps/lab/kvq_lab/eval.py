@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,17 @@ from typing import TYPE_CHECKING
 from kvq.config import MOST_DRAFT_TOKENS, parse_kv
 from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes
-from kvq_apps.commands.eval import DEFAULT_WINDOWS, choices_of, judge, one_length, refuse, show
+from kvq_apps.commands.eval import (
+    DEFAULT_WINDOWS,
+    choices_of,
+    judge,
+    model_and_files,
+    one_length,
+    print_report,
+    refuse,
+    report_head,
+    show,
+)
 from kvq_apps.settings import flags, options
 from kvq_apps.settings.flag_values import check_range
 from kvq_apps.terminal import output
@@ -33,6 +44,7 @@ DRAFTS = (1, 3, 5)
 # Modes that take a flag; the others refuse it.
 _OWNERS = {
     "execute": ("fim", "program"), "drafts": ("drafts",), "drafts-method": ("drafts",),
+    "git": ("replay",), "only": ("replay",), "pause": ("replay",),
     "out": ("sweep",), "plot": ("sweep",),
 }  # fmt: skip
 
@@ -41,11 +53,11 @@ def add_flags(parser: ArgumentParser, /) -> None:
     """Adds the flags of these tasks and of `--sweep`."""
     flags.add_flags(
         parser.add_argument_group("the laboratory's tasks"),
-        "limit", "predict", "execute", "drafts", "drafts-method",
+        "limit", "predict", "execute", "drafts", "drafts-method", "git", "only", "pause",
         predict="tokens of a line, a solution or a draft at most (default: "
         "{kvq_lab.eval:LINE_TOKENS}, program: {kvq_lab.eval:PROGRAM_TOKENS}, math: "
         "{kvq_lab.eval:MATH_TOKENS}, calls: {kvq_lab.eval:CALL_TOKENS}, drafts: "
-        "{kvq_lab.eval:DRAFTS_TOKENS})",
+        "{kvq_lab.eval:DRAFTS_TOKENS}, replay: {kvq_apps.completion.suggestions:DEFAULT_TOKENS})",
         drafts="numbers of drafts to compare (default: {kvq_lab.eval:DRAFTS})",
         drafts_method="a way to write them; may be repeated (default: "
         "each of {kvq_lab.drafts_quality:METHODS})",
@@ -70,6 +82,11 @@ def check(arguments: Namespace, /) -> None:
             f"{argument('--task')} program judges programs by running them; add "
             f"{argument('--execute')}, which runs what the "
             "model wrote on this machine, with limits but no sandbox"
+        )
+    if mode == "replay" and len(model_and_files(arguments)[1]) != (0 if arguments.git else 2):
+        raise UsageError(
+            f"{argument('--task')} replay compares two versions: kvq eval {argument('--task')} "
+            f"replay -m MODEL OLD NEW, two files or two folders, or {argument('--git')} FOLDER"
         )
     if arguments.execute:
         from kvq_lab import execution
@@ -165,6 +182,34 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
 
     room = MOST_DRAFT_TOKENS
     return judge(engine, arguments, context_tokens, room, measure, draft_tokens=room)
+
+
+def _replay(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    """Runs the task `replay`: hunks that somebody wrote, typed in an editor with suggestions."""
+    from kvq_apps.commands.lsp import DEFAULT_CONTEXT
+    from kvq_apps.completion.completion_engine import CompletionEngine
+    from kvq_apps.completion.suggestions import DEFAULT_TOKENS
+    from kvq_apps.names.ngram_file import writer_for
+    from kvq_lab.text_pairs import commit_pairs, file_pairs
+    from kvq_lab.typing_replay import TypingReplay, report
+
+    limit, tokens = _limits(arguments, DEFAULT_LIMIT, DEFAULT_TOKENS)
+    context_tokens, only = one_length(engine, arguments, DEFAULT_CONTEXT), arguments.only or "*"
+    pairs = (
+        commit_pairs(arguments.git, only) if arguments.git else file_pairs(files[0], files[1], only)
+    )
+    service = CompletionEngine(
+        engine,
+        writer_for("branches", engine.tokenizer),
+        tokens=tokens,
+        session_options={"context_tokens": context_tokens} | options.session_options(arguments),
+        next_edits=True,
+    )
+    with closing(service), output.ProgressBar() as progress:
+        replay = TypingReplay(service, arguments.pause or "word")
+        replay.type_pairs(pairs, limit, progress)
+    head = {"task": "replay"} | report_head(engine, context_tokens)
+    return show(arguments, head | report(replay), print_report)
 
 
 def _fim(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
@@ -300,6 +345,7 @@ RUNS: "Mapping[str, Callable[[Engine, Namespace, list[str]], int]]" = {
     "edit": _edit,
     "fim": _fim,
     "program": partial(_problems, "program", PROGRAM_TOKENS),
+    "replay": _replay,
     "math": partial(_problems, "math", MATH_TOKENS),
     "sweep": _sweep,
 }

@@ -14,6 +14,8 @@ TEXTS = Path(__file__).parent / "texts"
 PROGRAM = TEXTS / "program.txt"
 # Files that fit a context of 2048 tokens, and one that does not.
 SHORT, LONG = ("typing", "jumping", "renaming"), "whole_file"
+# An editor indents after a line end.
+KEY = re.compile(r"\n[ \t]*|.")
 
 
 @dataclass(frozen=True, slots=True)
