@@ -175,8 +175,8 @@ def test_what_super_blocks_hold_comes_back() -> None:
 )
 def test_the_format_depends_on_the_columns(columns: int, bits: int, expected: str) -> None:
     assert str(WeightFormat(bits=bits).format_of("layers.0.qkv", columns)) == expected
-    asked = WeightFormat(bits=bits, block=32).format_of("layers.0.qkv", columns)
-    assert str(asked) == f"{bits}/32/{'symmetric' if bits == 8 else 'zero_point'}"
+    narrow = WeightFormat(bits=bits, block=32).format_of("layers.0.qkv", columns)
+    assert str(narrow) == f"{bits}/32/{'symmetric' if bits == 8 else 'zero_point'}"
 
 
 def test_zero_and_tiny_blocks_are_stored_as_zeros() -> None:

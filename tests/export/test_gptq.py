@@ -16,7 +16,7 @@ from kvq_export.fit import gptq
 from kvq_export.fit.calibrated import CalibratedWeights, calibration_segments, report_texts
 from kvq_export.fit.damping import DAMPINGS
 from kvq_export.fit.gptq import LEAST_CHANNEL, compensate, factor, quantize_with
-from kvq_export.fit.native_products import PackedMatrix
+from kvq_export.fit.native_products import KernelMatrix
 from kvq_export.fit.quality import Original
 from kvq_export.fit.substitutes import SubstituteMatrix
 from kvq_export.read.checkpoint import Checkpoint
@@ -204,9 +204,9 @@ def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
             exact = original.checkpoint.read(original.sources[name])
             if name not in layout.matrices or name in ("embed", "head"):
                 return exact
-            packed = PackedMatrix.of(exact)
+            packed = KernelMatrix.of(exact)
             if name in rounded:
-                packed = PackedMatrix(stored[name], layout.matrices[name])
+                packed = KernelMatrix(stored[name], layout.matrices[name])
             return cast(np.ndarray, SubstituteMatrix(packed.multiply))
 
         for ids in segments:
@@ -214,7 +214,7 @@ def test_every_matrix_is_rounded_for_the_inputs_it_will_have(
         return np.concatenate(inputs)
 
     x, unrounded = inputs_of_last({*layout.matrices} - {"embed", "head"}), inputs_of_last(())
-    packed, form = PackedMatrix.of(matrix), layout.matrices[last].format
+    packed, form = KernelMatrix.of(matrix), layout.matrices[last].format
     moments = gptq.input_moments(packed.multiply(unrounded) - packed.multiply(x), x)
     expected = dequantize(stored[last], 4)[:, : matrix.shape[1]]
 

@@ -103,8 +103,8 @@ def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
                 lower = factor(inputs.T @ inputs, form.block, damping)
                 codes = quantize_with(matrix, lower, form.format).codes
                 shares.append(float((codes == blocks[name].codes).mean()))
-        # Sums run in another order, so a code on the edge may fall either way.
-        assert max(shared) > 0.95
+        # Inputs are products of kvq's kernels there, so a code on the edge may fall either way.
+        assert max(shared) > 0.93
         assert max(alone) < 0.9
     assert len(entered) == 2
 

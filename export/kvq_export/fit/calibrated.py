@@ -40,7 +40,7 @@ from kvq_export.fit.damping import (
     try_dampings,
 )
 from kvq_export.fit.gptq import Moments, compensate, factor, input_moments, quantize_with
-from kvq_export.fit.native_products import Map, PackedMatrix
+from kvq_export.fit.native_products import KernelMatrix, Map
 from kvq_export.fit.quality import Original, token_limit
 from kvq_export.fit.substitutes import (
     Multiply,
@@ -232,7 +232,7 @@ class CalibratedWeights:
     def _multiply_unrounded(self, name: str, x: np.ndarray) -> np.ndarray:
         """Multiplies by a matrix of the checkpoint; hands over what the other run compares."""
         matrix = self._original.checkpoint.read(self._original.sources[name])
-        packed = PackedMatrix.of(matrix)
+        packed = KernelMatrix.of(matrix)
         products = packed.multiply(x, self._pool.map)
         is_tall = len(matrix) > matrix.shape[1]
         self._unrounded.give(_Unrounded(name, matrix, packed, x if is_tall else products))
@@ -268,7 +268,7 @@ class CalibratedWeights:
             blocks = self._round(matrix, fitted, dampings, form.format)
         else:
             blocks = Blocks(*join_rows(kept))
-        packed = PackedMatrix(blocks, form)
+        packed = KernelMatrix(blocks, form)
         self._rounded_matrices.give((name, blocks))
         return packed.multiply(x, self._pool.map)
 
@@ -386,7 +386,7 @@ class _Unrounded(NamedTuple):
 
     name: str
     matrix: np.ndarray
-    packed: PackedMatrix
+    packed: KernelMatrix
     values: np.ndarray
 
     def lack(self, x: np.ndarray, each: Map) -> np.ndarray:

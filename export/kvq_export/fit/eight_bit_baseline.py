@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq_export.fit.native_products import PackedMatrix
+from kvq_export.fit.native_products import KernelMatrix
 from kvq_export.fit.quality import Original
 from kvq_export.fit.substitutes import Rows, SegmentedAttention, Stack, SubstituteMatrix
 from kvq_models.family import is_stack
@@ -75,4 +75,4 @@ class _ForwardPass:
 
 
 def _multiply(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    return PackedMatrix.of(rows).multiply(x)
+    return KernelMatrix.of(rows).multiply(x)

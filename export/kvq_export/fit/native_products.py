@@ -21,7 +21,7 @@ Map = Callable[[Callable[[slice], None], Iterable[slice]], Iterable[None]]
 """Calls a function with each of some slices, as `map` does, perhaps in several threads."""
 
 
-class PackedMatrix:
+class KernelMatrix:
     """Holds a stored matrix [N, K], to multiply by."""
 
     def __init__(self, blocks: Blocks, form: PanelFormat) -> None:
@@ -29,7 +29,7 @@ class PackedMatrix:
         self._panels = pack(form, stored_blocks(blocks, form.grid))
 
     @classmethod
-    def of(cls, rows: np.ndarray) -> "PackedMatrix":
+    def of(cls, rows: np.ndarray) -> "KernelMatrix":
         """Rounds `rows` float32 [N, K] to 8 bits by the largest weight of each block."""
         spare = -rows.shape[1] % _FORM.block
         columns = np.pad(rows, ((0, 0), (0, spare))).reshape(len(rows), -1, _FORM.block)

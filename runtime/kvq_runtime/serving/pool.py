@@ -18,10 +18,10 @@ from kvq_runtime.backends import Backend
 from kvq_runtime.sequence.passes import PassResult, SharedPassError, Work, forward_all
 from kvq_runtime.serving.job import Decoding, Job
 from kvq_runtime.serving.outbox import Done, Failed, Report
+from kvq_runtime.serving.pass_turns import Turns
 from kvq_runtime.serving.request import PoolError, shutdown_error
 from kvq_runtime.serving.scheduler import Scheduler
 from kvq_runtime.serving.slots import Slot, Slots
-from kvq_runtime.serving.turns import Turns
 from kvq_runtime.session.metrics import NO_ROUNDS, Rounds
 from kvq_runtime.session.session import Session
 

@@ -27,7 +27,7 @@ from kvq_apps.settings import flags, options, sources
 from kvq_apps.settings.flag_values import with_component_values
 from kvq_apps.settings.parsers import Parser
 from kvq_apps.terminal import output
-from kvq_export.config import WeightFormat
+from kvq_export.config import BLOCK
 from kvq_export.write.unquantized import Unquantized
 from kvq_runtime.backends import BACKENDS
 from kvq_runtime.bundle.bundle import Bundle
@@ -163,10 +163,10 @@ def test_the_help_names_the_defaults_of_their_owners(capsys: pytest.CaptureFixtu
     # The laboratory, where it is, adds rows when an owner is looked up.
     for flag in [*flags.FLAGS.values()]:
         assert "{" not in with_component_values(flag.default)
-    assert with_component_values(flags.FLAGS["group"].default) == str(WeightFormat().block)
+    assert with_component_values(flags.FLAGS["group"].default).endswith(f"else {BLOCK}")
     assert tuple(flags.FLAGS["backend"].choices or ()) == ("auto", *BACKENDS)
     shown = help_of("export", capsys, whole=True)
-    assert "32, 64 or 128 (default: 64) [KVQ_GROUP]" in shown
+    assert "else 64) [KVQ_GROUP]" in shown
 
 
 def test_the_help_names_the_defaults_of_the_sampler() -> None:
@@ -381,7 +381,9 @@ def test_export_json(checkpoint: Path, ask: Ask, tmp_path: Path) -> None:
     report = ask(*words, "--wbits", "4", "--no-quality", "--no-calibrate")
     assert report["path"] == str(tmp_path / "made")
     assert report["quality"] is None
-    assert [*report["weights"]["formats"]] == ["8/64/symmetric", "4/64/zero_point"]
+    assert [*report["weights"]["formats"]] == [
+        "8/64/symmetric", "4/64/zero_point", "4/32/super_minimum"
+    ]  # fmt: skip
 
 
 def test_inspect_shows_the_manifest_and_bytes_per_token(
@@ -508,9 +510,9 @@ def test_a_checkpoint_runs_as_it_is_on_the_float_backend(
     logits = transformers_logits(checkpoint, ids).astype(np.float64)
     nats = np.log(np.exp(logits).sum(-1))[:-1] - logits[np.arange(119), ids[1:]]
     # What is left is the rounding of keys and values to float16; 4-bit weights are farther off.
-    assert report["nats_per_token"] == pytest.approx(nats[59:].mean(), abs=2e-3)
+    assert report["nats_per_token"] == pytest.approx(nats[59:].mean(), abs=1e-3)
     quantized = ask("eval", "-m", bundle, *words[3:], "ppl", *window, "--kv", "fp")
-    assert abs(quantized["nats_per_token"] - nats[59:].mean()) > 4e-3
+    assert abs(quantized["nats_per_token"] - nats[59:].mean()) > 2.5e-3
     # Its honest baseline is its own cache in fp16; nothing was exported on the way.
     assert ask(*words, "kld", *window, "--kv", "fp")["value"] < 1e-9
     longer = ("--context", "300", "--max-tokens", "300", str(tmp_path / "text"))

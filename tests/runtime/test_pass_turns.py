@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from threading import Event, Thread
 
+from kvq_runtime.serving.pass_turns import Turns
 from kvq_runtime.serving.scheduler import STEPS_PER_RANK
-from kvq_runtime.serving.turns import Turns
 
 WAIT_S = 10.0
 
