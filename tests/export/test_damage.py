@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvq.errors import UsageError
-from kvq.reference.linear import WIDTHS, BlockFormat, Grid, dequantize
+from kvq.reference.linear import WIDTHS, dequantize
 from kvq_apps.cli import main
 from kvq_apps.terminal.output import weight_rows
 from kvq_export.config import LOSS_NATS, MEAN_BITS, ExportOptions, WeightFormat
@@ -25,7 +25,6 @@ from originals import original_of
 from shelf import PLAIN, Shelf
 from tiny import checkpoint_weights, make_llama_checkpoint
 
-FORM = BlockFormat(grid=Grid.ZERO_POINT)
 QUIET = ExportOptions(quality=False, threads=1)
 
 
@@ -49,7 +48,8 @@ def test_a_damage_is_the_divergence_that_one_rounded_matrix_makes(
             rows = exact(name)
             if name != changed:
                 return rows
-            return dequantize(quantize(rows, FORM), 4)[:, : rows.shape[1]]
+            form = WeightFormat().at(4, rows.shape[1])
+            return dequantize(quantize(rows, form), 4)[:, : rows.shape[1]]
 
         parts = [
             forward(config, weight, ids, np.arange(len(ids)), PlainAttention()) for ids in texts
@@ -165,7 +165,8 @@ def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: P
     mean = sum(said[name].bits * counts[name] for name in said) / sum(counts.values())
     assert 4.1 < mean <= 4.6
     manifest = export_model(source, tmp_path / "plain", PLAIN).manifest
-    assert sorted(manifest.weights.by_format) == ["4/64/zero_point", "8/64/symmetric"]
+    formats = sorted(manifest.weights.by_format)
+    assert formats == ["4/32/super_minimum", "4/64/zero_point", "8/64/symmetric"]
     assert "bits by layer" not in dict(weight_rows(manifest.to_json()))
     bare = ExportOptions(tokenizer=False, weights=WeightFormat(mean_bits=4.6))
     with pytest.raises(UsageError, match="is measured on a text"):

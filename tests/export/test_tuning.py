@@ -28,7 +28,8 @@ from originals import original_of
 from shelf import Shelf
 from tiny import CASES, make_llama_checkpoint
 
-WEIGHTS = WeightFormat(bits=4)
+# Of super-blocks no constants are trained.
+WEIGHTS = WeightFormat(bits=4, block=64)
 UNKNOWN = {
     "olmoe": "experts",
     "qwen3-moe": "experts",

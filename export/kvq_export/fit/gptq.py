@@ -207,7 +207,8 @@ def _round_section(
         block = slice(first, first + form.block)
         small = corner[block, block]
         best = _unrounded(columns[block], carried[block], small)
-        lines.insert(0, fit(best, form, np.diag(small) ** 2, supers))
+        fitted = fit(best, form, np.diag(small) ** 2, supers)
+        lines.insert(0, fitted.with_stored_scales() if supers is None else fitted)
         codes[block], errors[block] = _round_block(
             columns[block], carried[block], small, lines[0], form.bits
         )

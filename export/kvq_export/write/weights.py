@@ -74,6 +74,11 @@ class Lines(NamedTuple):
     middles: np.ndarray
     stored: tuple[np.ndarray, np.ndarray | None]
 
+    def with_stored_scales(self) -> "Lines":
+        """Returns lines of blocks, not of sub-blocks, with scales as they will be stored."""
+        scales = stored_scales(self.scales)
+        return Lines(scales, self.middles, (scales, self.stored[1]))
+
 
 def quantize(rows: np.ndarray, form: BlockFormat) -> Blocks:
     """Rounds `rows`, float32 [N, K], each block by itself; constants are in weights' units.
@@ -168,10 +173,9 @@ def fit(
     if supers is not None:
         return _with_numbers(blocks, form.bits, weight, supers)
     if form.grid is Grid.SYMMETRIC:
-        scales = stored_scales(_symmetric(blocks, form.bits, weight))
+        scales = _symmetric(blocks, form.bits, weight)
         return Lines(scales, np.full_like(scales, 1 << (form.bits - 1)), (scales, None))
     scales, zeros = _with_zero(blocks, form.bits, weight)
-    scales = stored_scales(scales)
     return Lines(scales, zero_points(zeros, form.bits), (scales, zeros))
 
 
@@ -367,7 +371,7 @@ def _with_numbers(blocks: np.ndarray, bits: int, weight: np.ndarray, supers: Sup
 
 
 def _rounded(blocks: np.ndarray, scale: np.ndarray, middle: np.ndarray, bits: int) -> np.ndarray:
-    codes = blocks * _divided(np.float32(1), scale)
+    codes = np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale != 0)
     codes += middle
     np.rint(codes, out=codes)
     return np.clip(codes, 0, (1 << bits) - 1, out=codes)
