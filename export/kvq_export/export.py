@@ -368,20 +368,16 @@ def _rounds_plainly(weights: WeightFormat) -> bool:
 
 
 def _weight_format(model: OpenModel, options: ExportOptions) -> WeightFormat:
-    """Returns the format that the options ask for, or else the source.
-
-    Constants that are trained are those of blocks.
-    """
+    """Returns the format that the options ask for, or else the source."""
     weights = options.weights
     if weights is None:
         weights = model.source.weight_format(model.original.checkpoint, model.original.sources)
+        # Widths are mixed by a measurement on a text; without one all matrices get the same.
+        if weights.mixed and (model.tokenizer is None or not options.calibrate):
+            weights = WeightFormat()
     if options.tune:
+        # Constants that are trained are those of blocks.
         weights = replace(weights, block=weights.block or BLOCK)
-    if options.weights is not None:
-        return weights
-    # Widths are mixed by a measurement on a text; without one all matrices get the same.
-    if weights.mixed and (model.tokenizer is None or not options.calibrate):
-        return WeightFormat()
     return weights
 
 

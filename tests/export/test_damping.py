@@ -153,4 +153,4 @@ def test_of_wide_matrices_one_layer_in_four_is_tried(
 def test_a_layer_tries_what_is_near_its_neighbours() -> None:
     assert near_dampings(Dampings(0.1, None)) == [0.03, 0.1, 0.3]
     assert near_dampings(Dampings(0.1, 10.0)) == [0.03, 0.1, 0.3, 3.0, 10.0]
-    assert near_dampings(Dampings(None, None)) == DAMPINGS
+    assert near_dampings(Dampings(None, None)) == near_dampings(None) == DAMPINGS

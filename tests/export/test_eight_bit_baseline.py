@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvq.reference.linear import SCALE_UNIT, BlockFormat, Blocks, PanelFormat, linear, pack
+from kvq.reference.linear import PanelFormat, linear, pack, restore
 from kvq_apps.cli import main
 from kvq_apps.terminal import output
 from kvq_export.config import ExportOptions, WeightFormat
@@ -15,7 +15,7 @@ from kvq_export.export import export_model
 from kvq_export.fit import calibrated, eight_bit_baseline
 from kvq_export.fit.substitutes import Rows, Stack
 from kvq_export.read.checkpoint import Checkpoint
-from kvq_export.write.weights import half_scales
+from kvq_export.write.weights import half_scales, quantize
 from kvq_models.family import is_stack
 from kvq_models.reference import PlainAttention, Weights, forward
 from originals import original_of
@@ -110,13 +110,9 @@ def rounded(name: str, matrix: np.ndarray) -> np.ndarray:
     """Returns a substitute for a weight whose products are those of 8-bit panels."""
     if matrix.ndim != 2 or name.endswith("conv"):
         return matrix
-    form = PanelFormat.of(BlockFormat(bits=8, block=32), matrix.shape)
-    columns = np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % 32))).reshape(len(matrix), -1, 32)
-    scales = half_scales(np.abs(columns).max(axis=2) / 127)
-    steps = scales.astype(np.float32) * SCALE_UNIT
-    levels = np.rint(columns / np.where(steps > 0, steps, 1)[:, :, None]).clip(-128, 127)
-    codes = (levels + 128).astype(np.uint8).reshape(len(matrix), -1)
-    panels = pack(form, Blocks(codes, scales))
+    form = PanelFormat.of(WeightFormat(bits=8).at(8, matrix.shape[1]), matrix.shape)
+    blocks = quantize(matrix, form.format)
+    panels = pack(form, blocks._replace(scales=half_scales(blocks.scales)))
 
     def multiply(x: np.ndarray) -> np.ndarray:
         return linear(form, panels, x)
@@ -127,4 +123,5 @@ def rounded(name: str, matrix: np.ndarray) -> np.ndarray:
 
     if is_stack(name):
         return cast(np.ndarray, Stack(grouped))
-    return cast(np.ndarray, Rows(lambda ids: matrix[ids], multiply))
+    rows = restore(form, panels)
+    return cast(np.ndarray, Rows(lambda ids: rows[ids], multiply))

@@ -65,12 +65,14 @@ class Bounds:
 
     `logit`: the largest difference from a peer with float32 keys and values, float activations;
     `shipped` and `four_bit`: mean KL divergence in nats of the shipped graph with an unquantised
-    cache, at 8 bits from its own weights, at 4 bits from the checkpoint.
+    cache, at 8 bits from its own weights, at 4 bits from the checkpoint. `coarse` is `shipped` at 4
+    bits, where super-blocks round activations over 256 columns; None: as at 8 bits.
     """
 
     logit: float = 0.03
     shipped: float = 0.007
     four_bit: float = 1.1
+    coarse: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +92,7 @@ BOUNDS = {
     "qwen3": Bounds(logit=0.015, shipped=0.0035, four_bit=0.55),
     "phi3-longrope": Bounds(logit=0.04, shipped=0.009, four_bit=1.4),
     "gemma2": Bounds(logit=0.04),
-    # Four bits have super-blocks, whose activations share a scale of 256 columns.
-    "gemma": Bounds(logit=0.09, shipped=0.015, four_bit=1.7),
+    "gemma": Bounds(logit=0.09, shipped=0.013, coarse=0.0135, four_bit=1.7),
     "smollm3": Bounds(shipped=0.015, four_bit=1.7),
     "gemma3": Bounds(logit=0.006, shipped=1e-6, four_bit=1e-4),
     # What rounded activations did to a state stays in it.
@@ -448,7 +449,7 @@ def test_four_bit_weights_stay_near_the_checkpoint(
     logger.info(
         "4-bit weights: %.3g nats from its own, %.3g from the checkpoint", to_peer, checkpoint
     )
-    assert to_peer < bounds.shipped
+    assert to_peer < (bounds.coarse or bounds.shipped)
     assert checkpoint < bounds.four_bit
 
 

@@ -14,14 +14,16 @@ from kvq.errors import BundleError, UnsupportedModelError
 from kvq.reference.linear import Blocks, dequantize
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_export.fit.calibrated import CalibratedWeights, calibration_segments
+from kvq_export.fit.calibrated import TABLES, CalibratedWeights, calibration_segments
 from kvq_export.fit.damping import DAMPINGS
 from kvq_export.fit.gptq import factor, quantize_with
+from kvq_export.fit.native_products import KernelMatrix
 from kvq_export.fit.quality import Original
-from kvq_export.fit.substitutes import SegmentedAttention
+from kvq_export.fit.substitutes import SegmentedAttention, SubstituteMatrix
 from kvq_export.write.layout import plan_layout
 from kvq_export.write.weights import join_rows
 from kvq_models.config import Experts, ModelConfig
+from kvq_models.family import is_stack
 from kvq_models.reference import forward, grouped
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
@@ -88,7 +90,13 @@ def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
             return grouped(stored[self.name], x, counts)
 
     def weight(name: str) -> Any:
-        return Seen(name) if "layers.1.experts" in name else stored[name]
+        if "layers.1.experts" in name:
+            return Seen(name)
+        if name in TABLES:
+            return original.checkpoint.read(original.sources[name])
+        if name not in blocks or is_stack(name):
+            return stored[name]
+        return SubstituteMatrix(KernelMatrix(blocks[name], layout.matrices[name]).multiply)
 
     positions = np.tile(np.arange(100), len(segments))
     attend = SegmentedAttention(len(segments))
@@ -103,8 +111,8 @@ def test_experts_are_rounded_for_what_enters_all_of_them(source: Path) -> None:
                 lower = factor(inputs.T @ inputs, form.block, damping)
                 codes = quantize_with(matrix, lower, form.format).codes
                 shares.append(float((codes == blocks[name].codes).mean()))
-        # Inputs are products of kvq's kernels there, so a code on the edge may fall either way.
-        assert max(shared) > 0.93
+        # Sums run in another order, so a code on the edge may fall either way.
+        assert max(shared) > 0.95
         assert max(alone) < 0.9
     assert len(entered) == 2
 

@@ -1,10 +1,10 @@
 """Rounds weights with error feedback while a calibration text is read through them.
 
-A checkpoint is run in numpy, matrix after matrix. When the text reaches a matrix, the second
-moments of its inputs are summed, how far they are trusted is chosen (`damping`), the matrix is
-rounded (`gptq`), and what follows is computed with the rounded matrix. So a matrix is rounded for
-the inputs it will have, one matrix and its moments are in memory, and the writer gets matrices in
-the order of the file.
+A checkpoint is run matrix after matrix: products by kvq's kernels, the rest in numpy. When the
+text reaches a matrix, the second moments of its inputs are summed, how far they are trusted is
+chosen (`damping`), the matrix is rounded (`gptq`), and what follows is computed with the rounded
+matrix. So a matrix is rounded for the inputs it will have, one matrix and its moments are in
+memory, and the writer gets matrices in the order of the file.
 
 Beside it the checkpoint itself is run over the same text. A matrix is rounded to give from its own
 inputs what the checkpoint's gives from unrounded ones (`gptq.compensate`), so that it makes up for
@@ -32,7 +32,6 @@ from threadpoolctl import threadpool_limits
 
 from kvq.reference.linear import PANEL_ROWS, BlockFormat, Blocks, PanelFormat, dequantize
 from kvq_export.fit.damping import (
-    DAMPINGS,
     HELD_OUT,
     Dampings,
     choose,
@@ -288,18 +287,13 @@ class CalibratedWeights:
     def _choose_dampings(
         self, name: str, rows: np.ndarray, fitted: Moments, held_out: Moments, form: BlockFormat
     ) -> Dampings:
-        """Tries dampings in parallel, or takes those of the same matrix in a layer before.
-
-        Of a narrow matrix those near what that layer took are tried.
-        """
+        """Tries dampings in parallel, or takes those of the same matrix in a layer before."""
         layer, kind = _layer_and_kind(name)
         before = self._dampings.get(kind)
         costly = rows.shape[1] > TRIED_COLUMNS
         if costly and layer > 1 and layer % TRIED_LAYERS and before is not None:
             return before
-        tried = DAMPINGS if before is None else near_dampings(before)
-        if costly:
-            tried = WIDE_DAMPINGS
+        tried = WIDE_DAMPINGS if costly else near_dampings(before)
         parts = (tried[part::PARTS] for part in range(PARTS))
         tasks = [
             self._pool.submit(try_dampings, rows, fitted, held_out, form, part) for part in parts

@@ -49,9 +49,9 @@ class Dampings(NamedTuple):
     compensating: float | None
 
 
-def near_dampings(dampings: Dampings) -> Sequence[float]:
-    """Returns those of `DAMPINGS` that are at most a step away; all where neither was chosen."""
-    places = [DAMPINGS.index(damping) for damping in dampings if damping is not None]
+def near_dampings(before: Dampings | None) -> Sequence[float]:
+    """Returns those of `DAMPINGS` that are at most a step from what a layer took; all of none."""
+    places = [DAMPINGS.index(damping) for damping in before or () if damping is not None]
     near = [
         damping
         for place, damping in enumerate(DAMPINGS)

@@ -1,7 +1,8 @@
 """Runs a checkpoint with weights of 8 bits, for an export to be compared with.
 
+Every matrix is rounded as `kvq export --wbits 8` rounds it, and multiplied as the bundle would.
 Nothing is written, a few rows of a matrix are in memory, and only the likeliest tokens of the
-answers are kept. Embeddings stay as they are.
+answers are kept.
 """
 
 from functools import partial
@@ -10,11 +11,17 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.reference.linear import WIDTHS, BlockFormat, PanelFormat, dequantize, in_weights
+from kvq_export.config import BLOCK
 from kvq_export.fit.native_products import KernelMatrix
 from kvq_export.fit.quality import Original
 from kvq_export.fit.substitutes import Rows, SegmentedAttention, Stack, SubstituteMatrix
+from kvq_export.write.weights import quantize
+from kvq_export.write.writer import stored_blocks
 from kvq_models.family import is_stack
 from kvq_models.reference import forward
+
+_FORM = BlockFormat(bits=max(WIDTHS), block=BLOCK)
 
 
 def likeliest_tokens(original: Original, texts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -41,8 +48,7 @@ class _ForwardPass:
         if name == "head":
             return cast(np.ndarray, SubstituteMatrix(partial(self._answer, name)))
         if name.endswith("embed"):
-            read = partial(self._original.checkpoint.read_rows, source)
-            return cast(np.ndarray, Rows(read, partial(self._answer, name)))
+            return cast(np.ndarray, Rows(partial(self._rows, name), partial(self._answer, name)))
         return cast(np.ndarray, SubstituteMatrix(partial(self._product, name)))
 
     def _product(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -51,6 +57,11 @@ class _ForwardPass:
 
     def _grouped(self, name: str, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
         return self._original.grouped(name, x, counts, _multiply)
+
+    def _rows(self, name: str, ids: np.ndarray) -> np.ndarray:
+        rows = self._original.checkpoint.read_rows(self._original.sources[name], ids)
+        stored = in_weights(stored_blocks(quantize(rows, _FORM)))
+        return dequantize(stored, _FORM.bits)[:, : rows.shape[1]]
 
     def _answer(self, name: str, x: np.ndarray) -> np.ndarray:
         """Finds the likeliest token of each row: all logits at once would be too many.
@@ -75,4 +86,4 @@ class _ForwardPass:
 
 
 def _multiply(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    return KernelMatrix.of(rows).multiply(x)
+    return KernelMatrix(quantize(rows, _FORM), PanelFormat.of(_FORM, rows.shape)).multiply(x)

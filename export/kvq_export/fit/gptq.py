@@ -20,7 +20,7 @@ import numpy as np
 from kvq.errors import CheckpointError
 from kvq.reference.linear import BlockFormat, Blocks
 from kvq_export.write.weights import (
-    Lines,
+    BlockConstants,
     Supers,
     codes_of,
     empty_blocks,
@@ -176,8 +176,8 @@ def quantize_with(rows: np.ndarray, lower: np.ndarray, form: BlockFormat) -> Blo
             errors[place] = section.errors
             out.codes[part, place] = section.codes.T
             set_supers(out, part, index, section.supers)
-            for block, lines in enumerate(section.lines, index * wide // form.block):
-                set_constants(out, part, block, lines)
+            for block, constants in enumerate(section.constants, index * wide // form.block):
+                set_constants(out, part, block, constants)
     return out
 
 
@@ -187,7 +187,7 @@ class _Section(NamedTuple):
     codes: np.ndarray
     errors: np.ndarray
     supers: Supers | None
-    lines: list[Lines]
+    constants: list[BlockConstants]
 
 
 def _round_section(
@@ -202,18 +202,18 @@ def _round_section(
     if form.grid.has_supers:
         supers = fit_supers(_unrounded(columns, carried, corner), form)
     codes, errors = np.empty(columns.shape, np.uint8), np.empty_like(columns)
-    lines: list[Lines] = []
+    constants: list[BlockConstants] = []
     for first in reversed(range(0, len(columns), form.block)):
         block = slice(first, first + form.block)
         small = corner[block, block]
         best = _unrounded(columns[block], carried[block], small)
         fitted = fit(best, form, np.diag(small) ** 2, supers)
-        lines.insert(0, fitted.with_stored_scales() if supers is None else fitted)
+        constants.insert(0, fitted.with_stored_scales() if supers is None else fitted)
         codes[block], errors[block] = _round_block(
-            columns[block], carried[block], small, lines[0], form.bits
+            columns[block], carried[block], small, constants[0], form.bits
         )
         carried[:first] += corner[block, :first].T @ errors[block]
-    return _Section(codes, errors, supers, lines)
+    return _Section(codes, errors, supers, constants)
 
 
 def _unrounded(columns: np.ndarray, carried: np.ndarray, corner: np.ndarray) -> np.ndarray:
@@ -223,7 +223,11 @@ def _unrounded(columns: np.ndarray, carried: np.ndarray, corner: np.ndarray) -> 
 
 
 def _round_block(
-    columns: np.ndarray, carried: np.ndarray, corner: np.ndarray, lines: Lines, bits: int
+    columns: np.ndarray,
+    carried: np.ndarray,
+    corner: np.ndarray,
+    constants: BlockConstants,
+    bits: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns codes uint8 and errors float32, [block, n], of a block of columns [block, n].
 
@@ -232,7 +236,7 @@ def _round_block(
     """
     codes, errors = np.empty(columns.shape, np.uint8), np.empty_like(columns)
     for j in reversed(range(len(columns))):
-        codes[j] = codes_of(columns[j] + carried[j] / corner[j, j], lines, bits)
-        errors[j] = columns[j] - (codes[j] - lines.middles) * lines.scales
+        codes[j] = codes_of(columns[j] + carried[j] / corner[j, j], constants, bits)
+        errors[j] = columns[j] - (codes[j] - constants.middles) * constants.scales
         carried[:j] += corner[j, :j, None] * errors[j]
     return codes, errors

@@ -10,12 +10,13 @@ import numpy as np
 
 from kvq import native_linear
 from kvq.reference.linear import BlockFormat, Blocks, PanelFormat, pack
+from kvq_export.config import BLOCK
 from kvq_export.write.weights import stored_scales
 from kvq_export.write.writer import stored_blocks
 
 # Rows of inputs in one call: their results stay in a core's cache.
 _ROWS = 256
-_FORM = BlockFormat(bits=8, block=32)
+_FORM = BlockFormat(bits=8, block=BLOCK)
 
 Map = Callable[[Callable[[slice], None], Iterable[slice]], Iterable[None]]
 """Calls a function with each of some slices, as `map` does, perhaps in several threads."""

@@ -63,7 +63,7 @@ class Supers(NamedTuple):
     offsets: np.ndarray
 
 
-class Lines(NamedTuple):
+class BlockConstants(NamedTuple):
     """Holds what codes mean in n blocks: `scales * (code - middles)`, float32 [n].
 
     `stored` are the two constants that `Blocks` keeps of a block: its scale and its zero point, or
@@ -74,10 +74,10 @@ class Lines(NamedTuple):
     middles: np.ndarray
     stored: tuple[np.ndarray, np.ndarray | None]
 
-    def with_stored_scales(self) -> "Lines":
-        """Returns lines of blocks, not of sub-blocks, with scales as they will be stored."""
+    def with_stored_scales(self) -> "BlockConstants":
+        """Returns those of blocks, not of sub-blocks, with scales as they will be stored."""
         scales = stored_scales(self.scales)
-        return Lines(scales, self.middles, (scales, self.stored[1]))
+        return BlockConstants(scales, self.middles, (scales, self.stored[1]))
 
 
 def quantize(rows: np.ndarray, form: BlockFormat) -> Blocks:
@@ -95,9 +95,11 @@ def quantize(rows: np.ndarray, form: BlockFormat) -> Blocks:
         codes = np.empty(columns.shape, np.uint8)
         for first in range(0, wide, form.block):
             block = slice(first, first + form.block)
-            lines = fit(columns[block], form, supers=supers)
-            codes[block] = codes_of(columns[block], lines, form.bits)
-            set_constants(out, part, slice(first // form.block, None, wide // form.block), lines)
+            constants = fit(columns[block], form, supers=supers)
+            codes[block] = codes_of(columns[block], constants, form.bits)
+            set_constants(
+                out, part, slice(first // form.block, None, wide // form.block), constants
+            )
         out.codes[part] = codes.T.reshape(-1, out.codes.shape[1])
         set_supers(out, part, slice(None), supers)
     return out
@@ -115,12 +117,12 @@ def empty_blocks(rows: int, columns: int, form: BlockFormat) -> Blocks:
     return Blocks(codes, scales, np.empty(scales.shape, np.uint8) if has_zeros else None)
 
 
-def set_constants(out: Blocks, rows: slice, blocks: int | slice, lines: Lines) -> None:
-    """Stores what `lines` have for some blocks of some `rows`."""
+def set_constants(out: Blocks, rows: slice, blocks: int | slice, constants: BlockConstants) -> None:
+    """Stores the `constants` of some blocks of some `rows`."""
     sides = out[1:3] if out.sub_scales is None else out[3:5]
-    for side, constants in zip(sides, lines.stored, strict=True):
-        if side is not None and constants is not None:
-            side[rows, blocks] = constants.reshape(side[rows, blocks].shape)
+    for side, stored in zip(sides, constants.stored, strict=True):
+        if side is not None and stored is not None:
+            side[rows, blocks] = stored.reshape(side[rows, blocks].shape)
 
 
 def set_supers(out: Blocks, rows: slice, places: int | slice, supers: Supers | None) -> None:
@@ -160,7 +162,7 @@ def fit(
     form: BlockFormat,
     importance: np.ndarray | None = None,
     supers: Supers | None = None,
-) -> Lines:
+) -> BlockConstants:
     """Returns what makes the squared errors of `blocks` [block, n] least.
 
     Each is weighed by its place's `importance` [block], or 1 where it is None. The format's grid is
@@ -174,16 +176,16 @@ def fit(
         return _with_numbers(blocks, form.bits, weight, supers)
     if form.grid is Grid.SYMMETRIC:
         scales = _symmetric(blocks, form.bits, weight)
-        return Lines(scales, np.full_like(scales, 1 << (form.bits - 1)), (scales, None))
+        return BlockConstants(scales, np.full_like(scales, 1 << (form.bits - 1)), (scales, None))
     scales, zeros = _with_zero(blocks, form.bits, weight)
-    return Lines(scales, zero_points(zeros, form.bits), (scales, zeros))
+    return BlockConstants(scales, zero_points(zeros, form.bits), (scales, zeros))
 
 
 def fit_supers(columns: np.ndarray, form: BlockFormat) -> Supers | None:
     """Returns what the numbers of super-blocks `columns` [256, n] multiply; None of other grids.
 
-    The largest number is that of a sub-block whose whole range its codes span: no scale that
-    `fit` finds is larger, and few are much smaller.
+    The largest number is that of a sub-block whose whole range its codes span. Hardly any scale
+    that `fit` finds is larger, and few are much smaller.
     """
     if not form.grid.has_supers:
         return None
@@ -194,10 +196,10 @@ def fit_supers(columns: np.ndarray, form: BlockFormat) -> Supers | None:
     return Supers(scales, -offsets)
 
 
-def codes_of(values: np.ndarray, lines: Lines, bits: int) -> np.ndarray:
+def codes_of(values: np.ndarray, constants: BlockConstants, bits: int) -> np.ndarray:
     """Returns the nearest codes, uint8, of values [..., n] of n blocks."""
-    places = values * _divided(np.float32(1), lines.scales)
-    places += lines.middles
+    places = values * _divided(np.float32(1), constants.scales)
+    places += constants.middles
     np.rint(places, out=places)
     return np.clip(places, 0, (1 << bits) - 1, out=places).astype(np.uint8)
 
@@ -342,7 +344,9 @@ def _with_zero(blocks: np.ndarray, bits: int, weight: np.ndarray) -> tuple[np.nd
     return best_scale, best_zero
 
 
-def _with_numbers(blocks: np.ndarray, bits: int, weight: np.ndarray, supers: Supers) -> Lines:
+def _with_numbers(
+    blocks: np.ndarray, bits: int, weight: np.ndarray, supers: Supers
+) -> BlockConstants:
     """Returns the best whole numbers of sub-blocks [32, n] of `supers`.
 
     Numbers near the scale of a zero point's grid are tried, each with the offset that suits it.
@@ -367,7 +371,7 @@ def _with_numbers(blocks: np.ndarray, bits: int, weight: np.ndarray, supers: Sup
         for kept, tried in zip(best, (scale, middle, number, offset), strict=True):
             np.copyto(kept, tried, where=better)
     first, second = (numbers.astype(np.uint8) for numbers in best[2:])
-    return Lines(best[0], best[1], (first, second))
+    return BlockConstants(best[0], best[1], (first, second))
 
 
 def _rounded(blocks: np.ndarray, scale: np.ndarray, middle: np.ndarray, bits: int) -> np.ndarray:

@@ -167,8 +167,9 @@ int kvq_cuda_narrow_keys(const kvq_cuda_keys* keys, int32_t count, int32_t head_
    float16 against its largest number instead of to int8. Panels begin at multiples of 16 bytes.
    Scratch, for up to 16 tokens: `inputs` [tokens, columns], `tops` [tokens] and, where the grid has
    offsets, `steps` [blocks, tokens]; for more: `levels` [tokens, blocks * block] and `steps` [2,
-   blocks, tokens], or of super-blocks [9, super-blocks, tokens]; with `exact_rows`, of up to 16 tokens without bias and residual: `panel_tops`
-   and `marks` [tokens, panels], `deviations` [tokens]. */
+   blocks, tokens], or of super-blocks [9, super-blocks, tokens]; with `exact_rows`, of up to 16
+   tokens without bias and residual: `panel_tops` and `marks` [tokens, panels], `deviations`
+   [tokens]. */
 typedef struct {
     int32_t rows, columns, bits, block, grid;
     const uint8_t* panels;

@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 import chat_pilot
 from draft_heads import make_drafting
 from kvq import native_library
-from kvq.config import FLOAT_WIDTH, FOLD_TOKENS
+from kvq.config import FOLD_TOKENS
 from kvq_apps.chat.chat_app import ChatApp
 from kvq_apps.chat.client import Stream, Turn
 from kvq_apps.chat.local import LocalClient
@@ -44,8 +44,7 @@ def bundle(request: pytest.FixtureRequest, shelf: Shelf) -> Path:
 def server(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        # With fewer bits an answer depends on where pages closed while its prompt was read.
-        load = loaded(str(bundle), context_tokens=1500, k_bits=FLOAT_WIDTH, v_bits=FLOAT_WIDTH)
+        load = loaded(str(bundle), context_tokens=1500)
         with running(load, sessions=1, saved_bytes=0) as started:
             yield started
 

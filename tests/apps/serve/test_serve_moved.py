@@ -154,12 +154,12 @@ def test_a_copy_that_fails_is_not_edited(
     assert read(slots, alike, edits=True)[1] == 0
 
 
-def test_a_request_chooses(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [4, FLOAT_WIDTH])
+def test_a_request_chooses(bits: int, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over HTTP with a real engine: the server's way, `x_kvq.exact`, and what the answer says."""
     monkeypatch.setattr(pool, "IDLE_REFRESH_S", 1e9)
     bundle = str(shelf.bundle(max_position_embeddings=4096))
-    # With fewer bits an answer depends on where pages closed while its prompt was read.
-    load = loaded(bundle, k_bits=FLOAT_WIDTH, v_bits=FLOAT_WIDTH)
+    load = loaded(bundle, k_bits=bits, v_bits=bits)
     story = " ".join(f"Page {number} has {number * number} tokens." for number in range(40))
 
     def talk(time: str, **fields: Any) -> dict[str, Any]:
@@ -180,7 +180,8 @@ def test_a_request_chooses(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Non
     with running(load, saved_bytes=0, sessions=1) as server:
         ask(server, CHAT, talk("nine"))
         plain = ask(server, CHAT, talk("half past ten")).json
-        assert plain["choices"] == exact["choices"]
+        # With fewer bits an answer depends on where pages closed while its prompt was read.
+        assert plain["choices"] == exact["choices"] or bits < FLOAT_WIDTH
         ask(server, CHAT, talk("eleven"))
         by_request = ask(server, CHAT, talk("half past ten", exact=False)).json
         assert by_request["x_kvq"]["moved_tokens"] > 400
