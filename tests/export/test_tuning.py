@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,6 +173,19 @@ def test_a_tuned_bundle_answers_more_like_its_checkpoint(tmp_path: Path) -> None
     assert (norms[0] != norms[1]).any()
     second, _ = tuned(tmp_path / "second")
     assert second.fingerprint == first.fingerprint != plain.fingerprint
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_what_is_trained_is_not_in_super_blocks(tmp_path: Path) -> None:
+    """Neither where widths are mixed nor where no text says which, nor at bits that are named."""
+    source = make_llama_checkpoint(tmp_path / "source", dtype="float32")
+    cases: list[dict[str, Any]] = [{}, {"calibrate": False}, {"weights": WeightFormat(bits=4)}]
+    for number, case in enumerate(cases):
+        options = ExportOptions(tune=True, fit_cache=False, **case)
+        made = export_model(source, tmp_path / str(number), options).manifest.weights
+        assert made is not None
+        assert not any(form.grid.has_supers for form in made.formats.values())
 
 
 @pytest.mark.slow
