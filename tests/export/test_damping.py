@@ -18,7 +18,7 @@ from kvq_export.fit.damping import (
     Trial,
     choose,
     near_dampings,
-    try_dampings,
+    try_damping,
 )
 from kvq_export.fit.gptq import Moments, compensate, factor, quantize_with
 from kvq_export.write.weights import quantize
@@ -62,7 +62,7 @@ def share_of_plain_error(kind: str, rows: int, columns: int, tokens: int) -> flo
     x, unseen = (correlated(kind, tokens, columns, seed) for seed in (2, 3))
     matrix = weights(rows, columns)
     fitted, held_out = split_moments(matrix, x, x)
-    trials = try_dampings(matrix, fitted, held_out, FORM)
+    trials = [try_damping(matrix, fitted, held_out, FORM, damping) for damping in DAMPINGS]
     damping = choose(matrix, held_out, FORM, trials).rounding
     if damping is None:
         return 1.0
@@ -106,10 +106,12 @@ def test_rows_change_only_where_that_helps_on_unseen_inputs(lost: str, tall: boo
     ]
     x, unseen = (text - loss.astype(np.float32) for text, loss in zip(texts, losses, strict=True))
     fitted, held_out = split_moments(matrix, texts[0], x)
-    trials = try_dampings(matrix, fitted, held_out, FORM)
+    trials = [try_damping(matrix, fitted, held_out, FORM, damping) for damping in DAMPINGS]
     damping = choose(matrix, held_out, FORM, trials).compensating
     fitted.add(held_out)
-    changed = matrix if damping is None else compensate(matrix, fitted, damping)
+    changed = matrix
+    if damping is not None:
+        changed = compensate(matrix, fitted, factor(fitted.inputs, FORM.block, damping))
     errors = [
         float(np.square(texts[1] @ matrix.T - unseen @ rows.T).sum()) for rows in (changed, matrix)
     ]
@@ -133,11 +135,11 @@ def test_of_wide_matrices_one_layer_in_four_is_tried(
     """Counts the trials of six layers where what reads the hidden state alone is not wide."""
     tried: list[int] = []
 
-    def counted(rows: np.ndarray, *arguments: Any) -> list[Trial]:
+    def counted(rows: np.ndarray, *arguments: Any) -> Trial:
         tried.append(rows.shape[1])
-        return try_dampings(rows, *arguments)
+        return try_damping(rows, *arguments)
 
-    monkeypatch.setattr(calibrated, "try_dampings", counted)
+    monkeypatch.setattr(calibrated, "try_damping", counted)
     source = make_llama_checkpoint(tmp_path / "source", num_hidden_layers=6)
     config = json.loads((source / "config.json").read_text())
     hidden, feed = config["hidden_size"], config["intermediate_size"]
@@ -146,8 +148,8 @@ def test_of_wide_matrices_one_layer_in_four_is_tried(
     monkeypatch.setattr(calibrated, "TRIED_LAYERS", 4)
     options = ExportOptions(weights=WeightFormat(), quality=False, fit_cache=False)
     export_model(source, tmp_path / "bundle", options)
-    assert tried.count(feed) == 3 * calibrated.PARTS  # in layers 0, 1 and 4
-    assert tried.count(hidden) == 6 * 2 * calibrated.PARTS
+    assert tried.count(feed) == 3  # in layers 0, 1 and 4
+    assert tried.count(hidden) >= 6 * 2 * 2  # all that are near the layer before
 
 
 def test_a_layer_tries_what_is_near_its_neighbours() -> None:

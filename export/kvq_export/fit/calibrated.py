@@ -36,7 +36,7 @@ from kvq_export.fit.damping import (
     Dampings,
     choose,
     near_dampings,
-    try_dampings,
+    try_damping,
 )
 from kvq_export.fit.gptq import Moments, compensate, factor, input_moments, quantize_with
 from kvq_export.fit.native_products import KernelMatrix, Map
@@ -67,9 +67,9 @@ MOST_TOKENS = 12288
 TOKENS_PER_COLUMN = 8
 # Tokens of a text that the constants of weights are trained on.
 TUNING_TOKENS = 256
-# A trial takes the cube of the columns. Of matrices with more than so many, the dampings that suit
-# wide matrices are tried in one layer of eight, and the next layers take them.
-TRIED_COLUMNS, TRIED_LAYERS, WIDE_DAMPINGS = 4096, 8, (1.0, 3.0)
+# A factor takes the cube of the columns. Matrices with more than so many get the damping that suits
+# wide ones, for rounding and compensating, and one layer of eight tries whether these help at all.
+TRIED_COLUMNS, TRIED_LAYERS, WIDE_DAMPING = 4096, 8, 2.0
 # Texts that a bundle is measured on, of all kinds together.
 REPORT_TEXTS = 6
 # Parts of the text whose products are computed in parallel.
@@ -293,12 +293,9 @@ class CalibratedWeights:
         costly = rows.shape[1] > TRIED_COLUMNS
         if costly and layer > 1 and layer % TRIED_LAYERS and before is not None:
             return before
-        tried = WIDE_DAMPINGS if costly else near_dampings(before)
-        parts = (tried[part::PARTS] for part in range(PARTS))
-        tasks = [
-            self._pool.submit(try_dampings, rows, fitted, held_out, form, part) for part in parts
-        ]
-        trials = [trial for task in tasks for trial in task.result()]
+        tried = (WIDE_DAMPING,) if costly else near_dampings(before)
+        trial = partial(try_damping, rows, fitted, held_out, form)
+        trials = list(self._pool.map(trial, tried))
         self._dampings[kind] = choose(rows, held_out, form, trials)
         return self._dampings[kind]
 
@@ -306,14 +303,17 @@ class CalibratedWeights:
         self, rows: np.ndarray, moments: Moments, dampings: Dampings, form: BlockFormat
     ) -> Blocks:
         """Rounds `rows` with the chosen dampings."""
-        lower = None
-        if dampings.rounding is not None:
-            lower = self._pool.submit(
-                factor, moments.inputs, form.activation_block, dampings.rounding
-            )
+        lowers = {
+            damping: factor(moments.inputs, form.activation_block, damping, self._pool.map)
+            for damping in {*dampings}
+            if damping is not None
+        }
         if dampings.compensating is not None:
-            rows = compensate(rows, moments, dampings.compensating)
-        return quantize(rows, form) if lower is None else quantize_with(rows, lower.result(), form)
+            lower = lowers[dampings.compensating]
+            rows = compensate(rows, moments, lower, self._pool.map)
+        if dampings.rounding is None:
+            return quantize(rows, form)
+        return quantize_with(rows, lowers[dampings.rounding], form)
 
     def _multiply_experts(self, name: str, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Multiplies as `_multiply`, each expert's rows with its matrix."""

@@ -60,26 +60,20 @@ def near_dampings(before: Dampings | None) -> Sequence[float]:
     return near or DAMPINGS
 
 
-def try_dampings(
-    rows: np.ndarray,
-    fitted: Moments,
-    held_out: Moments,
-    form: BlockFormat,
-    dampings: Sequence[float] = DAMPINGS,
-) -> list[Trial]:
-    """Tries `dampings` of `fitted` on some of `rows` float32 [N, K]; `held_out` judges them."""
+def try_damping(
+    rows: np.ndarray, fitted: Moments, held_out: Moments, form: BlockFormat, damping: float
+) -> Trial:
+    """Tries a damping of `fitted` on some of `rows` float32 [N, K]; `held_out` judges it."""
     picked, columns = _picked(rows), rows.shape[1]
-    some, trials = rows[picked], list[Trial]()
+    some = rows[picked]
+    lower = factor(fitted.inputs, form.activation_block, damping)
+    rounded = dequantize(quantize_with(some, lower, form), form.bits)[:, :columns]
+    rounding, compensating = _cost(rounded - some, held_out), 0.0
     lack, unseen_lack = (moments.lack(rows, picked) for moments in (fitted, held_out))
-    for damping in dampings:
-        lower = factor(fitted.inputs, form.activation_block, damping)
-        rounded = dequantize(quantize_with(some, lower, form), form.bits)[:, :columns]
-        rounding, compensating = _cost(rounded - some, held_out), 0.0
-        if lack is not None and unseen_lack is not None:
-            change = solve(lower[:columns, :columns], lack.copy())
-            compensating = _cost(change, held_out) - 2 * float(np.vdot(unseen_lack, change))
-        trials.append(Trial(damping, rounding, compensating))
-    return trials
+    if lack is not None and unseen_lack is not None:
+        change = solve(lower[:columns, :columns], lack.copy())
+        compensating = _cost(change, held_out) - 2 * float(np.vdot(unseen_lack, change))
+    return Trial(damping, rounding, compensating)
 
 
 def choose(

@@ -13,12 +13,14 @@ What was rounded before a matrix has changed its inputs; `compensate` makes up f
 Owns the arithmetic on one matrix; knows no model, and not where moments come from.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvq.errors import CheckpointError
 from kvq.reference.linear import BlockFormat, Blocks
+from kvq_export.fit.native_products import Map
 from kvq_export.write.weights import (
     BlockConstants,
     Supers,
@@ -37,6 +39,8 @@ LEAST_CHANNEL = 0.01
 _ROWS = 2048
 # Columns factored in one go.
 _PANEL = 512
+# Parts of a matrix's rows that are solved for at a time.
+_SOLVED_PARTS = 2
 
 
 class Moments(NamedTuple):
@@ -64,13 +68,13 @@ class Moments(NamedTuple):
         return rows[picked] @ self.drift if tall else self.drift[picked]
 
 
-def factor(moments: np.ndarray, block: int, damping: float) -> np.ndarray:
+def factor(moments: np.ndarray, block: int, damping: float, each: Map = map) -> np.ndarray:
     """Returns the lower Cholesky factor float32 [K', K'] of damped `moments` [K, K].
 
     K' is K rounded up to whole blocks. `moments` is the sum of x x^T over inputs x; `damping` is
-    the share of their diagonal that is added to it.
+    the share of their diagonal that is added to it. `each` may run parts of it in threads.
     """
-    columns, lower = len(moments), _root(moments, damping)
+    columns, lower = len(moments), _root(moments, damping, each)
     spare = -columns % block
     if not spare:
         return lower
@@ -88,14 +92,27 @@ def input_moments(lack: np.ndarray, inputs: np.ndarray) -> Moments:
     return Moments(inputs.T @ inputs, lack.T @ inputs)
 
 
-def compensate(rows: np.ndarray, moments: Moments, damping: float) -> np.ndarray:
+def compensate(
+    rows: np.ndarray, moments: Moments, lower: np.ndarray, each: Map = map
+) -> np.ndarray:
     """Returns rows float32 [N, K] whose products with the inputs are most like the unrounded ones.
 
     This is W (X X'^T) (X' X'^T)^-1 of GPTAQ (Li et al., arXiv 2504.02692), with damping that draws
-    it to W; GPTAQ finds it column by column.
+    it to W; GPTAQ finds it column by column. `lower` is the factor of the damped moments;
+    `each` may run parts of it in threads.
     """
-    lack = moments.lack(rows)
-    return rows if lack is None else rows + solve(_root(moments.inputs, damping), lack.copy())
+    columns, lack = rows.shape[1], moments.lack(rows)
+    if lack is None:
+        return rows
+    change, triangle = lack.copy(), lower[:columns, :columns]
+
+    def solve_some(part: slice) -> None:
+        solve(triangle, change[part])
+
+    step = -(-len(rows) // _SOLVED_PARTS)
+    for _ in each(solve_some, [slice(at, at + step) for at in range(0, len(rows), step)]):
+        pass
+    return rows + change
 
 
 def solve(lower: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -111,7 +128,7 @@ def solve(lower: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return rows
 
 
-def _root(moments: np.ndarray, damping: float) -> np.ndarray:
+def _root(moments: np.ndarray, damping: float, each: Map) -> np.ndarray:
     """Returns the lower Cholesky factor float32 [K, K] of damped `moments`.
 
     The share `damping` of the diagonal is added to it, and ten times that as often as rounding
@@ -129,12 +146,12 @@ def _root(moments: np.ndarray, damping: float) -> np.ndarray:
         damped = moments.astype(np.float32)
         damped[np.diag_indices(len(damped))] += np.float32(damping) * channels
         try:
-            return _cholesky(damped)
+            return _cholesky(damped, each)
         except np.linalg.LinAlgError:
             damping *= 10
 
 
-def _cholesky(a: np.ndarray) -> np.ndarray:
+def _cholesky(a: np.ndarray, each: Map) -> np.ndarray:
     """Overwrites `a` with its Cholesky factor and returns it; twice as fast as numpy's own.
 
     Right-looking, a panel of columns at a time, so that nearly all of it is products of matrices;
@@ -145,10 +162,16 @@ def _cholesky(a: np.ndarray) -> np.ndarray:
         a[panel, panel] = np.linalg.cholesky(a[panel, panel])
         a[rest, panel] = a[rest, panel] @ np.linalg.inv(a[panel, panel]).T
         a[panel, rest] = 0
-        for later in _panels(a, panel.stop):
-            below = slice(later.start, None)
-            a[below, later] -= a[below, panel] @ a[later, panel].T
+        update = partial(_update, a, panel)
+        for _ in each(update, _panels(a, panel.stop)):
+            pass
     return a
+
+
+def _update(a: np.ndarray, panel: slice, later: slice) -> None:
+    """Takes what a factor's finished `panel` of columns explains off a `later` one."""
+    below = slice(later.start, None)
+    a[below, later] -= a[below, panel] @ a[later, panel].T
 
 
 def _panels(a: np.ndarray, start: int = 0) -> list[slice]:
