@@ -273,7 +273,7 @@ KVQ_EXPORT int kvq_pack(int32_t values, int32_t channels, const float *x, int32_
 /* With KVQ_CLAMPED_SWIGLU, for g = min(gate, 7) and u = min(max(up, -7), 7): g / (1 + exp(-1.702 g)) * (u + 1). */
 enum kvq_activation { KVQ_PLAIN = 0, KVQ_SILU = 1, KVQ_GELU_TANH = 2, KVQ_CLAMPED_SWIGLU = 3 };
 enum kvq_scoring { KVQ_SOFTMAX = 0, KVQ_SIGMOID = 1 };
-enum kvq_view { KVQ_FULL = 0, KVQ_HI = 1 }; /* KVQ_HI: of codes the upper four bits alone */
+enum kvq_view { KVQ_FULL = 0, KVQ_HI = 1 }; /* KVQ_HI: of codes the upper four bits at most */
 enum kvq_grid {
     KVQ_SYMMETRIC = 0, KVQ_ZERO_POINT = 1, KVQ_MINIMUM = 2, KVQ_E2M1 = 3,
     KVQ_SUPER_MINIMUM = 4, KVQ_SUPER_SYMMETRIC = 5 /* `block` is that of a sub-block */

@@ -553,6 +553,10 @@ def shape_of(form: PanelFormat) -> dict[str, int]:
         (8, 4, 16, Grid.SUPER_SYMMETRIC, "full"), (16, 6, 16, Grid.SUPER_SYMMETRIC, "full"),
         (1, 6, 16, Grid.SUPER_SYMMETRIC, "hi"), (1, 8, 16, Grid.SUPER_SYMMETRIC, "full"),
         (16, 8, 16, Grid.SUPER_SYMMETRIC, "hi"),
+        (1, 3, 32, Grid.SUPER_MINIMUM, "full"), (16, 3, 32, Grid.SUPER_MINIMUM, "hi"),
+        (5, 2, 32, Grid.SUPER_MINIMUM, "full"), (16, 2, 32, Grid.SUPER_MINIMUM, "hi"),
+        (5, 3, 16, Grid.SUPER_SYMMETRIC, "full"), (16, 3, 16, Grid.SUPER_SYMMETRIC, "hi"),
+        (1, 2, 16, Grid.SUPER_MINIMUM, "full"), (16, 2, 16, Grid.SUPER_MINIMUM, "hi"),
     ],
 )  # fmt: skip
 def test_products_are_those_of_the_weights(
@@ -614,6 +618,10 @@ def test_products_are_those_of_the_weights(
         (17, 35, 4, 16, Grid.SUPER_SYMMETRIC, "full"),
         (70, 270, 6, 16, Grid.SUPER_SYMMETRIC, "full"), (17, 35, 6, 16, Grid.SUPER_SYMMETRIC, "hi"),
         (17, 35, 8, 16, Grid.SUPER_SYMMETRIC, "full"), (17, 35, 8, 16, Grid.SUPER_SYMMETRIC, "hi"),
+        (70, 270, 3, 32, Grid.SUPER_MINIMUM, "full"), (17, 35, 3, 32, Grid.SUPER_MINIMUM, "hi"),
+        (17, 35, 2, 32, Grid.SUPER_MINIMUM, "full"), (17, 35, 2, 32, Grid.SUPER_MINIMUM, "hi"),
+        (17, 35, 3, 16, Grid.SUPER_SYMMETRIC, "full"), (17, 35, 3, 16, Grid.SUPER_SYMMETRIC, "hi"),
+        (17, 35, 2, 16, Grid.SUPER_MINIMUM, "full"), (17, 35, 2, 16, Grid.SUPER_MINIMUM, "hi"),
     ],
 )  # fmt: skip
 def test_products_of_many_tokens_are_those_of_the_reference(
@@ -658,7 +666,10 @@ def test_products_of_many_tokens_are_those_of_the_reference(
         assert np.mean(np.abs(out - want) < 1e-6 * np.abs(want).max()) > 0.9
 
 
-@pytest.mark.parametrize("spelled", ["6/16/super_minimum", "8/16/super_symmetric"])
+@pytest.mark.parametrize(
+    "spelled",
+    ["2/16/super_minimum", "3/16/super_symmetric", "6/16/super_minimum", "8/16/super_symmetric"],
+)
 def test_the_largest_whole_sums_are_those_of_the_reference(spelled: str, library: Library) -> None:
     kind = BlockFormat.parse(spelled)
     form = PanelFormat.of(kind, (16, 256))

@@ -71,9 +71,13 @@ def test_what_is_packed_comes_back(kind: BlockFormat, shape: tuple[int, int]) ->
         ("4/32/minimum", 5),
         ("6/64/zero_point", 6.375),
         ("4/32/e2m1", 4.25),
+        ("2/32/super_minimum", 2.5),
+        ("3/32/super_minimum", 3.5),
         ("4/32/super_minimum", 4.5),
         ("5/32/super_minimum", 5.5),
+        ("3/16/super_symmetric", 3.625),
         ("6/16/super_symmetric", 6.625),
+        ("2/16/super_minimum", 3.125),
         ("6/16/super_minimum", 7.125),
     ],
 )
@@ -91,6 +95,9 @@ def test_a_format_says_what_it_takes(spelled: str, bits_per_weight: float) -> No
         "4/64/none",
         "4/64",
         "8/32/super_minimum",
+        "3/64/symmetric",
+        "3/16/super_minimum",
+        "2/16/super_symmetric",
     ):
         with pytest.raises((ValueError, KeyError)):
             BlockFormat.parse(wrong)
@@ -161,6 +168,38 @@ def test_a_plane_of_two_bits_and_constants_byte_by_byte() -> None:
     assert panel[256 + 64 + 64 + 4 * 3 + 2] == 0b01 << 2
     assert panel[256 + 10 : 256 + 12].view(np.float16)[0] == 3
     np.testing.assert_array_equal(panel[256 + 32 : 256 + 48], np.arange(16))
+
+
+def test_a_plane_of_the_upper_two_bits_byte_by_byte() -> None:
+    form = PanelFormat(rows=16, columns=512, bits=3, block=32, grid=Grid.SUPER_MINIMUM)
+    codes, zeros = np.zeros((16, 512), np.uint8), np.zeros((16, 2), np.float16)
+    codes[3, 256 + 22], codes[5, 256 + 75] = 0b101, 0b111
+    numbers = np.zeros((16, 16), np.uint8)
+    (panel,) = reference.pack(form, Blocks(codes, zeros, zeros, numbers, numbers))
+    # Of each super-block 256 bytes of constants and 16 groups of two bits; then 2 x 8 of one bit.
+    assert (form.plane_bytes, form.constant_bytes, form.panel_bytes) == (2048, 512, 3584)
+    second, low = 256 + 1024 + 256, 2 * 1280 + 512
+    expected = np.zeros_like(panel)
+    # Column 22 is in group 1 of two bits the second four; in group 0 of one bit the sixth.
+    expected[second + 64 + 4 * 3 + 2] = 0b10 << 2
+    expected[low + 4 * 3 + 2] = 1 << 5
+    # Column 75 is in group 4 of two bits the third four (64 + 8); in group 2 of one bit too.
+    expected[second + 4 * 64 + 4 * 5 + 3] = 0b11 << 4
+    expected[low + 2 * 64 + 4 * 5 + 3] = 1 << 2
+    np.testing.assert_array_equal(panel, expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.bits <= 4])
+def test_codes_of_up_to_four_bits_are_whole_in_every_view(kind: BlockFormat) -> None:
+    form = PanelFormat.of(kind, (50, 600))
+    blocks, panels = matrix(form)
+    assert form.view_bytes("hi") == form.panel_bytes
+    x = activations(3, 600)
+    full = reference.linear(form, panels, x)
+    np.testing.assert_array_equal(reference.linear(form, panels, x, "hi"), full)
+    stored = reference.in_weights(blocks)
+    weights = reference.dequantize(stored, kind.bits, "hi")
+    np.testing.assert_array_equal(weights, reference.dequantize(stored, kind.bits))
 
 
 @pytest.mark.parametrize("kind", KINDS)

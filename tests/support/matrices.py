@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kvq.reference import linear as reference
 from kvq.reference.linear import (
     BLOCKS,
-    WIDTHS,
+    CODE_BITS,
     BlockFormat,
     Blocks,
     Bytes,
@@ -43,7 +43,7 @@ def matrix(form: PanelFormat, seed: int = 0) -> tuple[Blocks, Bytes]:
 # Every format that a matrix can have, and those of blocks of 64 where there are such.
 FORMATS = [
     form
-    for bits, block, grid in product(WIDTHS, (16, *BLOCKS), Grid)
+    for bits, block, grid in product(CODE_BITS, (16, *BLOCKS), Grid)
     if (form := BlockFormat(bits=bits, block=block, grid=grid)).possible
 ]
 KINDS = [

@@ -87,7 +87,7 @@ using MultiplyTiles = void (*)(const PanelLayout&, const uint8_t*, const Rounded
 void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, const RoundedRows& x,
                    int first, int count, float* out) {
     if (count < kTileRows || layout.sub) return multiply(layout, view, panel, x, first, count, out);
-    const int low_bits = view == KVQ_HI ? 0 : layout.low_bits();
+    const int low_bits = layout.low_bits(view);
     const MultiplyTiles chosen =
         for_codes(low_bits, layout.grid, [](auto low, auto e2m1) -> MultiplyTiles {
             return multiply_tiles<low(), e2m1()>;

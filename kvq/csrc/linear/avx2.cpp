@@ -157,7 +157,7 @@ void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, co
     if (!x.octets) return multiply(layout, view, panel, x, first, count, out);
     using Counts = std::make_integer_sequence<int, kMostOctets>;
     constexpr int kMost = kMostOctets * kOctetRows;
-    const int low_bits = view == KVQ_HI ? 0 : layout.low_bits();
+    const int low_bits = layout.low_bits(view);
     for (int done = 0; done < count; done += kMost) {
         const int rows = std::min(count - done, kMost);
         const int octets = (rows + kOctetRows - 1) / kOctetRows;

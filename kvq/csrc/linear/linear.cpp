@@ -205,13 +205,9 @@ private:
         table_.round_row(layout_, call_.activation || call_.norm ? room : x, columns, rounded_, t);
     }
 
-    size_t view_bytes(int view) const {
-        return view == KVQ_HI ? layout_.plane_bytes + layout_.constant_bytes : layout_.panel_bytes;
-    }
-
     void multiply_all(int view, float* tops) {
         const int begin = first_panel_, left = layout_.panels - begin;
-        const size_t bytes = view_bytes(view), all = bytes * left;
+        const size_t bytes = layout_.view_bytes(view), all = bytes * left;
         const size_t unit_bytes = std::clamp(all / kUnits, kUnitBytesLow, kUnitBytesHigh);
         const int panels = std::max<int>(1, int(unit_bytes / bytes));
         const int fit = int(size_t(built_in().row_bytes) / layout_.padded_columns());

@@ -33,9 +33,10 @@ constexpr bool is_super(int grid) {
 constexpr bool is_format(int bits, int block, int grid) {
     switch (grid) {
         case KVQ_SUPER_MINIMUM:
-            return block == 32 ? bits == 4 || bits == 5 || bits == 6
-                               : block == 16 && (bits == 4 || bits == 6);
-        case KVQ_SUPER_SYMMETRIC: return block == 16 && (bits == 4 || bits == 6 || bits == 8);
+            return block == 32 ? bits >= 2 && bits <= 6
+                               : block == 16 && (bits == 2 || bits == 4 || bits == 6);
+        case KVQ_SUPER_SYMMETRIC:
+            return block == 16 && (bits == 3 || bits == 4 || bits == 6 || bits == 8);
         default:
             return (block == 32 || block == 64 || block == 128) && grid >= KVQ_SYMMETRIC &&
                    grid <= KVQ_E2M1 &&
@@ -58,7 +59,7 @@ constexpr bool is_stackable(const kvq_matrix& m) {
 struct PanelLayout {
     // A block is what one activation scale is for; a super-block has sub-blocks of `sub` columns,
     // others 0.
-    int panels, block, blocks, sub, bits, grid;
+    int panels, block, blocks, sub, bits, upper_bits, grid;
     // Of a block: its sixteen scales and offsets, and those of its sub-blocks.
     size_t block_constants, plane_bytes, constant_bytes, panel_bytes;
 
@@ -68,25 +69,35 @@ struct PanelLayout {
           blocks((m.columns + block - 1) / block),
           sub(is_super(m.grid) ? m.block : 0),
           bits(m.bits),
+          upper_bits(bits < 4 ? 2 : 4),
           grid(m.grid),
           block_constants(constants_of(m)),
-          plane_bytes(size_t(blocks) * block * kPanelRows / 2),
+          plane_bytes(blocks * bytes_of(block, upper_bits)),
           constant_bytes((size_t(blocks) * block_constants + 63) / 64 * 64),
-          panel_bytes(plane_bytes * bits / 4 + constant_bytes) {}
-    // Where a block's constants and upper nibbles begin, and where all lower bits do.
+          panel_bytes(plane_bytes * bits / upper_bits + constant_bytes) {}
+    // Bytes of so many columns of a plane of `bits` bits.
+    static constexpr size_t bytes_of(int columns, int bits) {
+        return size_t(columns) * kPanelRows * bits / 8;
+    }
+    // Where a block's constants and upper plane begin, and where all lower bits do.
     constexpr size_t constants_at(size_t b) const {
         return sub ? b * super_bytes() : plane_bytes + b * block_constants;
     }
     constexpr size_t plane_at(size_t b) const {
-        return sub ? b * super_bytes() + block_constants : b * block * kPanelRows / 2;
+        return sub ? b * super_bytes() + block_constants : b * bytes_of(block, upper_bits);
     }
     constexpr size_t low_at() const { return plane_bytes + constant_bytes; }
-    // Of a super-block without lower bits: constants, then nibbles, one behind the other, as memory
+    // Of a super-block without lower bits: constants, then the plane, one behind the other, as memory
     // is read fastest.
     constexpr size_t super_bytes() const {
-        return block_constants + size_t(kSuperColumns) * kPanelRows / 2;
+        return block_constants + bytes_of(kSuperColumns, upper_bits);
     }
-    constexpr int low_bits() const { return bits - 4; }
+    constexpr int low_bits() const { return bits - upper_bits; }
+    // What a view reads: of codes of up to four bits all.
+    constexpr int low_bits(int view) const { return view == KVQ_HI && bits > 4 ? 0 : low_bits(); }
+    constexpr size_t view_bytes(int view) const {
+        return view == KVQ_HI && bits > 4 ? low_at() : panel_bytes;
+    }
     constexpr size_t padded_columns() const { return size_t(blocks) * block; }
     // Sub-blocks of a row.
     constexpr size_t subs() const { return sub ? padded_columns() / sub : 0; }

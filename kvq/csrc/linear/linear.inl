@@ -184,10 +184,10 @@ struct Plane {
         return load_codes<Bits, I % kGroups>(at);
     }
 };
-template <int LowBits, bool Second>
+template <int LowBits, bool Second, int UpperBits = 4>
 struct WholeCodes {
-    static constexpr int kTop = (16 << LowBits) - 1;
-    Plane<4, Second> upper;
+    static constexpr int kTop = (1 << (UpperBits + LowBits)) - 1;
+    Plane<UpperBits, Second> upper;
     Plane<LowBits, Second> lower;
     template <int I>
     CodePair group(int first) const {
@@ -408,16 +408,18 @@ KVQ_SUPER_INLINE void add_groups(const Source& source, int first, const int8_t* 
 
 // Adds to the sums of R rows one sub-block's products times its whole scale; its groups begin with
 // first + I.
-template <int R, int Sub, int LowBits, int I, bool kSecond>
-KVQ_SUPER_INLINE void add_sub(const Plane<4, kSecond>& plane, const Plane<LowBits ? LowBits : 4, kSecond>& low,
-                        int first, const int8_t* x, size_t stride, Ints scale, Ints* sums) {
-    constexpr bool kWhole = LowBits <= whole_low_bits(R);
+template <int R, int Sub, int LowBits, int I, bool kSecond, int UpperBits>
+KVQ_SUPER_INLINE void add_sub(const Plane<UpperBits, kSecond>& plane,
+                              const Plane<LowBits ? LowBits : 4, kSecond>& low, int first,
+                              const int8_t* x, size_t stride, Ints scale, Ints* sums) {
+    constexpr bool kWhole = UpperBits < 4 || LowBits <= whole_low_bits(R);
     constexpr int kCount = Sub / kPanelGroup;
     Dots upper[R], lower[kWhole ? 1 : R];
     if constexpr (LowBits == 0) {
         add_groups<R, I, kCount>(plane, first, x, stride, upper);
     } else if constexpr (kWhole) {
-        add_groups<R, I, kCount>(WholeCodes<LowBits, kSecond>{plane, low}, first, x, stride, upper);
+        const WholeCodes<LowBits, kSecond, UpperBits> both{plane, low};
+        add_groups<R, I, kCount>(both, first, x, stride, upper);
     } else {
         add_groups<R, I, kCount>(plane, first, x, stride, upper);
         add_groups<R, I, kCount>(low, first, x, stride, lower);
@@ -445,11 +447,12 @@ struct SuperReading {
     }
 };
 
-template <int R, int Sub, bool kMinimum, int LowBits, bool kSecond = (R > 1)>
+// Codes have `UpperBits` in the upper plane, and `LowBits` beside it are read.
+template <int R, int Sub, bool kMinimum, int UpperBits, int LowBits, bool kSecond = (R > 1)>
 void multiply_super(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x, int first,
                     float* out) {
     constexpr int kQuadGroups = 4 * Sub / kPanelGroup, kSubs = kvq::kSuperColumns / Sub;
-    constexpr size_t kPlaneBytes = kvq::kSuperColumns * kPanelRows / 2;
+    constexpr size_t kLowBytes = PanelLayout::bytes_of(kvq::kSuperColumns, LowBits);
     const size_t stride = layout.padded_columns(), blocks = layout.blocks, subs = layout.subs();
     const uint8_t* low = panel + layout.low_at();
     // What has no lower bits is read from end to end.
@@ -466,9 +469,9 @@ void multiply_super(const PanelLayout& layout, const uint8_t* panel, const Round
         const uint8_t* numbers = constants + 2 * kPanelRows * (kMinimum ? 2 : 1);
         Words scales[kSubWords<Sub>];
         load_subs<Sub>(numbers, false, scales);
-        const Plane<4, kSecond> plane{panel + layout.plane_at(b), ahead};
+        const Plane<UpperBits, kSecond> plane{panel + layout.plane_at(b), ahead};
         constexpr int kLowBits = LowBits ? LowBits : 4;
-        const Plane<kLowBits, kSecond> rest{low + b * kPlaneBytes * LowBits / 4, ahead};
+        const Plane<kLowBits, kSecond> rest{low + b * kLowBytes, ahead};
         const int8_t* levels = x.levels + first * stride + b * kvq::kSuperColumns;
         Ints sums[R];
         KVQ_UNROLL for (int m = 0; m < R; m++) sums[m] = set1(0);
@@ -510,27 +513,32 @@ void multiply_super(const PanelLayout& layout, const uint8_t* panel, const Round
 
 using MultiplyRows = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, float*);
 
-template <int Sub, bool kMinimum, int LowBits, int... R>
+template <int Sub, bool kMinimum, int UpperBits, int LowBits, int... R>
 MultiplyRows super_rows(std::integer_sequence<int, R...>, int rows) {
-    constexpr MultiplyRows table[] = {multiply_super<R + 1, Sub, kMinimum, LowBits>...};
+    constexpr MultiplyRows table[] = {multiply_super<R + 1, Sub, kMinimum, UpperBits, LowBits>...};
     if (rows == 1 && kvq::prefetching().second_level.load(std::memory_order_relaxed))
-        return multiply_super<1, Sub, kMinimum, LowBits, true>;
+        return multiply_super<1, Sub, kMinimum, UpperBits, LowBits, true>;
     return table[rows - 1];
 }
 template <class Counts>
 MultiplyRows super_rows(const PanelLayout& layout, int low_bits, Counts counts, int rows) {
+    const bool narrow = layout.upper_bits == 2;
     if (layout.grid == KVQ_SUPER_SYMMETRIC) {
-        if (low_bits == 0) return super_rows<16, false, 0>(counts, rows);
-        if (low_bits == 2) return super_rows<16, false, 2>(counts, rows);
-        return super_rows<16, false, 4>(counts, rows);
+        if (narrow) return super_rows<16, false, 2, 1>(counts, rows);
+        if (low_bits == 0) return super_rows<16, false, 4, 0>(counts, rows);
+        if (low_bits == 2) return super_rows<16, false, 4, 2>(counts, rows);
+        return super_rows<16, false, 4, 4>(counts, rows);
     }
     if (layout.sub == 16) {
-        if (low_bits == 0) return super_rows<16, true, 0>(counts, rows);
-        return super_rows<16, true, 2>(counts, rows);
+        if (narrow) return super_rows<16, true, 2, 0>(counts, rows);
+        if (low_bits == 0) return super_rows<16, true, 4, 0>(counts, rows);
+        return super_rows<16, true, 4, 2>(counts, rows);
     }
-    if (low_bits == 0) return super_rows<32, true, 0>(counts, rows);
-    if (low_bits == 1) return super_rows<32, true, 1>(counts, rows);
-    return super_rows<32, true, 2>(counts, rows);
+    if (narrow) return low_bits ? super_rows<32, true, 2, 1>(counts, rows)
+                                : super_rows<32, true, 2, 0>(counts, rows);
+    if (low_bits == 0) return super_rows<32, true, 4, 0>(counts, rows);
+    if (low_bits == 1) return super_rows<32, true, 4, 1>(counts, rows);
+    return super_rows<32, true, 4, 2>(counts, rows);
 }
 
 template <int LowBits, bool E2m1, int... R>
@@ -557,7 +565,7 @@ void multiply(const PanelLayout& layout, int view, const uint8_t* panel, const R
               int first, int count, float* out) {
     using Counts = std::make_integer_sequence<int, kMaxRows>;
     using SuperCounts = std::make_integer_sequence<int, kMaxSuperRows>;
-    const int low_bits = view == KVQ_HI ? 0 : layout.low_bits();
+    const int low_bits = layout.low_bits(view);
     const int most = layout.sub ? kMaxSuperRows : kMaxRows;
     int groups = (count + most - 1) / most;
     for (; groups > 0; groups--) {  // of as equal sizes as can be
@@ -623,10 +631,21 @@ struct Line {
     }
 };
 
+// Of a plane of 1, 2 or 4 bits the fields of row `lane`.
+struct Fields {
+    int bits, lane;
+    int at(const uint8_t* plane, int column) const {
+        const int exponent = 5 - bits / 2;  // of the columns of a group
+        const int shift = (column & ((1 << exponent) - 1)) / 4 * bits;
+        const size_t place = size_t(column >> exponent) * 64 + 4 * lane + column % 4;
+        return plane[place] >> shift & ((1 << bits) - 1);
+    }
+};
+
 void add_row(const PanelLayout& layout, const uint8_t* panel, int lane, float weight, int columns,
              float* out) {
-    const uint8_t* low = panel + layout.plane_bytes + layout.constant_bytes;
-    const int low_bits = layout.low_bits();
+    const uint8_t* low = panel + layout.low_at();
+    const Fields upper_fields{layout.upper_bits, lane}, low_fields{layout.low_bits(), lane};
     const bool adds = layout.grid == KVQ_MINIMUM || layout.grid == KVQ_SUPER_MINIMUM;
     const int width = layout.sub ? layout.sub : layout.block, parts = layout.block / width;
     for (int b = 0; b * width < columns; b++) {
@@ -635,13 +654,8 @@ void add_row(const PanelLayout& layout, const uint8_t* panel, int lane, float we
         const Line line(layout, constants, lane, b % parts);
         const int end = columns < (b + 1) * width ? columns : (b + 1) * width;
         for (int i = b * width; i < end; i++) {
-            const size_t at = size_t(i % layout.block / 8) * 64 + 4 * lane + i % 4;
-            int code = plane[at] >> (i & 4) & 15;
-            if (low_bits) {
-                const int columns_of = 32 / low_bits, shift = i % columns_of / 4 * low_bits;
-                const size_t place = size_t(i / columns_of) * 64 + 4 * lane + i % 4;
-                code = code << low_bits | (low[place] >> shift & ((1 << low_bits) - 1));
-            }
+            int code = upper_fields.at(plane, i % layout.block);
+            if (low_fields.bits) code = code << low_fields.bits | low_fields.at(low, i);
             if (layout.grid == KVQ_E2M1) code = kvq::kE2m1Codes[code];
             const float value = adds ? line.scale * float(code) + line.offset
                                      : line.scale * (float(code) - line.offset);

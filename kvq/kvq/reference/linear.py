@@ -24,13 +24,16 @@ perhaps one offset, and sub-blocks of 32 or 16 columns with whole numbers that m
     super_symmetric  16          SCALE_UNIT * scale * sub_scale * (code - 2**(bits - 1))
 
 The whole numbers have six bits (0 to 63) where a sub-block has 32 columns, and are int8 where it
-has 16. The sums of a sub-block's products are multiplied in whole numbers too.
+has 16. The sums of a sub-block's products are multiplied in whole numbers too. Codes of 2 and 3
+bits exist in super-blocks alone.
 
 Sixteen rows make a **panel** (the last one padded with rows of scale 0), which lies in one piece:
 
-    plane     [blocks][block / 8][16 rows][4]   the codes' upper four bits
+    plane     [blocks][block u / 32][16 rows][4]   the codes' upper u bits
     constants [blocks]{[16 rows] scales, [16 rows] offsets}   padded to 64 bytes
-    low       [blocks][block b / 32][16 rows][4]   the codes' lower b bits, of 5, 6 and 8 bits
+    low       [blocks][block b / 32][16 rows][4]   the codes' lower b bits, of 3, 5, 6 and 8 bits
+
+The upper bits are four, of codes of 2 and 3 bits two; the lower ones are what is left of a code.
 
 Of super-blocks a panel begins `[super-blocks]{constants padded to 64 bytes, plane}`, then `low`.
 
@@ -41,7 +44,7 @@ row's as columns, plane before low. Of int8 they lie `[sub-block / 4][16 rows][4
 A plane of b bits: byte c of row r in group j holds columns (32 / b) j + 4 i + c at its bits b i, so
 of nibbles column 8j + c in the low one, 8j + 4 + c in the high one. Plane and constants alone are a
 matrix of 4 bits (the view `hi`): a code is then taken for the middle of the 2**b it may be, of 8
-bits `16 * hi + 7.5`.
+bits `16 * hi + 7.5`. Of codes of up to 4 bits that view is the whole code.
 
 **Activations** are rounded to int8 block by block: `scale = max|x| / 127`, `level = rint(x * (127 /
 max|x|))`, ties to even. A block below 1e-30 counts as zeros; one that is not finite makes its row
@@ -82,7 +85,9 @@ MARGIN = np.float32(1.5)
 BLOCKS = (32, 64, 128)
 SUPER_BLOCK = 256
 _SIX_BITS = 6
+# Bits of the codes that an export chooses among, and of all that kernels know.
 WIDTHS = (4, 5, 6, 8)
+CODE_BITS = (2, 3, *WIDTHS)
 # Scales of 8-bit codes would leave the range in which float16 has all its digits.
 SCALE_UNIT = np.float32(2.0**-8)
 # Of the range of codes, in offsets that are zero points.
@@ -142,8 +147,11 @@ class Grid(IntEnum):
 
 # Columns of a sub-block and bits of a code that kernels know.
 _SUPER_FORMATS: Mapping[Grid, tuple[tuple[int, int], ...]] = {
-    Grid.SUPER_MINIMUM: ((32, 4), (32, 5), (32, 6), (16, 4), (16, 6)),
-    Grid.SUPER_SYMMETRIC: ((16, 4), (16, 6), (16, 8)),
+    Grid.SUPER_MINIMUM: (
+        *((32, 2), (32, 3), (32, 4), (32, 5), (32, 6)),
+        *((16, 2), (16, 4), (16, 6)),
+    ),
+    Grid.SUPER_SYMMETRIC: ((16, 3), (16, 4), (16, 6), (16, 8)),
 }
 
 
@@ -277,14 +285,19 @@ class PanelFormat:
         return self.blocks * self.block // self.format.activation_block
 
     @property
+    def upper_bits(self) -> int:
+        """Bits of a code in the upper plane."""
+        return NIBBLE if self.bits >= NIBBLE else 2
+
+    @property
     def low_bits(self) -> int:
-        """Bits of a code beside its upper four."""
-        return self.bits - NIBBLE
+        """Bits of a code beside those in the upper plane."""
+        return self.bits - self.upper_bits
 
     @property
     def plane_bytes(self) -> int:
-        """Bytes of a panel's plane of upper nibbles."""
-        return self.blocks * self.block * PANEL_ROWS // 2
+        """Bytes of a panel's upper plane."""
+        return self.blocks * self.block * PANEL_ROWS * self.upper_bits // 8
 
     @property
     def constant_bytes(self) -> int:
@@ -302,11 +315,16 @@ class PanelFormat:
     @property
     def panel_bytes(self) -> int:
         """Bytes of a panel."""
-        return self.view_bytes("hi") + self.plane_bytes * self.low_bits // NIBBLE
+        return self.low_at + self.plane_bytes * self.low_bits // self.upper_bits
+
+    @property
+    def low_at(self) -> int:
+        """Where a panel's lower bits begin: bytes of its upper plane and constants."""
+        return self.plane_bytes + self.constant_bytes
 
     def view_bytes(self, view: View) -> int:
         """Bytes of a panel that a product reads."""
-        return self.panel_bytes if view == "full" else self.plane_bytes + self.constant_bytes
+        return self.low_at if view == "hi" and self.bits > NIBBLE else self.panel_bytes
 
 
 def pack(form: PanelFormat, blocks: Blocks) -> Bytes:
@@ -318,7 +336,7 @@ def pack(form: PanelFormat, blocks: Blocks) -> Bytes:
     codes = np.pad(blocks.codes, spare, constant_values=1 << (form.bits - 1))
     out = np.zeros((form.panels, form.panel_bytes), np.uint8)
     plane, fields = _upper_parts(form, out)
-    plane[:] = _plane(form, codes >> np.uint8(form.low_bits), NIBBLE).reshape(plane.shape)
+    plane[:] = _plane(form, codes >> np.uint8(form.low_bits), form.upper_bits).reshape(plane.shape)
     scales_end = form.grid.scale_bytes * PANEL_ROWS
     fields[..., :scales_end] = _by_block(form, np.pad(blocks.scales, spare))
     offsets_end = scales_end
@@ -331,16 +349,16 @@ def pack(form: PanelFormat, blocks: Blocks) -> Bytes:
         packed = _pack_numbers(form, numbers)
         fields[..., offsets_end : offsets_end + packed.shape[2]] = packed
     if form.low_bits:
-        out[:, form.view_bytes("hi") :] = _plane(form, codes, form.low_bits)
+        out[:, form.low_at :] = _plane(form, codes, form.low_bits)
     return out
 
 
 def unpack(form: PanelFormat, panels: Bytes) -> Blocks:
     """The P * 16 rows of P panels, constants as a panel keeps them."""
     plane, fields = _upper_parts(form, panels)
-    codes = _codes(np.ascontiguousarray(plane).reshape(len(panels), -1), form, NIBBLE)
+    codes = _codes(np.ascontiguousarray(plane).reshape(len(panels), -1), form, form.upper_bits)
     if form.low_bits:
-        low = _codes(panels[:, form.view_bytes("hi") :], form, form.low_bits)
+        low = _codes(panels[:, form.low_at :], form, form.low_bits)
         codes = codes << np.uint8(form.low_bits) | low
     scales_end = form.grid.scale_bytes * PANEL_ROWS
     stored = fields[..., :scales_end]
@@ -355,10 +373,10 @@ def unpack(form: PanelFormat, panels: Bytes) -> Blocks:
 
 
 def _upper_parts(form: PanelFormat, panels: Bytes) -> tuple[Bytes, Bytes]:
-    """Views of panels: the upper four bits, and constants [P, supers, bytes]."""
+    """Views of panels: the upper bits, and constants [P, supers, bytes]."""
     if form.grid.has_supers:
         each = form.super_constants + form.plane_bytes // form.supers
-        supers = panels[:, : form.view_bytes("hi")].reshape(len(panels), form.supers, each)
+        supers = panels[:, : form.low_at].reshape(len(panels), form.supers, each)
         return supers[..., form.super_constants :], supers[..., : form.super_constants]
     end = form.plane_bytes
     fields = panels[:, end : end + form.supers * form.super_constants]
@@ -398,7 +416,7 @@ def dequantize(blocks: Blocks, bits: int, view: View = "full") -> Float:
     blocks = blocks.without_supers()
     values = blocks.codes.astype(np.float32).reshape(*blocks.scales.shape, -1)
     if view == "hi":
-        step = np.float32(1 << (bits - NIBBLE))
+        step = np.float32(_step(bits))
         values += (step - 1) / 2 - values % step
     offsets = blocks.offsets
     if offsets is None:
@@ -517,8 +535,13 @@ def _read(form: PanelFormat, codes: Bytes, view: View) -> NDArray[np.float64]:
         return E2M1_CODES[codes].astype(np.float64)
     if view == "full":
         return codes.astype(np.float64)
-    step = 1 << form.low_bits
+    step = _step(form.bits)
     return (codes // step * step).astype(np.float64) + (step - 1) / 2
+
+
+def _step(bits: int) -> int:
+    """How many codes are one to the view `hi`."""
+    return 1 << max(0, bits - NIBBLE)
 
 
 def _middles(
