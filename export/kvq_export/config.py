@@ -16,6 +16,8 @@ from kvq_runtime.text_embedding import Pooling, TextEmbedding
 MEAN_BITS, LOSS_NATS = 6.0, 0.0025
 # Codes that share constants where super-blocks cannot be had.
 BLOCK = 64
+# Bits of codes that weights are rounded to. Three are of super-blocks alone.
+EXPORT_BITS = (3, *WIDTHS)
 
 Format = Literal["onnx", "gguf", "both"]
 GgufType = Literal["q8_0", "q4_0", "f16", "bf16", "q4_k_m"]
@@ -47,17 +49,24 @@ class WeightFormat:
 
     def __post_init__(self) -> None:
         for name, value in (("bits", self.bits), ("embedding_bits", self.embedding_bits)):
-            if value not in WIDTHS:
-                *most, last = WIDTHS
+            if value not in EXPORT_BITS:
+                *most, last = EXPORT_BITS
                 choices = f"{', '.join(map(str, most))} or {last}"
                 raise UsageError(about=name, value=value, possible=f"choose {choices}")
         if self.block not in (None, *BLOCKS):
             raise UsageError(about="block", value=self.block, possible="choose 32, 64 or 128")
-        if self.mean_bits is not None and not min(WIDTHS) <= self.mean_bits <= max(WIDTHS):
-            raise UsageError(about="bits", value=f"{self.mean_bits:g}", possible="choose 4 to 8")
+        least = min(EXPORT_BITS if self.block is None else WIDTHS)
+        if self.mean_bits is not None and not least <= self.mean_bits <= max(WIDTHS):
+            raise UsageError(
+                about="bits", value=f"{self.mean_bits:g}", possible=f"choose {least} to 8"
+            )
+        if self.block is not None and min(self.bits, self.embedding_bits) < least:
+            raise UsageError(
+                f"3 bits are of super-blocks; leave {argument('block')} out, or choose 4 or more"
+            )
         if self.mixed and self.embedding_bits != 8:
             raise UsageError(
-                f"{argument('embedding_bits')} is for {argument('bits')} 4, 5, 6 or 8; where "
+                f"{argument('embedding_bits')} is for {argument('bits')} 3, 4, 5, 6 or 8; where "
                 "widths are mixed, embedding and head get what they are worth"
             )
 
@@ -71,6 +80,11 @@ class WeightFormat:
         """Tells whether each matrix gets a width of its own, by what rounding it costs."""
         return self.mean_bits is not None or self.size_bytes is not None
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Returns the bits that are mixed: fewer than four only where fewer bytes are asked for."""
+        return WIDTHS if self.loss_nats else EXPORT_BITS
+
     def format_of(self, name: str, columns: int) -> BlockFormat:
         """Returns how the canonical matrix `name` of so many columns is stored."""
         if name in self.overrides:
@@ -80,12 +94,14 @@ class WeightFormat:
     def at(self, bits: int, columns: int) -> BlockFormat:
         """Returns the format of rows of so many `columns` at `bits`.
 
-        At 8 bits an offset gains too little to be stored.
+        At 8 bits an offset gains too little to be stored. Three bits are of super-blocks; where 256
+        does not divide the columns it is four.
         """
         if bits == max(WIDTHS):
             return BlockFormat(bits=bits, block=self.block or BLOCK)
         if self.block is None and columns % SUPER_BLOCK == 0:
             return BlockFormat(bits=bits, block=min(BLOCKS), grid=Grid.SUPER_MINIMUM)
+        bits = max(bits, min(WIDTHS))
         return BlockFormat(bits=bits, block=self.block or BLOCK, grid=Grid.ZERO_POINT)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvq.errors import BackendError, ModelError, UsageError, argument
 from kvq.files import path_of
-from kvq.reference.linear import WIDTHS, Grid
+from kvq.reference.linear import SUPER_BLOCK, WIDTHS, Grid
 from kvq_export.config import BLOCK, ExportOptions, WeightFormat
 from kvq_export.fit import auxiliary, eight_bit_baseline, prediction, quality
 from kvq_export.fit.calibrated import (
@@ -129,6 +129,7 @@ def export_model(
     original = model.original
     sources = {**original.sources, **model.draft}
     layout = plan_layout(original.config, sources, weights) if options.onnx else None
+    _check_widths(layout, weights)
     with staged(folder, force=options.force) as partial:
         on_weight = _by_layer(phases.of(WRITE), original.config.num_layers)
         files = _write_files(partial, name, model, layout, options, on_weight)
@@ -312,6 +313,19 @@ def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
         )
 
 
+def _check_widths(layout: Layout | None, weights: WeightFormat) -> None:
+    """Raises `UsageError` where no matrix can have as few bits as are asked for."""
+    if layout is None or weights.mixed or weights.bits >= min(WIDTHS):
+        return
+    layers = [form for name, form in layout.matrices.items() if name not in TABLES]
+    if all(form.bits != weights.bits for form in layers):
+        columns = ", ".join(map(str, sorted({form.columns for form in layers})))
+        raise UsageError(
+            f"codes of {weights.bits} bits are of super-blocks, and {SUPER_BLOCK} divides the "
+            f"columns of no matrix ({columns}); choose {argument('bits')} {min(WIDTHS)} or more"
+        )
+
+
 def _check_torch() -> None:
     """Raises `BackendError` where torch is missing."""
     if find_spec("torch") is None:
@@ -390,7 +404,7 @@ def _mix_widths(
     if model.tokenizer is None:
         raise UsageError(
             "which matrices are worth more bits is measured on a text, and a checkpoint without "
-            f"tokenizer.json reads none; choose {argument('bits')} 4, 5, 6 or 8"
+            f"tokenizer.json reads none; choose {argument('bits')} 3, 4, 5, 6 or 8"
         )
     original = model.original
     segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)

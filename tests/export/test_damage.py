@@ -91,6 +91,37 @@ def test_bits_are_spent_where_they_take_most_damage_away(tmp_path: Path) -> None
         assert total(tuple(bits.tolist())) <= best * 1.0001
 
 
+def test_three_bits_are_of_super_blocks_and_of_fewer_bytes_than_four_take(tmp_path: Path) -> None:
+    source = make_llama_checkpoint(tmp_path / "source", intermediate_size=512)
+    original = original_of(source)
+    columns = {name: original.sources[name].shape[1] for name in ("layers.0.qkv", "layers.1.down")}
+    assert columns["layers.1.down"] % 256 == 0
+    assert columns["layers.0.qkv"] % 256
+    lost = dict.fromkeys(columns, 1.0)
+
+    def bits_of(weights: WeightFormat) -> list[int]:
+        return [form.bits for form in allocate(original, lost, weights).values()]
+
+    assert bits_of(WeightFormat(mean_bits=3.0)) == [4, 3]
+    assert bits_of(WeightFormat(mean_bits=4.0)) == [4, 4]
+    # Where nobody asks for a size, a loss is not made larger by an estimate of so few bits.
+    lost = dict.fromkeys(columns, 1e-9)
+    assert bits_of(WeightFormat.recommended()) == [4, 4]
+
+
+def test_three_bits_everywhere_need_a_matrix_that_can_have_them(tmp_path: Path) -> None:
+    options = replace(PLAIN, weights=WeightFormat(bits=3))
+    source = make_llama_checkpoint(tmp_path / "source", head_dim=32)
+    with pytest.raises(UsageError, match="256 divides the columns of no matrix") as raised:
+        export_model(source, tmp_path / "bundle", options)
+    assert "(128, 192)" in str(raised.value)
+    source = make_llama_checkpoint(tmp_path / "wide", intermediate_size=512)
+    bundle = export_model(source, tmp_path / "bundle", options)
+    formats = bundle.manifest.weights.formats
+    assert str(formats["layers.0.down"]) == "3/32/super_minimum"
+    assert formats["layers.0.qkv"].bits == 4
+
+
 def test_bits_go_below_the_mean_as_long_as_little_is_lost(tmp_path: Path) -> None:
     original = original_of(make_llama_checkpoint(tmp_path / "source"))
     names = ["embed", "layers.0.qkv", "layers.1.gate_up", "head"]
@@ -138,7 +169,7 @@ def test_the_file_is_as_large_as_asked_and_no_larger(
     short = ExportOptions(weights=WeightFormat(size_bytes=least - 100), force=True)
     # What takes minutes is not begun.
     monkeypatch.setattr("kvq_export.fit.damage.damages", None)
-    with pytest.raises(UsageError, match=r"with 4 bits everywhere it is 100 bytes more"):
+    with pytest.raises(UsageError, match=r"with the fewest bits everywhere it is 100 bytes more"):
         export_model(source, tmp_path / "bundle", short)
     # What was there is still there.
     assert Bundle.open(bundle.path).manifest.weights.by_format == formats
@@ -176,7 +207,9 @@ def test_a_mean_width_is_the_default_and_a_whole_one_is_every_matrix(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--wbits", "3.5"), "--wbits 3.5 is not possible: choose 4 to 8"),
+        (("--wbits", "2.5"), "--wbits 2.5 is not possible: choose 3 to 8"),
+        (("--wbits", "3.5", "--group", "64"), "--wbits 3.5 is not possible: choose 4 to 8"),
+        (("--wbits", "3", "--group", "64"), "3 bits are of super-blocks; leave --group out"),
         (("--wbits", "5", "--size", "1MB"), "--size finds the widths itself; leave --wbits out"),
         (("--size", "much"), "--size 'much' is not possible: give bytes"),
         (("--size", "1MB", "--embedding-bits", "4"), "get what they are worth"),

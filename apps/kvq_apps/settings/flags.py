@@ -159,7 +159,7 @@ FLAGS: dict[str, Flag] = {
     "gguf-type": Flag("types in the GGUF file: %(choices)s; the last needs llama.cpp",
         "{kvq_export.config:ExportOptions.gguf_type}", metavar="TYPE",
         choices=ComponentChoices("kvq_export.config:GgufType")),
-    "wbits": Flag("bits of linear weights: 4, 5, 6 or 8 for all, or a mean such as 4.6 of all "
+    "wbits": Flag("bits of linear weights: 3, 4, 5, 6 or 8 for all, or a mean such as 4.6 of all "
         "matrices, where those that lose most get more",
         "by what the model would lose, a mean of {kvq_export.config:MEAN_BITS} at most; of a GGUF "
         "file what holds its blocks",
@@ -169,7 +169,7 @@ FLAGS: dict[str, Flag] = {
     "group": Flag("weights sharing a scale: 32, 64 or 128",
         "super-blocks of 256 where these divide a row, else {kvq_export.config:BLOCK}",
         metavar="N"),
-    "embedding-bits": Flag("bits of embedding and output head: 4, 5, 6 or 8",
+    "embedding-bits": Flag("bits of embedding and output head: 3, 4, 5, 6 or 8",
         "{kvq_export.config:WeightFormat.embedding_bits}; of a mean what it is worth",
         metavar="BITS"),
     "force": Flag("replace a bundle that is already there", switch=True, common=True),

@@ -273,9 +273,10 @@ def _bits_by_layer(formats: Mapping[str, list[str]]) -> list[tuple[str, str]]:
                 layers.setdefault(int(rest.partition(".")[0]), []).append(bits)
             else:
                 ends[name] = bits
-    if len({bits for layer_bits in layers.values() for bits in layer_bits}) < 2:
+    used = {bits for layer_bits in layers.values() for bits in layer_bits}
+    if len(used) < 2:
         return []
-    low, high = min(WIDTHS), max(WIDTHS)
+    low, high = min(*WIDTHS, *used), max(WIDTHS)
     bars = "".join(
         BARS[round((fmean(layers[layer]) - low) / (high - low) * (len(BARS) - 1))]
         for layer in sorted(layers)

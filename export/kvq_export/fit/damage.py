@@ -5,7 +5,7 @@ answers to a short text when that matrix alone is rounded to 4 bits, over the to
 there. Many matrices are tried in one pass over the checkpoint: the text is read once more for each
 of them, side by side, and each such *lane* computes one product with a rounded matrix. A pass
 begins at the first layer of which it rounds a matrix: what enters that layer is the same in every
-lane. Finer widths do less damage by the square of their step, which is not measured. Bits are then
+lane. Other widths do damage by the square of their step, which is not measured. Bits are then
 taken away where that does least damage per byte, until a size is reached (`kvq.hull`), and further
 for as long as the total stays below what may be lost.
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from kvq.errors import UsageError, argument
 from kvq.hull import hull_descent
-from kvq.reference.linear import WIDTHS, BlockFormat, Blocks, PanelFormat, dequantize
+from kvq.reference.linear import BlockFormat, Blocks, PanelFormat, dequantize
 from kvq_export.config import WeightFormat
 from kvq_export.fit.calibrated import TABLES
 from kvq_export.fit.quality import Original, log_softmax
@@ -36,6 +36,8 @@ from kvq_models.config import Attention
 from kvq_models.family import is_stack
 from kvq_models.reference import forward, softcap
 
+# The width at which damage is measured.
+MEASURED_BITS = 4
 # Texts, and tokens of each. Few suffice: damages differ by more than a factor of a hundred.
 TEXTS, TOKENS = 3, 32
 FEEDBACK = 0.25
@@ -70,10 +72,10 @@ def allocate(
     original: Original, damage: Mapping[str, float], weights: WeightFormat
 ) -> dict[str, BlockFormat]:
     """Chooses formats as `mixed_formats` does, for these damages at 4 bits by canonical name."""
-    widths = [*reversed(WIDTHS)]
+    widths = [*reversed(weights.widths)]
     steps = np.array([1 / ((1 << bits) - 1) for bits in widths])
     expected = [nats * (1 if name in TABLES else FEEDBACK) for name, nats in damage.items()]
-    costs = np.outer(expected, np.square(steps / steps[-1]))
+    costs = np.outer(expected, np.square(steps / steps[widths.index(MEASURED_BITS)]))
     sizes, room = _sizes(original, weights, [*damage])
     rungs, used, lost = np.zeros(len(sizes), np.intp), int(sizes[:, 0].sum()), costs[:, 0].sum()
     finer = np.tri(len(widths), dtype=bool).T
@@ -104,31 +106,36 @@ def _sizes(
     """Returns the size of each matrix by width, widest first, int64 [n, widths], and their limit.
 
     Sizes are bits of codes where a mean of them is asked for, else bytes of the file. Raises
-    `UsageError` for a limit that 4 bits everywhere exceed.
+    `UsageError` for a limit that the fewest bits everywhere exceed.
     """
     shapes = [original.sources[name].shape for name in names]
+    forms = [[weights.at(bits, shape[1]) for bits in reversed(weights.widths)] for shape in shapes]
     if weights.mean_bits is not None:
         counts = np.prod(shapes, axis=1)
-        sizes = np.outer(counts, [*reversed(WIDTHS)])
+        sizes = counts[:, None] * np.array([[form.bits for form in row] for row in forms])
         stacks = [name for name in _matrices(original) if is_stack(name)]
         expert_codes = sum(math.prod(original.sources[name].shape) for name in stacks)
-        return sizes, int(
-            weights.mean_bits * (counts.sum() + expert_codes) - min(WIDTHS) * expert_codes
-        )
+        room = weights.mean_bits * (counts.sum() + expert_codes) - weights.bits * expert_codes
+        return sizes, int(room)
     assert weights.size_bytes is not None
-    panels = [
-        [PanelFormat.of(weights.at(bits, shape[1]), shape) for bits in reversed(WIDTHS)]
-        for shape in shapes
-    ]
-    sizes = np.array([[matrix.panels * matrix.panel_bytes for matrix in row] for row in panels])
-    narrow = WeightFormat(block=weights.block, embedding_bits=min(WIDTHS))
-    layout = plan_layout(original.config, original.sources, narrow)
-    room = weights.size_bytes - (layout.num_bytes - int(sizes[:, -1].sum()))
-    if room < sizes[:, -1].sum():
+    sizes = np.array(
+        [
+            [
+                matrix.panels * matrix.panel_bytes
+                for matrix in (PanelFormat.of(form, shape) for form in row)
+            ]
+            for row, shape in zip(forms, shapes, strict=True)
+        ]
+    )
+    measured = WeightFormat(block=weights.block, embedding_bits=MEASURED_BITS)
+    layout = plan_layout(original.config, original.sources, measured)
+    measured_bytes = int(sizes[:, -1 - weights.widths.index(MEASURED_BITS)].sum())
+    room, least = weights.size_bytes - (layout.num_bytes - measured_bytes), int(sizes[:, -1].sum())
+    if room < least:
         raise UsageError(
-            f"{argument('size_bytes')} {weights.size_bytes} bytes is not possible: "
-            "with 4 bits everywhere it is "
-            f"{sizes[:, -1].sum() - room} bytes more; ask for those too, or take a smaller model"
+            f"{argument('size_bytes')} {weights.size_bytes} bytes is not possible: with the "
+            f"fewest bits everywhere it is {least - room} bytes more; ask for those too, or take "
+            "a smaller model"
         )
     return sizes, room
 
@@ -243,7 +250,7 @@ class _Pass:
         matrix = self._original.checkpoint.read(self._original.sources[name])
         out = x @ matrix.T
         if lane is not None:
-            form = PanelFormat.of(self._weights.at(min(WIDTHS), matrix.shape[1]), matrix.shape)
+            form = PanelFormat.of(self._weights.at(MEASURED_BITS, matrix.shape[1]), matrix.shape)
             blocks = Blocks(*join_rows(self._plain.matrix(name, form)))
             out[lane] = x[lane] @ dequantize(blocks, form.bits)[:, : form.columns].T
         return out
@@ -254,7 +261,7 @@ class _Pass:
         return np.zeros((len(x), 1), np.float32)
 
     def _rounded(self, rows: np.ndarray) -> np.ndarray:
-        form = self._weights.at(min(WIDTHS), rows.shape[1])
+        form = self._weights.at(MEASURED_BITS, rows.shape[1])
         return dequantize(quantize(rows, form), form.bits)[:, : rows.shape[1]]
 
     def _answer_divergences(self) -> list[float]:

@@ -42,12 +42,13 @@ _SHARES = {
 # Shares of a block's range that the codes of a grid with a zero point span at first. 1 is among
 # them, so that weights which are on such a grid stay as they are.
 _SPANS = {
+    3: np.linspace(0.6, 1.0, 9, dtype=np.float32),
     4: np.linspace(0.7, 1.0, 7, dtype=np.float32),
     5: np.linspace(0.8, 1.0, 5, dtype=np.float32),
     6: np.linspace(0.88, 1.0, 4, dtype=np.float32),
     8: np.ones(1, np.float32),
 }
-_REFITS = {4: 2, 5: 2, 6: 1, 8: 1}
+_REFITS = {3: 2, 4: 2, 5: 2, 6: 1, 8: 1}
 # Weights per pass: the few float32 arrays of a pass stay in a core's own cache.
 _PASS_WEIGHTS = 1 << 17
 # The largest number of a sub-block of 32 columns.

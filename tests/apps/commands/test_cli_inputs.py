@@ -232,7 +232,7 @@ def test_exports(checkpoint: Path, bundle: str, refused: Refused, tmp_path: Path
 
     source = str(checkpoint)
     assert "CHECKPOINT is missing" in export()
-    assert "--wbits 7 is not possible: choose 4, 5, 6 or 8" in export(source, "--wbits", "7")
+    assert "--wbits 7 is not possible: choose 3, 4, 5, 6 or 8" in export(source, "--wbits", "7")
     assert "--group 48 is not possible: choose 32, 64 or 128" in export(source, "--group", "48")
     assert "--embedding-bits 2 is not" in export(source, "--embedding-bits", "2")
     assert "--kbits -2 is not possible" in export(source, "--kbits", "-2")
