@@ -203,7 +203,8 @@ struct Reading {
 
     // What weights of a row are beyond their codes' distance from the middle, in steps.
     KVQ_DEVICE_MEMBER float beyond(const Constants& constants, int row) const {
-        const float middle = static_cast<float>(1 << (low_bits + UpperBits - 1)) - constants.zero(row);
+        const int half = 1 << (low_bits + UpperBits - 1);
+        const float middle = static_cast<float>(half) - constants.zero(row);
         const float all = fma_once(constants.scale(row), middle, constants.minimum(row));
         return Low ? all : all * float_of((127 - low_bits) << 23);  // over the codes of a step
     }
