@@ -19,12 +19,12 @@ template <class Call>
 constexpr PanelLayout layout_of(const Call& c) {
     return PanelLayout(matrix_of(c));
 }
-// Likewise of a call whose sub-blocks have `Sub` columns, 0 where there are none: what depends on
-// that costs a kernel nothing.
-template <int Sub>
+// Likewise of a call whose sub-blocks have `Sub` columns, 0 where there are none, and whose codes
+// have `UpperBits` in the upper plane: what depends on that costs a kernel nothing.
+template <int Sub, int UpperBits>
 constexpr PanelLayout layout_with(const kvq_cuda_linear& c) {
     PanelLayout layout = layout_of(c);
-    layout.sub = Sub;
+    layout.sub = Sub, layout.upper_bits = UpperBits;
     return layout;
 }
 constexpr int panels_of(const kvq_cuda_linear& c) {
@@ -240,7 +240,7 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
     const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
     const int g = lane / 4, t = lane % 4;
     constexpr int kQuads = Sub == 16 ? 1 : 2;  // of columns, that a lane multiplies at once
-    const PanelLayout layout = layout_with<Sub>(c);
+    const PanelLayout layout = layout_with<Sub, UpperBits>(c);
     const Reading<Low, UpperBits> reading(layout);
     const uint8_t* panel = c.panels + block_index().x * layout.panel_bytes;
     const uint8_t* low_plane = panel + layout.low_at();

@@ -329,7 +329,7 @@ KVQ_DEVICE void add_block(const kvq_cuda_linear& c, const PanelLayout& layout,
 template <int LowBits, int Sub, int UpperBits = 4>
 KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
     KVQ_DYNAMIC_SHARED(bytes);
-    const PanelLayout layout = layout_with<Sub>(c);
+    const PanelLayout layout = layout_with<Sub, UpperBits>(c);
     const LinearRoom room(Sub ? kSuperStage : c.block, UpperBits, LowBits);
     const int warp = thread_index() / kWarp, stages = layout.blocks * kStages<Sub>;
     const LinearLane lane{thread_index() % kWarp / 4, thread_index() % 4,
