@@ -112,7 +112,9 @@ SUPER = WeightFormat(
             ("layers.0.qkv", "6/16/super_minimum"),
             ("layers.0.o", "4/32/super_minimum"),
             ("layers.0.down", "5/32/super_minimum"),
-            ("layers.1.o", "3/32/super_minimum"),
+            ("layers.1.o", "3/16/super_symmetric"),
+            ("layers.1.gate_up", "2/32/super_minimum"),
+            ("layers.1.qkv", "3/32/super_minimum"),
             ("layers.1.down", "8/16/super_symmetric"),
         )
     },

@@ -36,9 +36,11 @@ from kvq_export.gguf.gguf_groups import CUT_GRIDS, GRIDS, blocks_of, check_type,
 from kvq_export.gguf.gguf_model import ARCHITECTURE_OF
 from kvq_export.gguf.gguf_source import GgufRows
 from kvq_export.gguf.gguf_tensors import DealtHeads
+from kvq_export.read.checkpoint import Checkpoint
 from kvq_export.read.source import Source, open_source
 from kvq_export.write.writer import stored_blocks
 from kvq_models.config import Experts, Layer, ModelConfig
+from kvq_models.family import WeightSource
 from kvq_models.tokenizer import Tokenizer, TokenizerFiles
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.bundle.gguf_format import TENSOR_TYPES, TensorType, read_gguf
@@ -516,6 +518,38 @@ def test_super_blocks_are_kept_as_they_are(kind: str) -> None:
         np.testing.assert_array_equal(getattr(unpacked, name), getattr(blocks, name))
     expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
     np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "joint"),
+    [
+        (("Q2_K", "Q2_K"), "2/16/super_minimum"), (("Q3_K", "Q3_K"), "3/16/super_symmetric"),
+        (("Q2_K", "Q3_K"), "4/16/super_minimum"), (("Q3_K", "Q4_K"), "4/16/super_minimum"),
+        (("Q3_K", "Q6_K"), "6/16/super_symmetric"), (("Q2_K", "Q6_K"), "6/16/super_minimum"),
+    ],
+)  # fmt: skip
+def test_super_blocks_of_two_types_meet_in_a_format_that_keeps_both(
+    kinds: tuple[str, str], joint: str, tmp_path: Path
+) -> None:
+    """Meets in no wider one: a matrix of both types keeps every weight."""
+    tensors, expected = {}, []
+    for i, kind in enumerate(kinds):
+        raw, file = random_rows(kind), tmp_path / str(i)
+        file.write_bytes(raw.tobytes())
+        tensors[str(i)] = GgufRows(
+            name=str(i), file=file, kind=TENSOR[kind], shape=(16, 1024), start=0
+        )
+        expected.append(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    checkpoint = Checkpoint(path=tmp_path, tensors=tensors)
+    source = WeightSource(parts=("0", "1"), shape=(32, 1024))
+    form = checkpoint.format_of(source)
+    assert str(form) == joint
+    assert form is not None
+    kept = checkpoint.kept_blocks(source, form)
+    assert kept is not None
+    panel = PanelFormat.of(form, (16, 1024))
+    actual = [restore(panel, pack(panel, stored_blocks(blocks, form.grid))) for blocks in kept]
+    np.testing.assert_array_equal(np.concatenate(actual), np.concatenate(expected))
 
 
 @pytest.mark.parametrize("kind", CUT_GRIDS)

@@ -46,6 +46,8 @@ SUPER_BLOCKS = {
     "layers.0.o": "4/16/super_symmetric",
     "layers.0.gate_up": "4/32/super_minimum",
     "layers.0.down": "5/32/super_minimum",
+    "layers.1.qkv": "2/16/super_minimum",
+    "layers.1.gate_up": "3/32/super_minimum",
     "layers.1.down": "8/16/super_symmetric",
 }
 

@@ -22,8 +22,8 @@ GRIDS = {
     name: BlockFormat.parse(form)
     for name, form in {
         "Q4_0": "4/32/symmetric", "Q4_1": "4/32/minimum", "Q5_0": "5/32/symmetric",
-        "Q5_1": "5/32/minimum", "Q8_0": "8/32/symmetric", "Q2_K": "4/16/super_minimum",
-        "Q3_K": "4/16/super_symmetric", "Q4_K": "4/32/super_minimum", "Q5_K": "5/32/super_minimum",
+        "Q5_1": "5/32/minimum", "Q8_0": "8/32/symmetric", "Q2_K": "2/16/super_minimum",
+        "Q3_K": "3/16/super_symmetric", "Q4_K": "4/32/super_minimum", "Q5_K": "5/32/super_minimum",
         "Q6_K": "6/16/super_symmetric", "IQ4_NL": "8/32/symmetric",
         "IQ4_XS": "8/16/super_symmetric", "MXFP4": "4/32/e2m1",
     }.items()
@@ -140,8 +140,7 @@ def _q2_k(blocks: np.ndarray) -> Blocks:
 def _q3_k(blocks: np.ndarray) -> Blocks:
     codes = _fields(blocks[:, 32:96], 2, 32) | _fields(blocks[:, :32], 1, 32) << 2
     numbers = _fields(blocks[:, 96:104], 4, 8) | _fields(blocks[:, 104:108], 2, 4) << 4
-    # Three bits around the middle of four.
-    return Blocks(codes + np.uint8(4), _halves(blocks, 108), sub_scales=_signed(numbers))
+    return Blocks(codes, _halves(blocks, 108), sub_scales=_signed(numbers))
 
 
 def _scales_and_offsets(blocks: np.ndarray) -> tuple[np.ndarray, ...]:

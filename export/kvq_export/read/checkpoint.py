@@ -22,9 +22,9 @@ from numpy.typing import DTypeLike
 from kvq.errors import CheckpointError, reason_of
 from kvq.json_values import is_array, is_object
 from kvq.reference.linear import (
+    CODE_BITS,
     E2M1_CODES,
     E2M1_MIDDLE,
-    WIDTHS,
     ZERO_PARTS,
     BlockFormat,
     Blocks,
@@ -451,7 +451,7 @@ def _joint_super_format(forms: Sequence[BlockFormat]) -> BlockFormat | None:
     grids, block = {form.grid for form in forms}, min(form.block for form in forms)
     grid = grids.pop() if len(grids) == 1 else Grid.SUPER_MINIMUM
     bits = max(form.bits for form in forms)
-    joint = (BlockFormat(bits=width, block=block, grid=grid) for width in WIDTHS if width >= bits)
+    joint = (BlockFormat(bits=each, block=block, grid=grid) for each in CODE_BITS if each >= bits)
     return next((form for form in joint if form.possible), None)
 
 

@@ -60,34 +60,53 @@ void with_sub(const kvq_cuda_linear& c, const Call& call) {
     }
 }
 
+template <bool Low, bool Marked, int Sub, int UpperBits = 4>
+void multiply_few_of(const kvq_cuda_linear& c, void* stream) {
+    const auto kernel = c.tokens <= 8 ? product<Low, 1, Marked, Sub, UpperBits>
+                                      : product<Low, 2, Marked, Sub, UpperBits>;
+    launch(kernel, Dim3{panels_of(c)}, kLinearWarps * kWarp, 0, stream, c);
+}
 template <bool Low, bool Marked>
 void multiply_few(const kvq_cuda_linear& c, void* stream) {
-    with_sub(c, [&](auto sub) {
-        const auto kernel =
-            c.tokens <= 8 ? product<Low, 1, Marked, sub()> : product<Low, 2, Marked, sub()>;
-        launch(kernel, Dim3{panels_of(c)}, kLinearWarps * kWarp, 0, stream, c);
-    });
+    with_sub(c, [&](auto sub) { multiply_few_of<Low, Marked, sub()>(c, stream); });
 }
 
-template <int LowBits>
-void multiply_many(const kvq_cuda_linear& c, void* stream) {
+template <int LowBits, int Sub, int UpperBits = 4>
+void multiply_many_of(const kvq_cuda_linear& c, void* stream) {
     launch(round_inputs, Dim3{c.tokens}, 256, 0, stream, c);
     const Dim3 tiles{(c.tokens + kTileTokens - 1) / kTileTokens,
                      (c.rows + kTileOutputs - 1) / kTileOutputs};
-    with_sub(c, [&](auto sub) {
-        const LinearRoom room(sub() ? kSuperStage : c.block, LowBits);
-        const size_t two_stages = 2 * static_cast<size_t>(room.stage_bytes);
-        launch(product_tiles<LowBits, sub()>, tiles, kLinearThreads, two_stages, stream, c);
-    });
+    const LinearRoom room(Sub ? kSuperStage : c.block, UpperBits, LowBits);
+    const size_t two_stages = 2 * static_cast<size_t>(room.stage_bytes);
+    launch(product_tiles<LowBits, Sub, UpperBits>, tiles, kLinearThreads, two_stages, stream, c);
+}
+template <int LowBits>
+void multiply_many(const kvq_cuda_linear& c, void* stream) {
+    with_sub(c, [&](auto sub) { multiply_many_of<LowBits, sub()>(c, stream); });
 }
 
-// Of the codes their upper nibbles and so many of their low bits: all or none.
+// Of codes of 2 bits, and of 3 with one of them beside the upper plane.
+template <int LowBits, int Sub>
+void multiply_narrow_of(const kvq_cuda_linear& c, void* stream) {
+    if (c.tokens > kFewTokens) return multiply_many_of<LowBits, Sub, 2>(c, stream);
+    multiply_few_of<LowBits == 1, false, Sub, 2>(c, stream);
+}
+void multiply_narrow(const kvq_cuda_linear& c, void* stream) {
+    if (c.block == 32)
+        return c.bits == 3 ? multiply_narrow_of<1, 32>(c, stream)
+                           : multiply_narrow_of<0, 32>(c, stream);
+    return c.bits == 3 ? multiply_narrow_of<1, 16>(c, stream)
+                       : multiply_narrow_of<0, 16>(c, stream);
+}
+
+// Of the codes their upper bits and so many of their low bits: all or none.
 void multiply(const kvq_cuda_linear& c, int low_bits, void* stream) {
-    if (c.tokens <= kFewTokens) {
-        launch(inputs, Dim3{c.tokens}, 256, 0, stream, c);
+    const bool few = c.tokens <= kFewTokens;
+    if (few) launch(inputs, Dim3{c.tokens}, 256, 0, stream, c);
+    if (c.bits < 4) return multiply_narrow(c, stream);
+    if (few)
         return low_bits ? multiply_few<true, false>(c, stream)
                         : multiply_few<false, false>(c, stream);
-    }
     switch (low_bits) {
         case 1: return multiply_many<1>(c, stream);
         case 2: return multiply_many<2>(c, stream);
@@ -188,7 +207,7 @@ KVQ_EXPORT int kvq_cuda_linear_run(const kvq_cuda_linear* call, void* stream) {
         ((c.tokens > kFewTokens || has_offsets(c.grid)) && !c.steps))
         return KVQ_BAD_ARGUMENT;
     if (in_two_passes(c)) multiply_head(c, stream);
-    else multiply(c, c.view == KVQ_HI ? 0 : layout_of(c).low_bits(), stream);
+    else multiply(c, layout_of(c).low_bits(c.view), stream);
     return outcome();
 }
 

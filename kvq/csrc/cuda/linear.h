@@ -19,12 +19,12 @@ template <class Call>
 constexpr PanelLayout layout_of(const Call& c) {
     return PanelLayout(matrix_of(c));
 }
-// Likewise of a call whose sub-blocks have `Sub` columns, 0 where there are none: what depends on
-// that costs a kernel nothing.
-template <int Sub>
+// Likewise of a call whose sub-blocks have `Sub` columns, 0 where there are none, and whose codes
+// have `UpperBits` in the upper plane: what depends on that costs a kernel nothing.
+template <int Sub, int UpperBits>
 constexpr PanelLayout layout_with(const kvq_cuda_linear& c) {
     PanelLayout layout = layout_of(c);
-    layout.sub = Sub;
+    layout.sub = Sub, layout.upper_bits = UpperBits;
     return layout;
 }
 constexpr int panels_of(const kvq_cuda_linear& c) {
@@ -160,10 +160,13 @@ KVQ_KERNEL inputs(kvq_cuda_linear c) {
         sum_block(c, token, block);
 }
 
-// Of codes: whole ones, `Low` bits included, or upper nibbles alone, each of which stands for the
-// middle of a step of codes. As halves, less the middle of the range, in steps; of e2m1 its levels.
-template <bool Low>
+// Of codes with `UpperBits` in the upper plane: whole ones, `Low` bits included, or upper nibbles
+// alone, each of which stands for the middle of a step of codes. As halves, less the middle of the
+// range, in steps; of e2m1 its levels.
+template <bool Low, int UpperBits>
 struct Reading {
+    static constexpr bool kLast = Low || UpperBits < 4;  // codes go into the last bits of 1024
+    static constexpr uint32_t kUpperMask = 0x00010001u * ((1u << UpperBits) - 1);
     int low_bits;
     bool e2m1;
     uint32_t low_mask, less;
@@ -175,18 +178,18 @@ struct Reading {
           low_mask(0x00010001u * ((1u << low_bits) - 1)),
           step(Low ? 1.0f : static_cast<float>(1 << low_bits)) {
         const float middle = static_cast<float>(1 << (layout.bits - 1));
-        const float taken = (Low ? 1024.0f : 16.0f) + (middle - (step - 1) / 2) / step;
+        const float taken = (kLast ? 1024.0f : 16.0f) + (middle - (step - 1) / 2) / step;
         less = halves(-taken, -taken);
     }
 
     // Codes 4i + 0, 4i + 2 (`odd` 0) or 4i + 1, 4i + 3 of eight columns. A code goes into the last
     // bits of 1024, a nibble alone into those of 16, which leave it room for parts.
     KVQ_DEVICE_MEMBER uint32_t pair(uint32_t word, uint32_t low, int i, int odd) const {
-        const int place = 4 * i + 8 * odd;
+        const int place = UpperBits * i + 8 * odd;
         uint32_t codes;
-        if constexpr (Low) {
-            codes = (word >> place & 0x000f000fu) << low_bits | kOneThousand24;
-            codes |= low >> (low_bits * i + 8 * odd) & low_mask;
+        if constexpr (kLast) {
+            codes = (word >> place & kUpperMask) << (Low ? low_bits : 0) | kOneThousand24;
+            if (Low) codes |= low >> (low_bits * i + 8 * odd) & low_mask;
         } else if (e2m1) {
             // Its bits are a half's, but for an exponent that is less by 14, and twice it is wanted.
             const uint32_t bits = word >> place;
@@ -200,7 +203,8 @@ struct Reading {
 
     // What weights of a row are beyond their codes' distance from the middle, in steps.
     KVQ_DEVICE_MEMBER float beyond(const Constants& constants, int row) const {
-        const float middle = static_cast<float>(1 << (low_bits + 3)) - constants.zero(row);
+        const int half = 1 << (low_bits + UpperBits - 1);
+        const float middle = static_cast<float>(half) - constants.zero(row);
         const float all = fma_once(constants.scale(row), middle, constants.minimum(row));
         return Low ? all : all * float_of((127 - low_bits) << 23);  // over the codes of a step
     }
@@ -225,7 +229,7 @@ KVQ_DEVICE bool is_marked(const kvq_cuda_linear& c, int token, int panel) {
 
 // A block per panel. Tiles: of eight tokens. Marked: of tokens that have marked the panel alone;
 // how far what was there errs is kept. Sub: columns of a sub-block, 0 where there are none.
-template <bool Low, int Tiles, bool Marked, int Sub>
+template <bool Low, int Tiles, bool Marked, int Sub, int UpperBits = 4>
 KVQ_KERNEL product(kvq_cuda_linear c) {
     if (Marked) {
         bool any = false;
@@ -236,8 +240,8 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
     const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
     const int g = lane / 4, t = lane % 4;
     constexpr int kQuads = Sub == 16 ? 1 : 2;  // of columns, that a lane multiplies at once
-    const PanelLayout layout = layout_with<Sub>(c);
-    const Reading<Low> reading(layout);
+    const PanelLayout layout = layout_with<Sub, UpperBits>(c);
+    const Reading<Low, UpperBits> reading(layout);
     const uint8_t* panel = c.panels + block_index().x * layout.panel_bytes;
     const uint8_t* low_plane = panel + layout.low_at();
     const int blocks = blocks_of(layout);
@@ -248,18 +252,20 @@ KVQ_KERNEL product(kvq_cuda_linear c) {
         const uint8_t* plane = panel + layout.plane_at(whole);
         for (int quad = kQuads * t; quad < c.block / 4; quad += 4 * kQuads) {
             const int column = block * c.block + quad / 2 * 8;
-            const int64_t at = int64_t{column - whole * layout.block} * kPanelRows / 2 + 4 * g;
+            const int upper_columns = (column - whole * layout.block) * UpperBits;
+            const int64_t at = int64_t{upper_columns / 32} * 64 + 4 * g;
             const int low_columns = column * reading.low_bits;  // times the bits of each
             const int64_t low_at = int64_t{low_columns / 32} * 64 + 4 * g;
             uint32_t word[2], low[2] = {};
             for (int half = 0; half < 2; half++) {
                 word[half] = *reinterpret_cast<const uint32_t*>(plane + at + 32 * half);
+                if (UpperBits < 4) word[half] >>= upper_columns / 4 % 8;
                 if (!Low) continue;
                 low[half] = *reinterpret_cast<const uint32_t*>(low_plane + low_at + 32 * half);
                 low[half] >>= low_columns / 4 % 8;
             }
             for (int i = 0; i < kQuads; i++) {
-                const int upper = kQuads == 2 ? i : quad % 2;  // nibbles of these columns
+                const int upper = kQuads == 2 ? i : quad % 2;  // fields of these columns
                 uint32_t weights[4], b[2];
                 for (int j = 0; j < 4; j++)
                     weights[j] = reading.pair(word[j % 2], low[j % 2], upper, j / 2);

@@ -13,7 +13,7 @@ constexpr int kTileOutputs = 256, kTileTokens = 64, kTilePanels = kTileOutputs /
 constexpr int kWarpPanels = 4, kWarpTokens = 32;
 constexpr int kLinearThreads =
     kTileOutputs / (kWarpPanels * kPanelRows) * (kTileTokens / kWarpTokens) * kWarp;
-constexpr uint32_t kUpper = 0xf0f0f0f0u, kSigns = 0x80808080u;
+constexpr uint32_t kSigns = 0x80808080u;
 // A whole number below 2^22, added to this one's bits, is a float that many above it.
 constexpr float kTwelveMillion = 12582912.0f;
 // A super-block is multiplied in stages of so many columns, since shared memory has no room for it;
@@ -24,14 +24,14 @@ constexpr int kStages = Sub ? kSuperColumns / kSuperStage : 1;
 constexpr int kMostSubs = 16;  // sub-blocks of a super-block
 
 // What lies in shared memory while one block of columns is multiplied: of sixteen panels the upper
-// nibbles, then the low bits that are read; of 64 tokens the levels.
+// bits, then the low ones that are read; of 64 tokens the levels.
 struct LinearRoom {
     int block, upper_bytes, low_bytes;  // of one panel
     int level_stride, stage_bytes;
-    constexpr LinearRoom(int columns, int low_bits)
+    constexpr LinearRoom(int columns, int upper_bits, int low_bits)
         : block(columns),
-          upper_bytes(block * kPanelRows / 2),
-          low_bytes(upper_bytes * low_bits / 4),
+          upper_bytes(block * kPanelRows * upper_bits / 8),
+          low_bytes(block * kPanelRows * low_bits / 8),
           // Rows 32 bytes apart from a multiple of 128: no two lanes meet in a bank.
           level_stride(block + (block > 32 ? 32 : 0)),
           stage_bytes(levels_at() + kTileTokens * level_stride) {}
@@ -127,12 +127,13 @@ KVQ_DEVICE void stage_block(const kvq_cuda_linear& c, const PanelLayout& layout,
 }
 
 // Of a row's codes of eight columns, less the middle of their range, columns 4 half to 4 half + 3:
-// upper nibbles and, below them, the bits that `low` begins with; then zeros.
-template <int LowBits>
+// the bits that `word` begins with and, below them, those of `low`; then zeros.
+template <int UpperBits, int LowBits>
 KVQ_DEVICE uint32_t signed_codes(uint32_t word, uint32_t low, int half) {
+    constexpr uint32_t kUpper = 0x01010101u * (256 - (256 >> UpperBits));
     constexpr uint32_t kLower = kUpper >> LowBits & ~kUpper;
-    const uint32_t upper = (half ? word : word << 4) & kUpper;
-    const uint32_t lower = (half ? low >> LowBits : low) << (4 - LowBits) & kLower;
+    const uint32_t upper = word << (8 - UpperBits * (half + 1)) & kUpper;
+    const uint32_t lower = (half ? low >> LowBits : low) << (8 - UpperBits - LowBits) & kLower;
     return (upper | lower) ^ kSigns;
 }
 
@@ -186,9 +187,18 @@ KVQ_DEVICE void add_subs(const LinearLane& lane, const Constants* constants, int
     }
 }
 
+// Of four rows the words that begin with the fields of an octet of columns.
+template <int Bits>
+KVQ_DEVICE Quad fields_of(const uint8_t* rows, int octet) {
+    constexpr int kOctets = 4 / Bits;  // that share the words
+    Quad fields = *reinterpret_cast<const Quad*>(rows + 64 * (octet / kOctets));
+    KVQ_UNROLL for (uint32_t& bits : fields.words) bits >>= 2 * Bits * (octet % kOctets);
+    return fields;
+}
+
 // Adds to sums those of one block of columns, or of a stage of a super-block. Its first sub-block's
 // are the `constants`, of both panels.
-template <int LowBits, int Sub>
+template <int LowBits, int Sub, int UpperBits>
 KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, bool e2m1,
                                const uint8_t* stage, const Constants* constants, Sums& sums) {
     const uint8_t* levels = stage + room.levels_at();
@@ -196,16 +206,10 @@ KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, b
         Quad word[2], low[2] = {};
         KVQ_UNROLL for (int half = 0; half < 2; half++) {
             const int panel = lane.panel + 2 * half + lane.g / 4, row = 16 * (lane.g % 4);
-            word[half] = *reinterpret_cast<const Quad*>(stage + panel * room.upper_bytes +
-                                                        64 * octet + row);
-            if constexpr (LowBits > 0) {
-                constexpr int kOctets = 4 / LowBits;  // that share the words
-                low[half] = *reinterpret_cast<const Quad*>(stage + room.low_at() +
-                                                           panel * room.low_bytes +
-                                                           64 * (octet / kOctets) + row);
-                KVQ_UNROLL for (uint32_t& bits : low[half].words) bits >>=
-                    2 * LowBits * (lane.t % kOctets);
-            }
+            word[half] = fields_of<UpperBits>(stage + panel * room.upper_bytes + row, octet);
+            if constexpr (LowBits > 0)
+                low[half] = fields_of<LowBits>(
+                    stage + room.low_at() + panel * room.low_bytes + row, octet);
         }
         uint32_t inputs[kWarpTokens / 8][2];
         KVQ_UNROLL for (int n = 0; n < kWarpTokens / 8; n++) {
@@ -218,7 +222,7 @@ KVQ_DEVICE void multiply_block(const LinearRoom& room, const LinearLane& lane, b
             KVQ_UNROLL for (int j = 0; j < 4; j++) codes[j] =
                 !LowBits && e2m1
                     ? levels_of(word[j % 2].words[i], j / 2)
-                    : signed_codes<LowBits>(word[j % 2].words[i], low[j % 2].words[i], j / 2);
+                    : signed_codes<UpperBits, LowBits>(word[j % 2].words[i], low[j % 2].words[i], j / 2);
             if constexpr (Sub) {
                 add_subs<Sub>(lane, constants, octet / 4 * (32 / Sub), i, codes, inputs, sums);
             } else {
@@ -320,13 +324,13 @@ KVQ_DEVICE void add_block(const kvq_cuda_linear& c, const PanelLayout& layout,
     }
 }
 
-// Grid: blocks of 64 tokens, blocks of 256 outputs. LowBits: of codes, read beside their upper
-// nibbles. Sub: columns of a super-block's sub-blocks, 0 where there are none.
-template <int LowBits, int Sub>
+// Grid: blocks of 64 tokens, blocks of 256 outputs. LowBits: of codes, read beside their upper ones.
+// Sub: columns of a super-block's sub-blocks, 0 where there are none.
+template <int LowBits, int Sub, int UpperBits = 4>
 KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
     KVQ_DYNAMIC_SHARED(bytes);
-    const PanelLayout layout = layout_with<Sub>(c);
-    const LinearRoom room(Sub ? kSuperStage : c.block, LowBits);
+    const PanelLayout layout = layout_with<Sub, UpperBits>(c);
+    const LinearRoom room(Sub ? kSuperStage : c.block, UpperBits, LowBits);
     const int warp = thread_index() / kWarp, stages = layout.blocks * kStages<Sub>;
     const LinearLane lane{thread_index() % kWarp / 4, thread_index() % 4,
                           warp % (kTilePanels / kWarpPanels) * kWarpPanels,
@@ -353,11 +357,11 @@ KVQ_KERNEL product_tiles(kvq_cuda_linear c) {
             const int first_sub = stage * kSuperStage / Sub;
             const Constants constants[2] = {{layout, panel_of(c, layout, lane, 0), first_sub},
                                             {layout, panel_of(c, layout, lane, 1), first_sub}};
-            multiply_block<LowBits, Sub>(room, lane, false, staged, constants, sums);
+            multiply_block<LowBits, Sub, UpperBits>(room, lane, false, staged, constants, sums);
             if (part == kStages<Sub> - 1)
                 add_super_block<LowBits, Sub>(c, layout, lane, constants, block, sums, totals);
         } else {
-            multiply_block<LowBits, 0>(room, lane, layout.grid == KVQ_E2M1, staged, nullptr, sums);
+            multiply_block<LowBits, 0, UpperBits>(room, lane, layout.grid == KVQ_E2M1, staged, nullptr, sums);
             add_block<LowBits>(c, layout, lane, block, sums, totals);
         }
         sync_block();

@@ -74,7 +74,7 @@ struct PanelLayout {
           block_constants(constants_of(m)),
           plane_bytes(blocks * bytes_of(block, upper_bits)),
           constant_bytes((size_t(blocks) * block_constants + 63) / 64 * 64),
-          panel_bytes(plane_bytes * bits / upper_bits + constant_bytes) {}
+          panel_bytes(blocks * bytes_of(block, bits) + constant_bytes) {}
     // Bytes of so many columns of a plane of `bits` bits.
     static constexpr size_t bytes_of(int columns, int bits) {
         return size_t(columns) * kPanelRows * bits / 8;

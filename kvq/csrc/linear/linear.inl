@@ -177,21 +177,37 @@ struct Plane {
     // Group first + I, where `first` is a multiple of four.
     template <int I>
     CodePair group(int first) const {
-        constexpr int kGroups = 4 / Bits;  // that lie in the same bytes
-        const uint8_t* at = bytes + 64 * (first / kGroups + I / kGroups);
-        if constexpr (I % kGroups == 0)
-            __builtin_prefetch(at + ahead, 0, Second ? kIntoSecond : kIntoFirst);
-        return load_codes<Bits, I % kGroups>(at);
+        return load_codes<Bits, I % kGroups>(at<I>(first));
     }
+    template <int I>
+    const uint8_t* at(int first) const {
+        const uint8_t* place = bytes + 64 * (first / kGroups + I / kGroups);
+        if constexpr (I % kGroups == 0)
+            __builtin_prefetch(place + ahead, 0, Second ? kIntoSecond : kIntoFirst);
+        return place;
+    }
+
+private:
+    static constexpr int kGroups = 4 / Bits;  // that lie in the same bytes
 };
-template <int LowBits, bool Second, int UpperBits = 4>
+template <int LowBits, bool Second>
 struct WholeCodes {
-    static constexpr int kTop = (1 << (UpperBits + LowBits)) - 1;
-    Plane<UpperBits, Second> upper;
+    static constexpr int kTop = (16 << LowBits) - 1;
+    Plane<4, Second> upper;
     Plane<LowBits, Second> lower;
     template <int I>
     CodePair group(int first) const {
         return merged<LowBits>(upper.template group<I>(first), lower.template group<I>(first));
+    }
+};
+template <bool Second>
+struct ThreeBits {
+    static constexpr int kTop = 7;
+    Plane<2, Second> upper;
+    Plane<1, Second> lower;
+    template <int I>
+    CodePair group(int first) const {
+        return load_three_bits<I>(upper.template at<I>(first), lower.template at<I>(first));
     }
 };
 
@@ -412,14 +428,15 @@ template <int R, int Sub, int LowBits, int I, bool kSecond, int UpperBits>
 KVQ_SUPER_INLINE void add_sub(const Plane<UpperBits, kSecond>& plane,
                               const Plane<LowBits ? LowBits : 4, kSecond>& low, int first,
                               const int8_t* x, size_t stride, Ints scale, Ints* sums) {
-    constexpr bool kWhole = UpperBits < 4 || LowBits <= whole_low_bits(R);
+    constexpr bool kWhole = UpperBits == 2 || LowBits <= whole_low_bits(R);
     constexpr int kCount = Sub / kPanelGroup;
     Dots upper[R], lower[kWhole ? 1 : R];
     if constexpr (LowBits == 0) {
         add_groups<R, I, kCount>(plane, first, x, stride, upper);
+    } else if constexpr (UpperBits == 2) {
+        add_groups<R, I, kCount>(ThreeBits<kSecond>{plane, low}, first, x, stride, upper);
     } else if constexpr (kWhole) {
-        const WholeCodes<LowBits, kSecond, UpperBits> both{plane, low};
-        add_groups<R, I, kCount>(both, first, x, stride, upper);
+        add_groups<R, I, kCount>(WholeCodes<LowBits, kSecond>{plane, low}, first, x, stride, upper);
     } else {
         add_groups<R, I, kCount>(plane, first, x, stride, upper);
         add_groups<R, I, kCount>(low, first, x, stride, lower);

@@ -150,6 +150,22 @@ template <int LowBits>
 inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     return {merged<LowBits>(upper.first, lower.first), merged<LowBits>(upper.second, lower.second)};
 }
+// The upper bits are moved at once to where they go.
+template <int I>
+inline __m256i three_bits(__m256i twos, __m256i rest, bool second) {
+    const __m256i moved = second  ? _mm256_srli_epi16(twos, I % 2 ? 5 : 1)
+                          : I % 2 ? _mm256_srli_epi16(twos, 3)
+                                  : _mm256_slli_epi16(twos, 1);
+    return _mm256_or_si256(_mm256_and_si256(moved, _mm256_set1_epi8(6)), rest);
+}
+template <int I>
+inline CodePair load_three_bits(const uint8_t* upper, const uint8_t* lower) {
+    const __m256i* bytes = reinterpret_cast<const __m256i*>(upper);
+    const __m256i a = _mm256_loadu_si256(bytes), b = _mm256_loadu_si256(bytes + 1);
+    const CodePair rest = load_codes<1, I>(lower);
+    return {{three_bits<I>(a, rest.first.a, false), three_bits<I>(b, rest.first.b, false)},
+            {three_bits<I>(a, rest.second.a, true), three_bits<I>(b, rest.second.b, true)}};
+}
 inline Ints looked_up(const Ints& nibbles, __m256i table) {
     return {_mm256_shuffle_epi8(table, nibbles.a), _mm256_shuffle_epi8(table, nibbles.b)};
 }

@@ -119,6 +119,16 @@ inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     return {_mm512_or_si512(_mm512_slli_epi16(upper.first, LowBits), lower.first),
             _mm512_or_si512(_mm512_slli_epi16(upper.second, LowBits), lower.second)};
 }
+// The upper bits are moved at once to where they go.
+template <int I>
+inline CodePair load_three_bits(const uint8_t* upper, const uint8_t* lower) {
+    const __m512i twos = _mm512_loadu_si512(upper), six = _mm512_set1_epi8(6);
+    const __m512i first = I % 2 ? _mm512_srli_epi16(twos, 3) : _mm512_slli_epi16(twos, 1);
+    const __m512i second = _mm512_srli_epi16(twos, I % 2 ? 5 : 1);
+    const CodePair rest = load_codes<1, I>(lower);
+    return {_mm512_or_si512(_mm512_and_si512(first, six), rest.first),
+            _mm512_or_si512(_mm512_and_si512(second, six), rest.second)};
+}
 inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
     const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     const __m512i all = _mm512_broadcast_i32x4(sixteen);

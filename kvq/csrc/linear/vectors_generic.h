@@ -171,6 +171,11 @@ template <int LowBits>
 inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     return {merged<LowBits>(upper.first, lower.first), merged<LowBits>(upper.second, lower.second)};
 }
+// Of group I of four: the planes of two bits and of one.
+template <int I>
+inline CodePair load_three_bits(const uint8_t* upper, const uint8_t* lower) {
+    return merged<1>(load_codes<2, I % 2>(upper), load_codes<1, I>(lower));
+}
 inline void store_codes(uint8_t* p, const CodePair& codes) {  // what a tile is loaded from
     std::memcpy(p, codes.first.v, 64);
     std::memcpy(p + 64, codes.second.v, 64);

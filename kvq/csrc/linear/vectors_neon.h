@@ -152,6 +152,10 @@ inline CodePair merged(const CodePair& upper, const CodePair& lower) {
     }
     return r;
 }
+template <int I>
+inline CodePair load_three_bits(const uint8_t* upper, const uint8_t* lower) {
+    return merged<1>(load_codes<2, I % 2>(upper), load_codes<1, I>(lower));
+}
 inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
     const int8x16_t sixteen = vreinterpretq_s8_u8(vld1q_u8(table));
     CodePair r;
