@@ -253,22 +253,26 @@ def _model_reader(model: OpenModel, layout: Layout, options: ExportOptions) -> C
         if name not in TABLES
     )
     if model.tokenizer is None or not options.feedback or _rounds_plainly(weights) or all_kept:
-        columns = {} if model.importance is None else _importance(model.importance, model, layout)
+        columns = _column_importance(model, layout)
         return CheckpointWeights(original.checkpoint, original.sources, options.threads, columns)
     segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)
     return CalibratedWeights(original, layout.matrices, segments, options.threads)
 
 
-def _importance(
-    importance: Importance, model: OpenModel, layout: Layout
-) -> Mapping[str, np.ndarray]:
-    """Returns the importance of matrices' columns; says which of those rounded have none."""
+def _column_importance(model: OpenModel, layout: Layout) -> Mapping[str, np.ndarray]:
+    """Returns the importance of matrices' columns, and warns of what the file and the model lack.
+
+    Tables are not missed: llama.cpp measures the head only if it is told to, and no embedding.
+    """
+    original, importance = model.original, model.importance
+    if importance is None:
+        return {}
+    rounded = original.sources.keys() & layout.matrices.keys() - {*TABLES, *importance.columns}
+    kept = original.checkpoint.kept_blocks
     lacking = [
         name
-        for name, form in layout.matrices.items()
-        if name in model.original.sources
-        and name not in (*importance.columns, *TABLES)
-        and model.original.checkpoint.kept_blocks(model.original.sources[name], form.format) is None
+        for name in rounded
+        if kept(original.sources[name], layout.matrices[name].format) is None
     ]
     if lacking or importance.unknown:
         logger.warning(
