@@ -227,7 +227,7 @@ def test_a_file_of_another_model_is_refused(shelf: Shelf, tmp_path: Path) -> Non
             export_model(checkpoint, tmp_path / "made", replace(PLAIN, importance=file))
     assert not (tmp_path / "made").exists()
     nothing = write_old(tmp_path / "c", {"blk.9.attn_v.weight": sums["blk.0.attn_v.weight"]})
-    with pytest.raises(DataError, match="has nothing for any matrix of this model"):
+    with pytest.raises(DataError, match="has nothing for this model"):
         read_importance(nothing, config)
     with pytest.raises(UnsupportedModelError, match="of this cohere model is not known"):
         read_importance(nothing, replace(config, model_type="cohere"))
@@ -254,7 +254,7 @@ def test_a_file_that_was_cut_is_refused(shelf: Shelf, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="neither a text nor a whole importance matrix"):
             read_importance(file, config)
     file.write_bytes(whole + b"\0")
-    with pytest.raises(DataError, match=f"it goes on after byte {len(whole)}"):
+    with pytest.raises(DataError, match="17 bytes follow its matrices"):
         read_importance(file, config)
     whole = write_gguf(tmp_path / "b", SMALL).read_bytes()
     # The last tensor, a count of 4 bytes, is padded to 32.

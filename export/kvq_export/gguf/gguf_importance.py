@@ -1,16 +1,14 @@
 """Reads llama.cpp's importance matrix: how much the columns of each matrix matter in products.
 
 A file has the squares of what entered a matrix, summed over a text, under llama.cpp's name of the
-matrix. There are two forms: a GGUF file with a tensor `NAME.in_sum2`, and an older one. That has an
-int32 count of matrices; then of each the bytes of its name, their int32 length before them, an
-int32 number of calls, an int32 count of floats and the floats; then perhaps a number of chunks and
-the name of the text. Only ratios within a row matter here, so nothing is divided by its counts.
+matrix. A GGUF file has them in a tensor `NAME.in_sum2`. The older form has int32 numbers: how many
+matrices; of each how many bytes its name takes, the name, how many calls, how many floats, and the
+floats. Only ratios within a row matter here, so nothing is divided by its counts.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from io import BytesIO
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +43,9 @@ def is_importance(path: Path) -> bool:
 
     Both forms begin with small numbers, whose zero bytes no text has.
     """
-    try:
-        with path.open("rb") if path.is_file() else BytesIO() as file:
-            return b"\0" in file.read(8)
-    except OSError:
-        return False
+    with suppress(OSError):
+        return path.is_file() and 0 in np.fromfile(path, np.uint8, 8)
+    return False
 
 
 def read_importance(path: Path, config: ModelConfig) -> Importance:
@@ -68,8 +64,7 @@ def read_importance(path: Path, config: ModelConfig) -> Importance:
         UnsupportedModelError: llama.cpp's names of the model's matrices are not known.
     """
     try:
-        with path.open("rb") as file:
-            is_gguf = file.read(len(MAGIC)) == MAGIC
+        is_gguf = np.fromfile(path, np.uint8, len(MAGIC)).tobytes() == MAGIC
         sums = dict(_gguf_sums(path) if is_gguf else _old_sums(path, path.read_bytes()))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {reason_of(error)}") from error
@@ -78,21 +73,19 @@ def read_importance(path: Path, config: ModelConfig) -> Importance:
     for name, tensor in known.items():
         if name not in sums:
             continue
-        shape = max(1, tensor.experts), tensor.shape[-1]
-        if sums[name].size != prod(shape):
+        size, width = sums[name].size, tensor.shape[-1]
+        if size != (due := max(1, tensor.experts) * width):
             raise DataError(
-                f"{path} has {sums[name].size} numbers for the columns of {name}, and this model "
-                f"has {prod(shape)}; give the file that was made for this model"
+                f"{path} has {size} numbers for the columns of {name}, and this model has {due}; "
+                "give the file that was made for this model"
             )
-        rows = _shares(path, name, sums[name].reshape(shape))
+        rows = _shares(path, name, sums[name].reshape(-1, width))
         if tensor.dealt_columns is not None:
             rows = rows[:, np.argsort(tensor.dealt_columns.columns)]
         # Parts of a joint matrix have the same inputs.
         columns.setdefault(tensor.source, rows)
     if not columns:
-        raise DataError(
-            f"{path} has nothing for any matrix of this model; give the file that was made for it"
-        )
+        raise DataError(f"{path} has nothing for this model; give the file that was made for it")
     return Importance(file=path, columns=columns, unknown=len(sums.keys() - known.keys()))
 
 
@@ -149,16 +142,10 @@ def _old_sums(path: Path, raw: bytes) -> Iterator[tuple[str, np.ndarray]]:
         name = take(number()).decode(errors="replace")
         number()
         yield name, np.frombuffer(take(4 * number()), "<f4")
-    if at < len(raw):
-        number()
-    if at < len(raw):
-        take(number())
-    if at < len(raw):
-        raise _damaged(path, f"it goes on after byte {at}")
+    if (rest := len(raw) - at) not in (0, 4, 8 + int.from_bytes(raw[at + 4 : at + 8], "little")):
+        raise _damaged(path, f"{rest} bytes follow its matrices")
 
 
 def _damaged(path: Path, reason: str) -> DataError:
-    return DataError(
-        f"{path} is neither a text nor a whole importance matrix of llama.cpp: {reason}; make or "
-        "copy it again"
-    )
+    what = f"{path} is neither a text nor a whole importance matrix of llama.cpp"
+    return DataError(f"{what}: {reason}; make or copy it again")
