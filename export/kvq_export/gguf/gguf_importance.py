@@ -116,9 +116,7 @@ def _gguf_sums(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     if (kind := contents.metadata.get("general.type")) != "imatrix":
         raise DataError(f"{path} is a GGUF file of type {kind}, and no importance matrix")
     begin = -(-contents.header_bytes // contents.alignment) * contents.alignment
-    for tensor in contents.tensors:
-        if not tensor.name.endswith(_SUMS):
-            continue
+    for tensor in (row for row in contents.tensors if row.name.endswith(_SUMS)):
         if tensor.kind.name != "F32":
             raise _damaged(path, f"{tensor.name} is of type {tensor.kind.name} and not F32")
         raw = read_bytes(path, begin + tensor.offset, tensor.num_bytes, str(path))
@@ -142,6 +140,7 @@ def _old_sums(path: Path, raw: bytes) -> Iterator[tuple[str, np.ndarray]]:
         name = take(number()).decode(errors="replace")
         number()
         yield name, np.frombuffer(take(4 * number()), "<f4")
+    # Older files end here, or with a number of chunks; newer ones with the name of the text, too.
     if (rest := len(raw) - at) not in (0, 4, 8 + int.from_bytes(raw[at + 4 : at + 8], "little")):
         raise _damaged(path, f"{rest} bytes follow its matrices")
 
