@@ -74,10 +74,10 @@ def read_importance(path: Path, config: ModelConfig) -> Importance:
         if name not in sums:
             continue
         size, width = sums[name].size, tensor.shape[-1]
-        if size != (due := max(1, tensor.experts) * width):
+        if size != (expected := max(1, tensor.experts) * width):
             raise DataError(
-                f"{path} has {size} numbers for the columns of {name}, and this model has {due}; "
-                "give the file that was made for this model"
+                f"{path} has {size} numbers for the columns of {name}, and this model has "
+                f"{expected}; give the file that was made for this model"
             )
         rows = _shares(path, name, sums[name].reshape(-1, width))
         if tensor.dealt_columns is not None:
@@ -146,5 +146,5 @@ def _old_sums(path: Path, raw: bytes) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _damaged(path: Path, reason: str) -> DataError:
-    what = f"{path} is neither a text nor a whole importance matrix of llama.cpp"
-    return DataError(f"{what}: {reason}; make or copy it again")
+    subject = f"{path} is neither a text nor a whole importance matrix of llama.cpp"
+    return DataError(f"{subject}: {reason}; make or copy it again")
