@@ -114,7 +114,9 @@ class ExportOptions:
     the width of the embedding from it; q4_k_m is made by llama.cpp. `policy` is the bundle's
     default one, perhaps with options. `name` defaults to the destination's folder name. `force`
     replaces an existing bundle. `calibrate` rounds weights with error feedback over a text
-    (`calibration_text`, or the texts that ship). With `fit_cache` too, the cache is fitted to the
+    (`calibration_text`, or the texts that ship). With the file `importance`, an importance matrix
+    of llama.cpp's, each weight is rounded by itself instead, in blocks that suit the columns that
+    matter. With `fit_cache` too, the cache is fitted to the
     model. `tokenizer=False` exports a checkpoint that has none: the bundle then takes ids only.
     `predict` fits matrices that predict a prompt's later layers from the output of so many first
     ones; `auto` finds how many. `predict_with` fits matrices that make keys and values from those
@@ -134,6 +136,7 @@ class ExportOptions:
     calibrate: bool = True
     fit_cache: bool = True
     calibration_text: str | None = None
+    importance: Path | None = None
     tokenizer: bool = True
     predict: str | None = None
     predict_with: Path | None = None
@@ -156,7 +159,7 @@ class ExportOptions:
             )
         if self.embed is not None:
             _ = TextEmbedding(pooling=self.embed)
-        for name in ("predict", "predict_with", "embed"):
+        for name in ("importance", "predict", "predict_with", "embed"):
             if getattr(self, name) is not None and not self.onnx:
                 raise UsageError(
                     f"{argument(name)} is of the ONNX graph; leave it out, or {argument('format')}"
@@ -179,6 +182,11 @@ class ExportOptions:
                 f"what {argument('tune')} trains is kept only where it keeps more of the "
                 f"checkpoint, which {argument('no-quality')} does not ask; leave one of them out"
             )
+
+    @property
+    def feedback(self) -> bool:
+        """Tells whether weights are rounded with error feedback, where there is a tokenizer."""
+        return self.calibrate and self.importance is None
 
     @property
     def onnx(self) -> bool:

@@ -33,6 +33,7 @@ from kvq_export.fit.page_encodings import fit_pages
 from kvq_export.fit.quality import Original
 from kvq_export.fit.retrieval import score_heads
 from kvq_export.gguf.gguf_export import GgufExport
+from kvq_export.gguf.gguf_importance import Importance, read_importance
 from kvq_export.gguf.gguf_model import gguf_model
 from kvq_export.gguf.gguf_vocabulary import read_vocabulary
 from kvq_export.phases import FETCH, MAKE, Phases, Progress, no_progress
@@ -92,6 +93,7 @@ class OpenModel:
     files: TokenizerFiles | None
     gguf: GgufExport | None
     embedding: TextEmbedding | None = None
+    importance: Importance | None = None
 
 
 def export_model(
@@ -153,7 +155,7 @@ def _costs(model: OpenModel, weights: WeightFormat, options: ExportOptions) -> d
     fits_cache = has_tokenizer and options.calibrate and options.fit_cache and options.onnx
     # Codes of a file are kept; only widths that are asked for are rounded for a text.
     widths_given = weights.mixed or options.weights is not None
-    calibrates = fits_cache and not _rounds_plainly(weights) and widths_given
+    calibrates = fits_cache and options.feedback and not _rounds_plainly(weights) and widths_given
     return {
         phase: cost
         for phase, cost, included in (
@@ -251,10 +253,37 @@ def _model_reader(model: OpenModel, layout: Layout, options: ExportOptions) -> C
         for name, form in layout.matrices.items()
         if name not in TABLES
     )
-    if model.tokenizer is None or not options.calibrate or _rounds_plainly(weights) or all_kept:
-        return CheckpointWeights(original.checkpoint, original.sources, options.threads)
+    if model.tokenizer is None or not options.feedback or _rounds_plainly(weights) or all_kept:
+        columns = _column_importance(model, layout)
+        return CheckpointWeights(original.checkpoint, original.sources, options.threads, columns)
     segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)
     return CalibratedWeights(original, layout.matrices, segments, options.threads)
+
+
+def _column_importance(model: OpenModel, layout: Layout) -> Mapping[str, np.ndarray]:
+    """Returns the importance of matrices' columns, and warns of what the file and the model lack.
+
+    Tables are not missed: llama.cpp measures the head only if it is told to, and no embedding.
+    """
+    original, importance = model.original, model.importance
+    if importance is None:
+        return {}
+    rounded = original.sources.keys() & layout.matrices.keys() - {*TABLES, *importance.columns}
+    kept = original.checkpoint.kept_blocks
+    lacking = [
+        name
+        for name in rounded
+        if kept(original.sources[name], layout.matrices[name].format) is None
+    ]
+    if lacking or importance.unknown:
+        logger.warning(
+            "%s says nothing of %d matrices, whose columns count alike, and has %d names that are "
+            "of no matrix of this model",
+            importance.file,
+            len(lacking),
+            importance.unknown,
+        )
+    return importance.columns
 
 
 def _manifest(
@@ -387,7 +416,7 @@ def _weight_format(model: OpenModel, options: ExportOptions) -> WeightFormat:
     if weights is None:
         weights = model.source.weight_format(model.original.checkpoint, model.original.sources)
         # Widths are mixed by a measurement on a text; without one all matrices get the same.
-        if weights.mixed and (model.tokenizer is None or not options.calibrate):
+        if weights.mixed and (model.tokenizer is None or not options.feedback):
             weights = WeightFormat()
     if options.tune:
         # Constants that are trained are those of blocks.
@@ -499,6 +528,8 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
     files, tokenizer = None, None
     if options.tokenizer:
         files, tokenizer = _read_tokenizer(source.tokenizer_files(), family, config)
+    file = options.importance
+    importance = None if file is None else read_importance(file, config)
     model = OpenModel(
         source=source,
         original=Original(config=config, sources=sources, checkpoint=checkpoint),
@@ -507,6 +538,7 @@ def open_model(source: Source, options: ExportOptions) -> OpenModel:
         files=files,
         gguf=None,
         embedding=embedding,
+        importance=importance,
     )
     if not options.gguf:
         return model

@@ -191,7 +191,8 @@ def test_zero_and_tiny_blocks_are_stored_as_zeros() -> None:
 def test_chunks_on_threads_equal_one_call() -> None:
     rows = np.random.default_rng(2).standard_normal((50, 96), np.float32)
     form = BlockFormat(block=32, grid=Grid.ZERO_POINT)
-    parts = list(quantize_chunks(np.array_split(rows, 7), form, threads=2))
+    chunks = ((part, None) for part in np.array_split(rows, 7))
+    parts = list(quantize_chunks(chunks, form, threads=2))
     for actual, whole in zip(join_rows(parts), quantize(rows, form), strict=True):
         np.testing.assert_array_equal(actual, whole)
 

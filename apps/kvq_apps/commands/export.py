@@ -115,7 +115,7 @@ def _export_options(arguments: Namespace) -> "ExportOptions":
         force=arguments.force,
         quality=not arguments.no_quality,
         calibrate=not arguments.no_calibrate,
-        calibration_text=_calibration_text(arguments),
+        **_calibration(arguments),
         tune=bool(arguments.tune),
         threads=default_threads() if arguments.threads is None else arguments.threads,
     )
@@ -141,19 +141,23 @@ def _weight_format(values: dict[str, Any]) -> "WeightFormat":
     return WeightFormat(**values)
 
 
-def _calibration_text(arguments: Namespace) -> str | None:
-    """Returns the text in the file of `--calibrate`, None without it. Raises `KvqError`."""
+def _calibration(arguments: Namespace) -> dict[str, Any]:
+    """Returns the option that the file of `--calibrate` gives. Raises `KvqError`."""
+    from kvq_export.gguf.gguf_importance import is_importance
+
     if arguments.calibrate is None:
-        return None
+        return {}
     if arguments.no_calibrate:
         raise UsageError(
             f"{argument('--calibrate')} FILE and {argument('--no-calibrate')} contradict; leave "
             "one of them out"
         )
+    if is_importance(path := path_of(arguments.calibrate)):
+        return {"importance": path}
     text = text_input.read_text(arguments.calibrate)
     if not text.strip():
         raise UsageError(f"{arguments.calibrate} is empty; {argument('--calibrate')} needs a text")
-    return text
+    return {"calibration_text": text}
 
 
 def _refuse_unused(arguments: Namespace) -> None:

@@ -174,7 +174,7 @@ FLAGS: dict[str, Flag] = {
         metavar="BITS"),
     "force": Flag("replace a bundle that is already there", switch=True, common=True),
     "no-quality": Flag("skip the comparison with the unquantised checkpoint", switch=True),
-    "calibrate": Flag("text that weights are rounded for",
+    "calibrate": Flag("text that weights are rounded for, or an importance matrix of llama.cpp's",
         "prose, code and chats that come with kvq", metavar="FILE"),
     "no-calibrate": Flag("round every weight by itself: seconds, and worse", switch=True),
     "embed": Flag("give the bundle an output for vectors of texts, and make them from the last "
@@ -351,7 +351,7 @@ FLAG_OF_ARGUMENT = {
     "k_bits": "kbits", "v_bits": "vbits", "policy": "kv-policy", "predict": "kv-predict",
     "predict_with": "kv-predict-with", "context_tokens": "ctx-size", "method": "drafts-method",
     "max_tokens": "predict", "temperature": "temp", "repeat_window_tokens": "repeat-last-n",
-    "bits": "wbits", "block": "group", "size_bytes": "size",
+    "bits": "wbits", "block": "group", "size_bytes": "size", "importance": "calibrate",
 }  # fmt: skip
 
 

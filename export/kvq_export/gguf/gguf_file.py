@@ -101,7 +101,7 @@ def encode(kind: str, chunks: Iterable[np.ndarray], threads: int) -> Iterator[np
     """Turns float32 row chunks into arrays whose bytes are the file's."""
     if kind in _BITS:
         form = BlockFormat(bits=_BITS[kind], block=BLOCK)
-        for blocks in quantize_chunks(chunks, form, threads):
+        for blocks in quantize_chunks(((rows, None) for rows in chunks), form, threads):
             yield pack_blocks(blocks, form.bits)
         return
     for chunk in chunks:

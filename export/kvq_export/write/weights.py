@@ -11,6 +11,7 @@ a super-block are fitted as blocks with a zero point, and then get the nearest w
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,28 +82,34 @@ class BlockConstants(NamedTuple):
         return BlockConstants(scales, self.middles, (scales, self.stored[1]))
 
 
-def quantize(rows: np.ndarray, form: BlockFormat) -> Blocks:
+def quantize(rows: np.ndarray, form: BlockFormat, importance: np.ndarray | None = None) -> Blocks:
     """Rounds `rows`, float32 [N, K], each block by itself; constants are in weights' units.
 
-    Codes are uint8 [N, K'], K' being K rounded up to whole blocks, or super-blocks.
+    Squared errors of a column are weighed by its `importance` [K], or all alike. Codes are uint8
+    [N, K'], K' being K rounded up to whole blocks, or super-blocks.
     """
     out = empty_blocks(len(rows), rows.shape[1], form)
-    wide = form.activation_block
-    step = max(1, _PASS_WEIGHTS // out.codes.shape[1])
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        columns = by_block(rows[part], wide)
+    wide, places = form.activation_block, out.scales.shape[1]
+    weights = None if importance is None else by_block(importance[None], wide)
+    # Blocks that are fitted together are weighed alike: all of a row, or one of each.
+    joint = places if weights is None else 1
+    step = max(1, _PASS_WEIGHTS // (joint * wide))
+    for place, start in product(range(0, places, joint), range(0, len(rows), step)):
+        part, across = slice(start, start + step), slice(place * wide, (place + joint) * wide)
+        columns = by_block(rows[part, across], wide)
         supers = fit_supers(columns, form)
         codes = np.empty(columns.shape, np.uint8)
         for first in range(0, wide, form.block):
             block = slice(first, first + form.block)
-            constants = fit(columns[block], form, supers=supers)
+            weight = None if weights is None else weights[block, place]
+            constants = fit(columns[block], form, weight, supers)
             codes[block] = codes_of(columns[block], constants, form.bits)
-            set_constants(
-                out, part, slice(first // form.block, None, wide // form.block), constants
+            blocks = slice(
+                (across.start + first) // form.block, across.stop // form.block, wide // form.block
             )
-        out.codes[part] = codes.T.reshape(-1, out.codes.shape[1])
-        set_supers(out, part, slice(None), supers)
+            set_constants(out, part, blocks, constants)
+        out.codes[part, across] = codes.T.reshape(-1, joint * wide)
+        set_supers(out, part, slice(place, place + joint), supers)
     return out
 
 
@@ -134,14 +141,17 @@ def set_supers(out: Blocks, rows: slice, places: int | slice, supers: Supers | N
 
 
 def quantize_chunks(
-    chunks: Iterable[np.ndarray], form: BlockFormat, threads: int
+    chunks: Iterable[tuple[np.ndarray, np.ndarray | None]], form: BlockFormat, threads: int
 ) -> Iterator[Blocks]:
-    """Yields `quantize` of each chunk, in order; at most `threads` + 1 chunks are in flight."""
+    """Yields `quantize` of each chunk of rows with its importance, or None, in order.
+
+    At most `threads` + 1 chunks are in flight.
+    """
     pending: deque[Future[Blocks]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="kvq-quantize")
     try:
-        for chunk in chunks:
-            pending.append(pool.submit(quantize, chunk, form))
+        for rows, importance in chunks:
+            pending.append(pool.submit(quantize, rows, form, importance))
             if len(pending) > threads:
                 yield pending.popleft().result()
         while pending:
@@ -166,7 +176,7 @@ def fit(
 ) -> BlockConstants:
     """Returns what makes the squared errors of `blocks` [block, n] least.
 
-    Each is weighed by its place's `importance` [block], or 1 where it is None. The format's grid is
+    Each is weighed by its place's `importance` [block], or alike without any. The format's grid is
     symmetric, has a zero point, or has super-blocks, `supers`, with sub-blocks of 32 columns.
     """
     assert form.grid in (Grid.SYMMETRIC, Grid.ZERO_POINT) or supers is not None, (
@@ -207,8 +217,9 @@ def codes_of(values: np.ndarray, constants: BlockConstants, bits: int) -> np.nda
 
 def _weights(importance: np.ndarray | None, count: int) -> np.ndarray:
     """Returns weights of `count` places, float32 [count, 1], the largest 1."""
-    weight = np.ones(count, np.float32) if importance is None else importance
-    return (weight / max(float(weight.max()), 1e-30)).astype(np.float32)[:, None]
+    if importance is None or not importance.any():
+        importance = np.ones(count, np.float32)
+    return (importance / max(float(importance.max()), 1e-30)).astype(np.float32)[:, None]
 
 
 def _divided(numbers: np.ndarray | np.float32, by: np.ndarray) -> np.ndarray:

@@ -58,14 +58,23 @@ class ClosingReader(WeightReader, Protocol):
 
 
 class CheckpointWeights:
-    """Quantises a checkpoint's weights while they are read; those on our grid pass as they are."""
+    """Quantises a checkpoint's weights while they are read; those on our grid pass as they are.
+
+    `importance` of a matrix's columns is float32 [experts, columns], of one that is no stack [1,
+    columns]. A matrix without it has columns that matter alike.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, sources: Mapping[str, WeightSource], threads: int
+        self,
+        checkpoint: Checkpoint,
+        sources: Mapping[str, WeightSource],
+        threads: int,
+        importance: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> None:
         self._checkpoint = checkpoint
         self._sources = sources
         self._threads = threads
+        self._importance = importance
 
     def close(self) -> None:
         """Closes nothing."""
@@ -74,11 +83,19 @@ class CheckpointWeights:
         return self._checkpoint.read(self._sources[name])
 
     def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
-        kept = self._checkpoint.kept_blocks(self._sources[name], form.format)
-        if kept is not None:
-            return (Blocks(*rows) for rows in whole_panels(kept))
-        chunks = whole_panels((rows,) for rows in self._checkpoint.chunks(self._sources[name]))
-        return quantize_chunks((rows for (rows,) in chunks), form.format, self._threads)
+        blocks = self._checkpoint.kept_blocks(self._sources[name], form.format)
+        if blocks is None:
+            blocks = quantize_chunks(self._chunks(name), form.format, self._threads)
+        return (Blocks(*rows) for rows in whole_panels(blocks))
+
+    def _chunks(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Yields row chunks of a matrix, each with the importance of its columns."""
+        source, importance = self._sources[name], self._importance.get(name, (None,))
+        height = source.shape[0] // len(importance)
+        for expert, weights in enumerate(importance):
+            rows = range(expert * height, (expert + 1) * height)
+            for chunk in self._checkpoint.chunks(source, rows=rows):
+                yield chunk, weights
 
 
 class WithDraftHead:
