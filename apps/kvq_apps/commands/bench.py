@@ -44,7 +44,7 @@ def _add_model(parser: ArgumentParser) -> None:
         "--wbits",
         metavar="N",
         type=flag_values.whole,
-        help="bits of the shape's weights: 4 or 8 (default: 4) [KVQ_WBITS]",
+        help="bits of the shape's weights: 3, 4, 5, 6 or 8 (default: 4) [KVQ_WBITS]",
     )
     parser.add_argument(
         "--threads",
@@ -254,10 +254,7 @@ def opened_files(arguments: Namespace) -> "ModelFiles":
             f"{' and '.join(models)} were given; name one model, or one {argument('--shape')}"
         )
     if arguments.shape is not None:
-        bits = arguments.wbits or 4
-        if bits not in (4, 8):
-            raise UsageError(f"{argument('--wbits')} {bits} is not possible: choose 4 or 8")
-        return open_files(shape_bundle(arguments.shape, bits=bits))
+        return open_files(shape_bundle(arguments.shape, bits=arguments.wbits or 4))
     return open_files(resolve_model(arguments.bundle or arguments.model))
 
 

@@ -184,8 +184,8 @@ def test_a_shape_has_weights_of_the_bits_that_are_named(
         assert (bits == "8") == ([*data["weights"]["formats"]] == ["8/64/symmetric"])
     # The head of 4-bit weights has 8 bits, of which only as much is read as a choice needs.
     assert read["4"] < 0.8 * read["8"]
-    assert main(["bench", "--shape", "tiny", "--wbits", "6"]) == 2
-    assert "--wbits 6 is not possible: choose 4 or 8" in capsys.readouterr().err
+    assert main(["bench", "--shape", "tiny", "--wbits", "7"]) == 2
+    assert "--wbits 7 is not possible: choose 3, 4, 5, 6 or 8" in capsys.readouterr().err
 
 
 def test_a_step_and_a_pass_read_what_is_stored(
