@@ -477,16 +477,20 @@ void multiply_super(const PanelLayout& layout, const uint8_t* panel, const Round
                                            : size_t(kSequentialAhead);
     const bool merges = LowBits == 4 && LowBits <= whole_low_bits(R);
     const SuperReading reading(layout, LowBits, merges ? int(kMergedLess) : 0);
+    // What lies so far behind the upper planes was read beside them: the next panel's comes then.
+    const bool apart = LowBits && ahead < layout.panel_bytes;
+    const size_t beside = apart ? layout.low_at() - ahead : layout.panel_bytes;
     Floats total[R];
     KVQ_UNROLL for (int m = 0; m < R; m++) total[m] = set1(0.0f);
     for (size_t b = 0; b < blocks; b++) {
         const uint8_t* constants = panel + layout.constants_at(b);
+        const size_t next = layout.constants_at(b) < beside ? ahead : ahead + layout.panel_bytes;
         for (size_t i = 0; i < layout.block_constants; i += 64)
-            __builtin_prefetch(constants + ahead + i, 0, kSecond ? kIntoSecond : kIntoFirst);
+            __builtin_prefetch(constants + next + i, 0, kSecond ? kIntoSecond : kIntoFirst);
         const uint8_t* numbers = constants + 2 * kPanelRows * (kMinimum ? 2 : 1);
         Words scales[kSubWords<Sub>];
         load_subs<Sub>(numbers, false, scales);
-        const Plane<UpperBits, kSecond> plane{panel + layout.plane_at(b), ahead};
+        const Plane<UpperBits, kSecond> plane{panel + layout.plane_at(b), next};
         constexpr int kLowBits = LowBits ? LowBits : 4;
         const Plane<kLowBits, kSecond> rest{low + b * kLowBytes, ahead};
         const int8_t* levels = x.levels + first * stride + b * kvq::kSuperColumns;
