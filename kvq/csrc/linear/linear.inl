@@ -479,8 +479,8 @@ void multiply_super(const PanelLayout& layout, const uint8_t* panel, const Round
                                            : size_t(kSequentialAhead);
     const bool merges = LowBits == 4 && LowBits <= whole_low_bits(R);
     const SuperReading reading(layout, LowBits, merges ? int(kMergedLess) : 0);
-    // What lies so far behind the upper planes was read beside them: the next panel's comes then. With
-    // sub-blocks of 16 columns that would cost more registers than there are.
+    // What lies so far behind the upper planes was read beside them: the next panel's comes then.
+    // With sub-blocks of 16 columns that would cost more registers than there are.
     constexpr bool kBeside = LowBits && Sub == 32;
     const bool ends = kBeside && ahead < layout.panel_bytes;
     const size_t beside = ends ? layout.low_at() - ahead : layout.panel_bytes;
