@@ -470,23 +470,32 @@ void multiply_super(const PanelLayout& layout, const uint8_t* panel, const Round
                     float* out) {
     constexpr int kQuadGroups = 4 * Sub / kPanelGroup, kSubs = kvq::kSuperColumns / Sub;
     constexpr size_t kLowBytes = PanelLayout::bytes_of(kvq::kSuperColumns, LowBits);
+    constexpr size_t kUpperBytes = PanelLayout::bytes_of(kvq::kSuperColumns, UpperBits);
     const size_t stride = layout.padded_columns(), blocks = layout.blocks, subs = layout.subs();
+    const size_t super_bytes = layout.block_constants + kUpperBytes;
     const uint8_t* low = panel + layout.low_at();
     // What has no lower bits is read from end to end.
     const size_t ahead = layout.low_bits() ? prefetch_bytes(layout, LowBits == layout.low_bits())
                                            : size_t(kSequentialAhead);
     const bool merges = LowBits == 4 && LowBits <= whole_low_bits(R);
     const SuperReading reading(layout, LowBits, merges ? int(kMergedLess) : 0);
+    // What lies so far behind the upper planes was read beside them: the next panel's comes then.
+    // With sub-blocks of 16 columns that would cost more registers than there are.
+    constexpr bool kBeside = LowBits && Sub == 32;
+    const bool ends = kBeside && ahead < layout.panel_bytes;
+    const size_t beside = ends ? layout.low_at() - ahead : layout.panel_bytes;
     Floats total[R];
     KVQ_UNROLL for (int m = 0; m < R; m++) total[m] = set1(0.0f);
     for (size_t b = 0; b < blocks; b++) {
-        const uint8_t* constants = panel + layout.constants_at(b);
+        const uint8_t* constants = panel + b * super_bytes;
+        const bool near = !kBeside || b * super_bytes < beside;
+        const size_t next = near ? ahead : ahead + layout.panel_bytes;
         for (size_t i = 0; i < layout.block_constants; i += 64)
-            __builtin_prefetch(constants + ahead + i, 0, kSecond ? kIntoSecond : kIntoFirst);
+            __builtin_prefetch(constants + next + i, 0, kSecond ? kIntoSecond : kIntoFirst);
         const uint8_t* numbers = constants + 2 * kPanelRows * (kMinimum ? 2 : 1);
         Words scales[kSubWords<Sub>];
         load_subs<Sub>(numbers, false, scales);
-        const Plane<UpperBits, kSecond> plane{panel + layout.plane_at(b), ahead};
+        const Plane<UpperBits, kSecond> plane{constants + layout.block_constants, next};
         constexpr int kLowBits = LowBits ? LowBits : 4;
         const Plane<kLowBits, kSecond> rest{low + b * kLowBytes, ahead};
         const int8_t* levels = x.levels + first * stride + b * kvq::kSuperColumns;

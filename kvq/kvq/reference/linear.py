@@ -85,7 +85,7 @@ MARGIN = np.float32(1.5)
 BLOCKS = (32, 64, 128)
 SUPER_BLOCK = 256
 _SIX_BITS = 6
-# Bits of the codes that an export chooses among, and of all that kernels know.
+# Bits of the codes in blocks, and of all codes: 2 and 3 are in super-blocks alone.
 WIDTHS = (4, 5, 6, 8)
 CODE_BITS = (2, 3, *WIDTHS)
 # Scales of 8-bit codes would leave the range in which float16 has all its digits.
