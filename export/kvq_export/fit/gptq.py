@@ -38,7 +38,7 @@ LEAST_CHANNEL = 0.01
 # Rows rounded in one go. Steps are many and short: neither threads nor fewer rows are faster.
 _ROWS = 2048
 # Columns factored in one go.
-_PANEL = 512
+_PANEL = 256
 # Parts of a matrix's rows that are solved for at a time.
 _SOLVED_PARTS = 2
 
