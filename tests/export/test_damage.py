@@ -156,7 +156,7 @@ def test_the_file_is_as_large_as_asked_and_no_larger(
 ) -> None:
     source = make_llama_checkpoint(tmp_path / "source", dtype="bfloat16")
     original = original_of(source)
-    narrow = WeightFormat(embedding_bits=4)
+    narrow = WeightFormat(bits=3, embedding_bits=3)
     least = plan_layout(original.config, original.sources, narrow).num_bytes
     most = plan_layout(original.config, original.sources, WeightFormat(bits=8)).num_bytes
     for size in (least, (least + most) // 2, most):

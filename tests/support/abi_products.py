@@ -28,7 +28,7 @@ LEAST, MOST = -(2**31), 2**31 - 1
 NO_COUNT = (-1, LEAST)
 NO_SIDE = (0, -1, LEAST, MOST, MOST - 15, 1 << 30, 1 << 29)
 WILD_FORMATS = {
-    "bits": (0, 2, 3, 7, 9, 16, MOST), "block": (0, 8, 33, LEAST), "grid": (-1, 6, MOST),
+    "bits": (0, 1, 7, 9, 16, MOST), "block": (0, 8, 33, LEAST), "grid": (-1, 6, MOST),
 }  # fmt: skip
 SIDES = dict.fromkeys(("rows", "columns"), NO_SIDE)
 MATRIX = WILD_FORMATS | SIDES

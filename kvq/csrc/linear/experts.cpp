@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "kept_room.h"
 #include "linear.h"
 #include "residency.h"
 
@@ -21,7 +22,7 @@ struct Choice {
     float share;
 };
 
-// What a thread that starts mixtures keeps between them.
+// What mixtures keep between them.
 struct Scratch {
     std::vector<int32_t> order;
     std::vector<float> weights, x, inner, found;
@@ -160,9 +161,9 @@ int run_experts(const kvq_experts& call, const Dispatch& pool) {
         return KVQ_BAD_ARGUMENT;
     const std::shared_ptr<Residency> residency = find_residency(call.residency);
     if (call.residency && !residency) return KVQ_CLOSED;
-    static thread_local Scratch scratch;
     try {
-        return Mixture(call, pool, scratch, residency.get()).run();
+        KeptRoom<Scratch> scratch;
+        return Mixture(call, pool, scratch.room(), residency.get()).run();
     } catch (const std::bad_alloc&) {
         return KVQ_NO_MEMORY;
     }

@@ -15,6 +15,7 @@
 #include "../kernels/kernels.h"
 #include "../platform.h"
 #include "../tiles.h"
+#include "kept_room.h"
 
 namespace kvq {
 namespace {
@@ -59,7 +60,7 @@ T* aligned(std::vector<T>& buffer, size_t count) {
     return reinterpret_cast<T*>((start + kLine - 1) / kLine * kLine);
 }
 
-// What a thread that starts products keeps between them.
+// What products keep between them.
 struct Scratch {
     std::vector<int8_t> levels, octet_levels;
     std::vector<int16_t> sub_sums;
@@ -401,9 +402,9 @@ int run_linear(const kvq_linear& call, const Dispatch& pool) {
         call.exact_rows < 0 || (call.exact_rows && added))
         return KVQ_BAD_ARGUMENT;
     if (call.tokens == 0) return KVQ_OK;
-    static thread_local Scratch scratch;
     try {
-        Product(call, pool, scratch).run();
+        KeptRoom<Scratch> scratch;
+        Product(call, pool, scratch.room()).run();
     } catch (const std::bad_alloc&) {
         return KVQ_NO_MEMORY;
     }
