@@ -151,19 +151,21 @@ class CompletionEngine:
         since = perf_counter()
         context = cursor_context(document, place)
         job, changed = self._submit(document, place, "completion", self._tokens, context.indent)
-        texts, logprobs = [""] * self._drafts, [0.0] * self._drafts
+        texts, steps = [""] * self._drafts, [list[tuple[int, float]]() for _ in range(self._drafts)]
         report = None
         for event in self._events(job, changed, cancel):
             if isinstance(event, Delta):
                 texts[event.index] += event.text
-                logprobs[event.index] += sum([log.logprob or 0.0 for log in event.logs])
+                before = steps[event.index][-1][1] if steps[event.index] else 0.0
+                logprob = before + sum([log.logprob or 0.0 for log in event.logs])
+                steps[event.index].append((len(texts[event.index]), logprob))
             elif isinstance(event, Finished) and event.reason == "length" and context.indent:
                 texts[event.index] = whole_lines(texts[event.index])
             elif isinstance(event, Done):
                 report = event.report
         if report is None:
             return Completion(drafts=(), why_not="cancelled")
-        suggestions = filter_suggestions(context, zip(texts, logprobs, strict=True))
+        suggestions = filter_suggestions(context, zip(texts, map(tuple, steps), strict=True))
         return Completion(
             drafts=tuple(suggestions),
             reused_tokens=report.cached_tokens,

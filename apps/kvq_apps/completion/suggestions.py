@@ -26,10 +26,15 @@ _CLOSERS = {")": "(", "]": "[", "}": "{"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """Holds a suggestion to show, and the model's log-probability of all that it wrote."""
+    """Holds a suggestion to show, and the model's log-probability of all that it wrote.
+
+    `steps` are the characters after each of its tokens, and the log-probability of the text up to
+    there; none: the model did not say.
+    """
 
     text: str
     logprob: float
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,16 +158,18 @@ def apply_rules(draft: str, context: CursorContext) -> str:
 
 
 def filter_suggestions(
-    context: CursorContext, drafts: Iterable[tuple[str, float]]
+    context: CursorContext, drafts: Iterable[tuple[str, tuple[tuple[int, float], ...]]]
 ) -> list[Suggestion]:
-    """Applies the rules to texts with their log-probabilities.
+    """Applies the rules to texts with their steps.
 
     Of texts that differ only in white space the first is kept.
     """
     kept: dict[str, Suggestion] = {}
-    for text, logprob in drafts:
+    for text, steps in drafts:
         if filtered := apply_rules(text, context):
-            kept.setdefault("".join(filtered.split()), Suggestion(text=filtered, logprob=logprob))
+            logprob = steps[-1][1] if steps else 0.0
+            suggestion = Suggestion(text=filtered, logprob=logprob, steps=steps)
+            kept.setdefault("".join(filtered.split()), suggestion)
     return list(kept.values())
 
 
