@@ -18,6 +18,9 @@ from kvq.errors import CheckpointError, UnsupportedModelError
 from kvq_models.config import RopeConfig
 from kvq_models.keys import checked
 
+# The table of layers without rotation: one pair of channels that turns by nothing.
+NO_ROTATION = RopeConfig(inv_freq=(0.0,))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSettings:
