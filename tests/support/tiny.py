@@ -208,7 +208,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                 "factor": 16.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
+                "original_max_position_embeddings": 64,
             },
         },
     ),
