@@ -15,6 +15,7 @@ from kvq_models.family import Family
 from kvq_models.keys import read_json
 
 FAMILIES: Mapping[str, str] = {
+    "exaone4": "kvq_models.exaone4:FAMILY",
     "gemma": "kvq_models.gemma:FAMILY",
     "gemma2": "kvq_models.gemma2:FAMILY",
     "gemma3_text": "kvq_models.gemma3_text:FAMILY",

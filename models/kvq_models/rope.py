@@ -18,6 +18,9 @@ from kvq.errors import CheckpointError, UnsupportedModelError
 from kvq_models.config import RopeConfig
 from kvq_models.keys import checked
 
+# The table of layers without rotation: one pair of channels that turns by nothing.
+NO_ROTATION = RopeConfig(inv_freq=(0.0,))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSettings:
@@ -161,9 +164,11 @@ def _llama3(settings: RopeSettings) -> RopeConfig:
     context = settings.trained_context
     if low >= high:
         raise CheckpointError(f"rope low_freq_factor {low} is not below high_freq_factor {high}")
-    wavelength = np.float32(2 * math.pi) / inv_freq
+    # PyTorch divides a number by a tensor as a product with the tensor's reciprocals.
+    wavelength = np.float32(2 * math.pi) * (np.float32(1) / inv_freq)
     scaled = np.where(wavelength > np.float32(context / low), inv_freq / factor, inv_freq)
-    smooth = (np.float32(context) / wavelength - np.float32(low)) / np.float32(high - low)
+    turns = np.float32(context) * (np.float32(1) / wavelength)
+    smooth = (turns - np.float32(low)) / np.float32(high - low)
     blended = (1 - smooth) * scaled / factor + smooth * scaled
     between = (wavelength >= np.float32(context / high)) & (wavelength <= np.float32(context / low))
     return _as_config(np.where(between, blended, scaled))

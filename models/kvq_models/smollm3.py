@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq.errors import CheckpointError
-from kvq_models.config import ModelConfig, RopeConfig
+from kvq_models.config import ModelConfig
 from kvq_models.decoder import (
     DECODER_KEYS,
     LAYER_WEIGHTS,
@@ -15,11 +15,8 @@ from kvq_models.decoder import (
 )
 from kvq_models.family import Family
 from kvq_models.keys import Default, Required
-from kvq_models.rope import build_rope
+from kvq_models.rope import NO_ROTATION, build_rope
 from kvq_models.windows import typed_layers
-
-# The table of layers without rotation: one pair of channels that turns by nothing.
-_NO_ROTATION = RopeConfig(inv_freq=(0.0,))
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
@@ -45,7 +42,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
             {**fields, "rope": 0 if has_rope else 1}
             for fields, has_rope in zip(windows, rotates[: len(windows)], strict=True)
         ],
-        ropes=(build_rope("smollm3", settings, ROPE_SCALINGS), _NO_ROTATION),
+        ropes=(build_rope("smollm3", settings, ROPE_SCALINGS), NO_ROTATION),
         context_length=context_length(settings),
     )
 

@@ -94,6 +94,8 @@ BOUNDS = {
     "gemma2": Bounds(logit=0.04),
     "gemma": Bounds(logit=0.09, shipped=0.013, coarse=0.0135, four_bit=1.7),
     "smollm3": Bounds(shipped=0.015, four_bit=1.7),
+    "exaone4": Bounds(logit=0.015, shipped=0.004, four_bit=0.6),
+    "exaone4-whole": Bounds(logit=0.015, shipped=0.004, four_bit=0.6),
     "gemma3": Bounds(logit=0.006, shipped=1e-6, four_bit=1e-4),
     # What rounded activations did to a state stays in it.
     "qwen3-5": Bounds(shipped=0.04, four_bit=2.2),

@@ -20,7 +20,7 @@ from kvq_models.reference import (
     PlainAttention,
     forward,
 )
-from kvq_models.registry import FAMILIES, family_for, read_checkpoint, text_config
+from kvq_models.registry import FAMILIES, WRAPPERS, family_for, read_checkpoint, text_config
 from shelf import Shelf
 
 # Largest difference of a float32 logit; logits here have a standard deviation near 3. Two float32
@@ -365,14 +365,15 @@ def test_activations_equal_torch(name: str) -> None:
     np.testing.assert_allclose(ACTIVATIONS[name](values), expected, rtol=1e-6, atol=1e-6)
 
 
+SUPPORTED = FAMILIES.keys() | WRAPPERS.keys()
 REFUSED = [
     (
         {"model_type": "mamba"},
-        "model_type 'mamba' is not supported; supported: gemma, gemma2, gemma3, gemma3_text",
+        f"model_type 'mamba' is not supported; supported: {', '.join(sorted(SUPPORTED)[:4])}, ",
     ),
     ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
     ({"model_type": None}, "names no model_type"),
-    ({"model_type": ["llama"]}, "is not supported; supported: gemma, gemma2"),
+    ({"model_type": ["llama"]}, "model_type ['llama'] is not supported; supported: "),
     ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported for llama; supported: 'silu'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "supported: default, linear, llama3, y"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "key mrope_section"),
@@ -384,6 +385,10 @@ REFUSED = [
     ({"rope_interleaved": True}, "rope_interleaved = True is not supported"),
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2}, "'chunked_attention'"),
     ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "needs sliding_window"),
+    (
+        {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LGX"},
+        "sliding_window_pattern = 'LGX' is not supported",
+    ),
     (
         {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}},
         "default, longrope",
@@ -417,6 +422,11 @@ MALFORMED = [
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor is 0.0; it must be positive"),
     ({"rope_scaling": {"type": "yarn", "factor": "x"}}, "rope factor = 'x'"),
     ({"model_type": "mistral"}, "config.json lacks sliding_window"),
+    ({"model_type": "exaone4"}, "config.json lacks sliding_window"),
+    (
+        {"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": 0},
+        "describes no exaone4 model",
+    ),
     (
         {
             "model_type": "phi3",
@@ -493,6 +503,58 @@ def test_which_layers_of_smollm3_turn() -> None:
     for odd in ([2, 1, 1, 1, 1], [1, 0]):
         with pytest.raises(ModelError):
             ropes(no_rope_layers=odd)
+
+
+def exaone4(**keys: Any) -> ModelConfig:
+    """Returns EXAONE 4.0 32B with five layers, as its config.json has it."""
+    values = {
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 361,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 27392,
+        "max_position_embeddings": 131072,
+        "model_type": "exaone4",
+        "num_attention_heads": 40,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 1_000_000,
+        "sliding_window": 4096,
+        "sliding_window_pattern": "LLLG",
+        "tie_word_embeddings": False,
+        "vocab_size": 102400,
+    } | keys
+    return family_for(values).config(values)
+
+
+def test_layers_of_exaone4_turn_where_they_have_a_window_or_none_has() -> None:
+    def kinds(**keys: Any) -> list[tuple[int, int]]:
+        mixers = [layer.attention for layer in exaone4(**keys).layers]
+        return [(mixer.window_tokens, mixer.rope) for mixer in mixers]
+
+    window, whole = (4096, 0), (0, 1)
+    assert exaone4().ropes[1].inv_freq == (0.0,)
+    assert exaone4().context_length == 131072
+    # By letters the last layer sees everything, by a number it need not.
+    assert kinds() == [window, window, window, whole, whole]
+    assert kinds(sliding_window_pattern=4) == [window, window, window, whole, window]
+    assert kinds(sliding_window_pattern="LG") == [window, whole, window, whole, whole]
+    types = ["full_attention", *["sliding_attention"] * 4]
+    assert kinds(layer_types=types) == [whole, *[window] * 4]
+    # As the small model says it.
+    assert kinds(sliding_window=None, sliding_window_pattern=None) == [(0, 0)] * 5
+    with pytest.raises(UnsupportedModelError, match="needs sliding_window"):
+        kinds(sliding_window=None, layer_types=types)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])

@@ -196,6 +196,31 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
         },
     ),
+    # As the large model is; as the small one is.
+    "exaone4": (
+        "exaone4",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "exaone4-whole": (
+        "exaone4",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": None,
+            "layer_types": [_FULL] * 3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "olmoe": (
         "olmoe",
         {

@@ -114,6 +114,7 @@ def _wires(stored: StoredResponses) -> dict[str, Wire]:
         f"{OLLAMA}embeddings": ollama_api.embed_one,
         "/v1/embeddings": embeddings_api.embed,
         **dict.fromkeys(("/v1/rerank", "/rerank", "/v1/reranking", "/reranking"), rerank),
+        "/v1/responses/input_tokens": stored.count,
         f"{MESSAGES}/count_tokens": _count_tokens,
         "/tokenize": _tokenize,
         "/detokenize": _detokenize,

@@ -71,6 +71,12 @@ class StoredResponses:
         shape = partial(ResponsesShape, messages=messages, repeated=repeated, stored=stored)
         return Fields(body), chat_request, shape
 
+    def count(self, fields: Fields, view: ModelView) -> Json:
+        """Returns the answer of `POST /v1/responses/input_tokens`. Raises as `translate` does."""
+        chat, read, _ = self.translate(fields, view)
+        (prompt,) = read(chat, view).generation.prompts
+        return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+
     def put(self, owner: str, identity: str, messages: list[Json]) -> None:
         """Keeps the messages up to and including a response."""
         size = sum(len(str(message)) for message in messages)

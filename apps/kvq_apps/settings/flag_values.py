@@ -7,7 +7,7 @@ slow to import, so it is imported when the help is printed or a value is checked
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
 from importlib import import_module
 from math import inf
@@ -154,7 +154,9 @@ def with_component_values(text: str) -> str:
     )
 
 
-def _format_value(value: tuple[object, ...] | str | float | None) -> str:
+def _format_value(value: Mapping[str, object] | tuple[object, ...] | str | float | None) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(value)
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     if isinstance(value, float):

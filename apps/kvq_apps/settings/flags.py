@@ -81,9 +81,8 @@ FLAGS: dict[str, Flag] = {
         "budget does not hold, so that none loses bits: on a CPU a file, of which a step reads "
         "what --kv-read names; with --device cuda the host's memory, which each pass copies to "
         "the GPU", "none", setting="kv.offload", metavar="SIZE"),
-    "kv-policy": Flag("what gives way when the budget is full: budget, kv-adaquant, uniform, "
-        "streaming, oldest, zipcache, qaq; for comparison a2sf, chunkkv, expected-attention, h2o, "
-        "l2norm, lagkv, snapkv", "the model's", setting="kv.policy",
+    "kv-policy": Flag("what gives way when the budget is full: {kvq.policies:POLICIES}",
+        "the model's", setting="kv.policy",
         metavar="NAME[:OPTION=VALUE,..]", suggests=ComponentChoices("kvq.policies:POLICIES")),
     "kv-read": Flag("what is read of the cache: blasst, all but values that weigh next to "
         "nothing; all; or the share of its pages that a step reads, such as 25%%",

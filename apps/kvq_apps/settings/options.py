@@ -100,7 +100,14 @@ def max_tokens(predict: int | None, default: int | None) -> int | None:
 
 
 def engine_options(arguments: Namespace) -> dict[str, Any]:
-    """Returns the keyword arguments of `Engine.open`, without the model."""
+    """Returns the keyword arguments of `Engine.open`, without the model.
+
+    Raises `UsageError` for an unknown policy, which is refused before a model is made.
+    """
+    for policy in keywords(arguments, policy="kv-policy").values():
+        from kvq.policies import policy_named
+
+        policy_named(policy)
     return keywords(
         arguments, threads="threads", backend="backend", device="device",
         weights_budget="weights-budget",

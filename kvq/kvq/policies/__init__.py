@@ -4,8 +4,11 @@ A policy reads evidence and returns actions. It never touches a page itself and 
 page closes. It must be deterministic: among equals the oldest page comes first, then the lowest
 layer, then the lowest head.
 
-To add one: write a frozen dataclass with the methods of `Policy` in a file of its own, and add one
-row to `POLICIES`.
+A policy sees no key and no value, only what `Evidence` has; `estimates.py` estimates more from it.
+
+To add a policy: write a frozen dataclass with the methods of `Policy` in a file of its own, or one
+that derives from `Scorer` if it ranks pages by a number, and add a row to `POLICIES`. The first
+lines of the file and of the class are shown on the documentation's page of methods.
 """
 
 from collections.abc import Callable
@@ -86,8 +89,9 @@ class Constants:
     """Holds the ranges of one layer's pages, from their stored constants; 0 for evicted pages.
 
     `key_min`, `key_range`: float32 [Hk, C, D], smallest key and range of each channel over the
-    page's tokens (rotated keys). `value_min`, `value_range`: float32 [Hk, C, 64], smallest value
-    and range of each token over the head's channels.
+    page's tokens. Keys are as they are stored: after RoPE, and in some heads after a Hadamard
+    matrix, the same for all pages of a head. `value_min`, `value_range`: float32 [Hk, C, 64],
+    smallest value and range of each token over the head's channels.
     """
 
     key_min: Floats
@@ -112,7 +116,7 @@ class Evidence:
         head_dim: Channels of a head; with `value_groups` it gives the bytes of a page.
         constants: Returns the `Constants` of a layer.
         key_squares: Returns float32 [Hk, C, 64] of a layer: squared norms of the keys as they are
-            read.
+            read; 0 for evicted pages.
         value_groups: Groups of values in a page that have constants of their own.
         closing_pages: How many pages of every layer and head are about to close.
         new_page_widths: uint8 [L, Hk, 2]: key and value bits that new pages close at; None if

@@ -81,6 +81,14 @@ def test_flags(flags: list[str], words: str, bundle: str, refused: Refused) -> N
     assert words in refused("run", "-m", bundle, "hello", *flags)
 
 
+def test_an_unknown_policy_is_refused_before_a_model_is_made(
+    refused: Refused, tmp_path: Path
+) -> None:
+    line = refused("run", "-m", "default", "--kv-policy", "best", "hello")
+    assert "--kv-policy 'best' is unknown; possible: a2sf, budget, " in line
+    assert not (tmp_path / "cache" / "kvq" / "bundles").exists()
+
+
 def test_words(bundle: str, refused: Refused) -> None:
     assert "the prompt is empty; write" in refused("run")
     assert "the prompt is empty" in refused("run", "-m", bundle, "")

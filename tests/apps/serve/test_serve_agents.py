@@ -26,6 +26,7 @@ WITH_TOOLS = (
 SAID = "<think>\nHm.\n</think>\n\nIt is Paris."
 CALLED = '<tool_call>\n{"name": "find", "arguments": {"q": "x"}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"q": {"type": "string"}}}
+INPUT_TOKENS = "/v1/responses/input_tokens"
 QUESTION = {"role": "user", "content": "The capital of France?"}
 
 
@@ -91,6 +92,58 @@ def test_a_response_calls_a_function_and_goes_on_from_its_result() -> None:
         unstored = client.responses.create(model="x", input="Hi", store=False)
         with pytest.raises(openai.NotFoundError):
             client.responses.create(model="x", input="Hi", previous_response_id=unstored.id)
+
+
+def test_input_tokens_are_those_that_the_response_reads() -> None:
+    tool: Any = {"type": "function", "name": "find", "parameters": SCHEMA}
+    request: Any = {"model": "x", "input": "Find x"}
+    with scripted_server(WITH_TOOLS, SAID) as server, open_ai(server) as client:
+        first = client.responses.create(**request)
+        more = [
+            {},
+            {"instructions": "Be brief."},
+            {"tools": [tool]},
+            {"previous_response_id": first.id},
+        ]
+        counts: list[int] = []
+        for fields in more:
+            request |= fields
+            counted = client.responses.input_tokens.count(**request)
+            usage = client.responses.create(**request).usage
+            assert usage is not None
+            assert counted.object == "response.input_tokens"
+            assert counted.input_tokens == usage.input_tokens
+            counts.append(counted.input_tokens)
+    assert counts == sorted({*counts})
+
+
+def test_input_tokens_need_no_model_and_are_refused_as_the_response_is(
+    rule: Rule, served: Server
+) -> None:
+    whole = {"input": "Hi", "stream": True, "max_output_tokens": 3, "store": True}
+    reply = ask(served, INPUT_TOKENS, whole)
+    assert reply.json.keys() == {"object", "input_tokens"}
+    assert rule.backend.arrivals == 0
+    wrong: list[Any] = [
+        {"input": []},
+        {"input": "word " * 9000},
+        {"input": "Hi", "store": "no"},
+        {"input": "Hi", "previous_response_id": "resp_0"},
+    ]
+    for body in wrong:
+        refused, expected = ask(served, INPUT_TOKENS, body), ask(served, "/v1/responses", body)
+        assert refused.status == expected.status >= 400
+        assert refused.json == expected.json
+
+
+def test_input_tokens_go_on_from_the_responses_of_their_owner(served: Server) -> None:
+    mine = {"input": "Hi", "cache_salt": "mine", "max_output_tokens": 2}
+    first = ask(served, "/v1/responses", mine).json
+    more = {**mine, "previous_response_id": first["id"]}
+    count = ask(served, INPUT_TOKENS, more).json["input_tokens"]
+    assert count > first["usage"]["input_tokens"]
+    assert count == ask(served, "/v1/responses", more).json["usage"]["input_tokens"]
+    assert ask(served, INPUT_TOKENS, {**more, "cache_salt": "other"}).status == 404
 
 
 def test_a_response_that_is_cut_says_so() -> None:

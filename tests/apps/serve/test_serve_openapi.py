@@ -86,7 +86,13 @@ def test_a_field_has_its_kind_its_limits_and_its_default(infilling: Server) -> N
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/infill", "/api/generate", "/tokenize"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(CHAT, "/v1/responses", "/v1/responses/input_tokens"),
+        *("/infill", "/api/generate", "/tokenize"),
+    ],
+)
 def test_an_example_is_answered(path: str, infilling: Server) -> None:
     body = paths(infilling)[path]["post"]["requestBody"]["content"]["application/json"]
     limits = {"options": {"num_predict": 1}} if "/api/" in path else {"max_tokens": 1}

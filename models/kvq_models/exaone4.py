@@ -1,0 +1,81 @@
+"""The exaone4 family (EXAONE 4.0): olmo2 with a norm on every query and key head.
+
+With windows (32B) three layers of four see one, and the others do not rotate. Without (1.2B) all
+layers see everything and rotate.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq.errors import UnsupportedModelError
+from kvq_models.config import ModelConfig
+from kvq_models.decoder import (
+    DECODER_KEYS,
+    ROPE_SCALINGS,
+    context_length,
+    decoder_config,
+    rope_settings,
+)
+from kvq_models.family import Family
+from kvq_models.keys import Default, Required
+from kvq_models.olmo2 import OLMO_WEIGHTS
+from kvq_models.rope import NO_ROTATION, build_rope
+from kvq_models.windows import typed_layers
+
+_TYPE = "exaone4"
+_KINDS = {"L": "sliding_attention", "G": "full_attention"}
+_STILL = 1
+
+
+def _build(values: Mapping[str, Any]) -> ModelConfig:
+    window = values["sliding_window"]
+    layers = typed_layers(_TYPE, values["layer_types"] or _types(values), window)
+    settings = rope_settings(values)
+    return decoder_config(
+        _TYPE,
+        values,
+        attention={"qk_norm": "heads"},
+        norms="after",
+        attention_by_layer=[
+            fields if fields or window is None else {"rope": _STILL} for fields in layers
+        ],
+        ropes=(build_rope(_TYPE, settings, ROPE_SCALINGS), NO_ROTATION),
+        context_length=context_length(settings),
+    )
+
+
+def _types(values: Mapping[str, Any]) -> Sequence[str]:
+    """Returns the kind of each layer if config.json does not name it.
+
+    A pattern is a number, each so many layers one sees everything, or letters that repeat, and then
+    the last layer sees everything. Raises UnsupportedModelError for other letters.
+    """
+    count, pattern = values["num_hidden_layers"], values["sliding_window_pattern"]
+    if values["sliding_window"] is None:
+        return [_KINDS["G"]] * count
+    if not isinstance(pattern, str):
+        return [_KINDS["L" if (layer + 1) % pattern else "G"] for layer in range(count)]
+    if not pattern or set(pattern) - set(_KINDS):
+        raise UnsupportedModelError(
+            f"sliding_window_pattern = {pattern!r} is not supported for {_TYPE}; "
+            "supported: a number, or letters L and G"
+        )
+    repeated = [_KINDS[pattern[layer % len(pattern)]] for layer in range(count)]
+    return [*repeated[:-1], _KINDS["G"]]
+
+
+FAMILY = Family(
+    model_type=_TYPE,
+    keys={
+        **DECODER_KEYS,
+        "num_key_value_heads": Required(),
+        "rms_norm_eps": Default(float, 1e-5),
+        # null means no windows, and a missing key means some.
+        "sliding_window": Required(int, nullable=True),
+        "sliding_window_pattern": Default(object, 4),
+        "layer_types": Default(list),
+    },
+    build=_build,
+    layer_weights=OLMO_WEIGHTS,
+    turn_ends=("[|endofturn|]",),
+)
