@@ -14,8 +14,8 @@ import pytest
 from kvq.errors import DataError, UsageError
 from kvq_apps.cli import main
 from kvq_apps.completion.document import LineChange, TextDocument
-from kvq_apps.completion.edit_history import LIKELY_LINES, LIKELY_LOGPROB, NextEdit
-from kvq_apps.completion.suggestions import Completion, Suggestion
+from kvq_apps.completion.edit_history import LIKELY_EDIT, LIKELY_LINES, NextEdit
+from kvq_apps.completion.suggestions import LIKELY_COMPLETION, Completion, Suggestion
 from kvq_lab.text_pairs import TextPair, commit_pairs, file_pairs
 from kvq_lab.typing_replay import TypingReplay, hunks_between, report, tally, typing_session
 from kvq_runtime.session.session import no_progress
@@ -36,7 +36,9 @@ class ScriptedService:
     """Completes a line as `answers` says, and writes `edits` one after the other."""
 
     def __init__(
-        self, answers: dict[str, Sequence[tuple[str, float]]], edits: Sequence[NextEdit] = ()
+        self,
+        answers: dict[str, Sequence[tuple[str, float] | Suggestion]],
+        edits: Sequence[NextEdit] = (),
     ) -> None:
         self.answers = answers
         self.edits = list(edits)
@@ -47,8 +49,13 @@ class ScriptedService:
 
     def complete(self, document: TextDocument, place: tuple[int, int], **_: Any) -> Completion:
         self.lines.append(document.line(place[0])[: place[1]])
-        drafts = self.answers.get(self.lines[-1], ())
-        return Completion(drafts=tuple(Suggestion(text=a, logprob=b) for a, b in drafts))
+        drafts = (
+            draft
+            if isinstance(draft, Suggestion)
+            else Suggestion(text=draft[0], logprob=draft[1], steps=((len(draft[0]), draft[1]),))
+            for draft in self.answers.get(self.lines[-1], ())
+        )
+        return Completion(drafts=tuple(drafts))
 
     def read(self, document: TextDocument, place: tuple[int, int], **_: Any) -> bool:
         self.read_at.append(place)
@@ -163,31 +170,33 @@ def test_keys_saved_and_wrong_suggestions_are_counted() -> None:
     service = ScriptedService(
         {
             # Right: 12 of the 14 keys of the line that is added, with one.
-            "g": [("(len(title))", -2.0)],
+            "g": [("(len(title))", LIKELY_COMPLETION)],
             # More than what is typed is wrong, also behind what was right.
-            "g(len(title))": [(" + 1", -0.5)],
+            "g(len(title))": [(" + 1", LIKELY_COMPLETION / 2)],
             # Wrong, and counted as long as its beginning is typed only once.
-            "def f(title": [("_text", -3.0)],
+            "def f(title": [("_text", 2 * LIKELY_COMPLETION)],
             "f(title": [],
         }
     )
     replay = replayed(service)
     # Deleting a name is a key.
     assert [hunk.keys for hunk in replay.hunks] == [6, 6, 6, 14]
-    count = tally(replay.hunks)
+    count = tally(replay.hunks, -inf)
     assert (count.keys, count.saved, count.shown, count.wrong) == (32, 11, 3, 2)
     assert (count.edits_shown, count.offered) == (0, 0)
     # While a right suggestion is typed, its rest is known.
     assert service.lines == ["def f(title", "    return title", "f(title", "", "g", "g(len(title))"]
     result = report(replay)
     assert (result["value"], result["n"]) == (11 / 32, 4)
-    assert result["wrong_share"] == 2 / 3
-    rows = {row["least_logprob"]: row for row in result["rows"][:5]}
-    assert [(row["shown"], row["wrong"]) for row in rows.values()] == [
-        (3, 2), (3, 2), (2, 1), (1, 1), (1, 1),
+    # As a user has it: what is likely.
+    assert (result["shown"], result["wrong_share"]) == (2, 1 / 2)
+    rows = result["rows"][:4]
+    assert [(row["shown"], row["wrong"]) for row in rows] == [(3, 2), (3, 2), (2, 1), (2, 1)]
+    assert [row["least_logprob"] for row in rows] == [
+        "any", *(round(part * LIKELY_COMPLETION, 3) for part in (2, 1, 0.5)),
     ]  # fmt: skip
-    assert [*rows] == ["any", -4.0, -2.0, -1.0, -0.5]
-    assert (rows[-2.0]["saved"], rows[-1.0]["saved"]) == (11 / 32, 0)
+    # Behind the bracket, the rest of its token is certain.
+    assert [row["saved"] for row in rows] == [11 / 32, 11 / 32, 11 / 32, 10 / 32]
 
 
 def test_a_suggestion_that_stays_visible_is_shown_once() -> None:
@@ -195,10 +204,10 @@ def test_a_suggestion_that_stays_visible_is_shown_once() -> None:
     service = ScriptedService({"x": drafts})
     replay = replayed(service, "y\n", "x = first_name + (last_name)\n")
     # Once `+` is typed, the second is left, and becomes visible at the bracket.
-    assert [(row.typed, row.number, row.keys) for row in replay.hunks[0].visible] == [
-        (2, 1, 0), (15, 1, 0), (19, 2, 10), (28, 2, 1),
+    assert [(pause.typed, pause.shown(-inf)) for pause in replay.hunks[0].pauses] == [
+        (2, " = first_name - 1"), (15, " - 1"), (19, "last_name)"), (28, ")"), (29, ""),
     ]  # fmt: skip
-    count = tally(replay.hunks)
+    count = tally(replay.hunks, -inf)
     assert (count.shown, count.wrong, count.saved) == (2, 1, 9)
     assert service.lines == ["x", "x = first_name + (last_name)"]
 
@@ -206,10 +215,22 @@ def test_a_suggestion_that_stays_visible_is_shown_once() -> None:
 def test_keys_inside_of_what_was_accepted_show_nothing() -> None:
     service = ScriptedService({"": [("ab(cd(e", -1.0)], "ab(cd(e": [("f", -1.0)]})
     replay = replayed(service, "x\n", "x\nab(cd(ef)\n")
-    count = tally(replay.hunks)
+    count = tally(replay.hunks, -1.0)
     assert (count.shown, count.wrong, count.saved) == (1, 0, 6)
-    # Not accepted when it is too unlikely; then no other is visible either.
-    assert tally(replay.hunks, -0.5).saved == 0
+    # Too unlikely at first; behind a bracket the rest of its token is certain.
+    assert tally(replay.hunks, -0.5).saved == 4
+
+
+def test_the_likely_part_is_shown_and_its_rest_when_that_is_typed() -> None:
+    steps = ((2, -0.1), (5, -0.2), (8, -0.3), (10, -1.3))
+    draft = Suggestion(text=" = ab().cd", logprob=-1.3, steps=steps)
+    replay = replayed(ScriptedService({"x": [draft]}), "y\n", "x = ab().cd\n")
+    # What is typed is certain, so that the next token counts by itself.
+    assert [(pause.typed, pause.shown(-0.25)) for pause in replay.hunks[0].pauses[:4]] == [
+        (2, " = ab"), (7, "()."), (8, ")."), (9, ""),
+    ]  # fmt: skip
+    count = tally(replay.hunks, -0.25)
+    assert (count.shown, count.wrong, count.saved) == (2, 0, 6)
 
 
 def test_edits_that_come_later_are_offered() -> None:
@@ -250,9 +271,9 @@ def test_edits_are_shown_as_the_language_server_shows_them() -> None:
     shown = [
         tally(replayed(ScriptedService({}, [edit])).hunks).edits_shown
         for edit in (
-            edit_of(LineChange(4, (), lines[1:]), logprob=LIKELY_LOGPROB),
-            edit_of(LineChange(4, (), lines), logprob=LIKELY_LOGPROB),
-            edit_of(LineChange(4, (), lines[1:]), logprob=LIKELY_LOGPROB - 0.1),
+            edit_of(LineChange(4, (), lines[1:]), logprob=LIKELY_EDIT),
+            edit_of(LineChange(4, (), lines), logprob=LIKELY_EDIT),
+            edit_of(LineChange(4, (), lines[1:]), logprob=LIKELY_EDIT - 0.1),
         )
     ]
     assert shown == [1, 0, 0]

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from environment import environment_in
 from kvq_apps.completion.document import TextDocument
 from kvq_apps.completion.edit_history import EditedLines, NextEdit
-from kvq_apps.completion.suggestions import Completion, Suggestion
+from kvq_apps.completion.suggestions import Completion, Steps, Suggestion
 from kvq_apps.lsp.connection import RpcError, read_frames
 from kvq_apps.lsp.language_server import Completer, LanguageServer
 
@@ -30,6 +30,7 @@ class GatedCompleter:
         self.gate = threading.Event()
         self.gate.set()
         self.fails = False
+        self.steps: Steps = ()
         self.next_edits: list[NextEdit] = []
         self.edits: list[tuple[str, tuple[int, int], list[tuple[str, str]]]] = []
 
@@ -45,7 +46,8 @@ class GatedCompleter:
             raise RuntimeError("the engine broke")
         before = document.line(place[0])[: place[1]]
         texts = (f"<{before}>", f"second {len(self.calls)}")
-        return Completion(drafts=tuple(Suggestion(text=text, logprob=-1.0) for text in texts))
+        drafts = (Suggestion(text=text, logprob=-1.0, steps=self.steps) for text in texts)
+        return Completion(drafts=tuple(drafts))
 
     def read(
         self,

@@ -16,7 +16,7 @@ MOST_BYTES = 64 << 10
 SAME_EDIT_S = 10.0
 SAME_EDIT_LINES = 12
 # A likely edit: the log-probability of all that was written, and the lines that change.
-LIKELY_LOGPROB = -3.0
+LIKELY_EDIT = -3.0
 LIKELY_LINES = 6
 _WORD = re.compile(r"\w+")
 
@@ -73,7 +73,7 @@ class NextEdit:
     def likely(self) -> bool:
         """Returns whether it is small, and the model sure of it."""
         lines = sum(max(len(change.old), len(change.new)) for change in self.changes)
-        return self.logprob >= LIKELY_LOGPROB and lines <= LIKELY_LINES
+        return self.logprob >= LIKELY_EDIT and lines <= LIKELY_LINES
 
 
 class EditHistory:

@@ -80,7 +80,7 @@ class RemoteCompleter:
         if answers is None:
             return Completion(drafts=(), why_not="cancelled")
         texts = (_text(answer, context.indent) for answer in answers)
-        drafts = filter_suggestions(context, ((text, 0.0) for text in texts))
+        drafts = filter_suggestions(context, ((text, ()) for text in texts))
         kvq_fields: dict[str, Any] = answers[0].get("x_kvq") or {}
         cached = int(kvq_fields.get("cached_tokens", 0))
         return Completion(

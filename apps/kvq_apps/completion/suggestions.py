@@ -7,8 +7,11 @@ imported, since `kvq lsp` begins with this module.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from kvq_apps.completion.document import TextDocument
+
+Steps = tuple[tuple[int, float], ...]
 
 DEFAULT_DRAFTS = 3
 DEFAULT_TOKENS = 16
@@ -21,6 +24,9 @@ _DOCSTRING = re.compile(r"""\s*(\"{3}|'{3}).+\1\s*$""")
 # What ends a line that opens a block, and what begins a line that does not.
 _OPENERS, _COMMENTS = (":", "{"), ("#", "//", "/*", "*", '"', "'")
 MIN_CHARACTERS = 2
+_WORD_AT_END = re.compile(r"\w+$")
+# The least log-probability of what is shown to somebody who did not ask.
+LIKELY_COMPLETION = -1.4
 _CLOSERS = {")": "(", "]": "[", "}": "{"}
 
 
@@ -28,13 +34,39 @@ _CLOSERS = {")": "(", "]": "[", "}": "{"}
 class Suggestion:
     """Holds a suggestion to show, and the model's log-probability of all that it wrote.
 
-    `steps` are the characters after each of its tokens, and the log-probability of the text up to
-    there; none: the model did not say.
+    `steps` are pairs: characters up to the end of a token, log-probability of the text up to there.
+    Without steps nobody knows how likely a part of the text is.
     """
 
     text: str
     logprob: float
-    steps: tuple[tuple[int, float], ...] = ()
+    steps: Steps = ()
+
+    def after(self, characters: int) -> "Suggestion":
+        """Returns what remains when so many characters are typed: they are certain then."""
+        ends = ((0, 0.0), *self.steps)
+        certain = next((logprob for end, logprob in ends if end >= characters), 0.0)
+        rest = tuple(
+            (end - characters, logprob - certain) for end, logprob in self.steps if end > characters
+        )
+        return Suggestion(text=self.text[characters:], logprob=self.logprob - certain, steps=rest)
+
+    def likely_part(self, least_logprob: float = LIKELY_COMPLETION) -> "Suggestion":
+        """Returns the longest beginning that has at least this log-probability.
+
+        It ends where a word does, or a line if it has several. It is empty if hardly anything is
+        likely.
+        """
+        likely = takewhile(lambda step: step[1] >= least_logprob, self.steps)
+        length, logprob = max(likely, default=(0, 0.0))
+        if not self.steps or length >= len(self.text):
+            return self
+        part, following = self.text[:length], self.text[length]
+        if _WORD_AT_END.match(following):
+            part = _WORD_AT_END.sub("", part)
+        if following != "\n" and "\n" in part:
+            part = part.rpartition("\n")[0]
+        return replace(self, text=without_blank_end(part), logprob=logprob)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +81,16 @@ class Completion:
     encoded_tokens: int = 0
     ms: float = 0.0
     why_not: str | None = None
+
+    def likely_part(self, least_logprob: float = LIKELY_COMPLETION) -> "Completion":
+        """Returns the likely part of each suggestion, and of equal ones the first."""
+        parts: dict[str, Suggestion] = {}
+        for draft in self.drafts:
+            part = draft.likely_part(least_logprob)
+            parts.setdefault(part.text, part)
+        parts.pop("", None)
+        why_not = self.why_not if parts or not self.drafts else "unlikely"
+        return replace(self, drafts=tuple(parts.values()), why_not=why_not)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +177,13 @@ def without_next_line(draft: str, context: CursorContext) -> str:
 
 def trim(draft: str, context: CursorContext) -> str:
     """Drops white space at the end; returns nothing when hardly anything remains."""
-    draft = draft.rstrip()
-    return draft if len(draft.strip()) >= MIN_CHARACTERS else ""
+    return without_blank_end(draft)
+
+
+def without_blank_end(text: str) -> str:
+    """Drops white space at the end; returns nothing when hardly anything remains."""
+    text = text.rstrip()
+    return text if len(text.strip()) >= MIN_CHARACTERS else ""
 
 
 # A rule gets the suggestion and the cursor's context, and returns what remains of it.
@@ -158,7 +205,7 @@ def apply_rules(draft: str, context: CursorContext) -> str:
 
 
 def filter_suggestions(
-    context: CursorContext, drafts: Iterable[tuple[str, tuple[tuple[int, float], ...]]]
+    context: CursorContext, drafts: Iterable[tuple[str, Steps]]
 ) -> list[Suggestion]:
     """Applies the rules to texts with their steps.
 

@@ -42,7 +42,7 @@ class TypedSuggestions:
             return None
         typed = before[len(self._before) :]
         drafts = tuple(
-            replace(draft, text=draft.text[len(typed) :])
+            draft.after(len(typed))
             for draft in self._completion.drafts
             if draft.text.startswith(typed) and len(draft.text) > len(typed)
         )
@@ -163,6 +163,7 @@ class CompletionRequest:
     place: tuple[int, int]
     selected: "SelectedCompletion | None" = None
     as_list: bool = False
+    automatic: bool = False
     next_edit: bool = False
     cancelled: bool = False
     superseded: bool = False

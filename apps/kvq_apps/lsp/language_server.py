@@ -55,6 +55,8 @@ PARENT_CHECK_S = 2.0
 # The kinds of progress that an editor may show.
 LOADING, READING = "kvq-loading", "kvq-reading"
 ENCODINGS = ("utf-8", "utf-16", "utf-32")
+# The kind of request that an editor makes by itself, in LSP 3.18.
+AUTOMATIC = 2
 # A longer line was not written by a person; it is not completed.
 MOST_LINE = 20_000
 _STILL_LOADING = "the model is loading"
@@ -311,9 +313,12 @@ class LanguageServer:
         uri, position = params["textDocument"]["uri"], position_of(params["position"])
         context: dict[str, Any] = params.get("context") or {}
         selected = SelectedCompletion.read(context.get("selectedCompletionInfo"))
+        automatic = context.get("triggerKind") == AUTOMATIC
         with self._lock:
             open_document = self._documents.get(uri)
             why_not = self._why_not(uri, open_document)
+            if automatic and self._settings.completion == "off":
+                why_not = why_not or "completions are shown on request only"
             if open_document is None or why_not is not None:
                 return self._no_completion(open_document, why_not or "this document is not open")
             place = open_document.document.place(position, self._encoding)
@@ -321,12 +326,13 @@ class LanguageServer:
                 return self._no_completion(open_document, "the line is too long")
             completion = open_document.known_completion(place)
             if completion is not None and selected is None:
-                open_document.last = open_document.shown[place] = completion
-                return self._items(uri, open_document.document, place, completion, as_list=as_list)
+                open_document.shown[place] = completion
+                open_document.last = visible = self._visible(completion, automatic)
+                return self._items(uri, open_document.document, place, visible, as_list=as_list)
             open_document.supersede()
             open_document.place = place
             request = CompletionRequest(
-                number, uri, open_document.version, place, selected, as_list
+                number, uri, open_document.version, place, selected, as_list, automatic
             )
             open_document.request = self._waiting[number] = request
         self._work.put(request)
@@ -525,16 +531,17 @@ class LanguageServer:
             ):
                 self._end(request)
                 return
-            open_document.request, open_document.last = None, completion
+            visible = self._visible(completion, request.automatic)
+            open_document.request, open_document.last = None, visible
             self._waiting.pop(request.id, None)
-            if completion.drafts:
+            if visible.drafts:
                 open_document.accepted = "nothing"
                 self._counts.shown += 1
             if completion.drafts and request.selected is None:
                 open_document.shown[place] = completion
                 open_document.typed = TypedSuggestions(document, place, completion)
             items = self._items(
-                request.uri, document, place, completion, request.selected, as_list=request.as_list
+                request.uri, document, place, visible, request.selected, as_list=request.as_list
             )
             self._client.answer(request.id, result=items)
 
@@ -580,6 +587,11 @@ class LanguageServer:
             self._client.answer(request.id, error=RpcError(CANCELLED, "cancelled"))
         else:
             self._client.answer(request.id, result={"edits": []} if request.next_edit else None)
+
+    def _visible(self, completion: Completion, automatic: bool) -> Completion:
+        """Returns what is shown: to somebody who did not ask, what is likely."""
+        likely = automatic and self._settings.completion == "likely"
+        return completion.likely_part() if likely else completion
 
     def _items(
         self,

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 from kvq.json_values import is_array, is_object
 
 MOST_DRAFTS = 9
-# How eagerly next edits are shown, and the longest wait for one in milliseconds.
+# How eagerly completions and next edits are shown, and the longest wait for one in milliseconds.
 EAGERNESS = ("off", "likely", "always")
 MOST_DELAY_MS = 10_000
 # Files that usually hold secrets: they are never given to a model.
@@ -22,6 +22,7 @@ _SCHEMES = ("file", "untitled", "vscode-userdata", "vscode-remote")
 class LspSettings:
     """Holds the settings: `enabled`, most `drafts` shown, and `ignore` globs of names or paths.
 
+    `completion`: how eagerly completions are shown that nobody asked for.
     Of next edits: how eagerly they are shown, after how many milliseconds without a change, and in
     which form the model is asked.
     """
@@ -29,6 +30,7 @@ class LspSettings:
     enabled: bool = True
     drafts: int = MOST_DRAFTS
     ignore: tuple[str, ...] = SECRETS
+    completion: str = "likely"
     next_edit: str = "likely"
     next_edit_delay: int = 150
     next_edit_form: str = "auto"
@@ -101,6 +103,7 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "enabled": ("enabled", _boolean),
     "drafts": ("drafts", _drafts),
     "ignore": ("ignore", _globs),
+    "completion": ("completion", _eagerness),
     "nextEdit": ("next_edit", _eagerness),
     "nextEditDelay": ("next_edit_delay", _delay),
     "nextEditForm": ("next_edit_form", _form),

@@ -18,8 +18,9 @@ import numpy as np
 
 from kvq.errors import DataError
 from kvq_apps.completion.document import LineChange, TextDocument
-from kvq_apps.completion.edit_history import LIKELY_LOGPROB, EditHistory, NextEdit
+from kvq_apps.completion.edit_history import LIKELY_EDIT, EditHistory, NextEdit
 from kvq_apps.completion.next_edit import changed_lines
+from kvq_apps.completion.suggestions import LIKELY_COMPLETION, Completion
 from kvq_apps.evaluation.measurement import Progress
 from kvq_apps.lsp.documents import OpenDocument, TypedSuggestions
 from kvq_apps.lsp.language_server import Completer
@@ -32,8 +33,8 @@ from kvq_runtime.session.session import no_progress
 KEY_S = 0.2
 BRACKETS = frozenset("()[]{}")
 # Least log-probabilities that the table compares.
-COMPLETION_LOGPROBS = (-inf, -4.0, -2.0, -1.0, -0.5)
-EDIT_LOGPROBS = (-inf, 2 * LIKELY_LOGPROB, LIKELY_LOGPROB, LIKELY_LOGPROB / 2, LIKELY_LOGPROB / 4)
+COMPLETION_LOGPROBS = (-inf, 2 * LIKELY_COMPLETION, LIKELY_COMPLETION, LIKELY_COMPLETION / 2)
+EDIT_LOGPROBS = (-inf, 2 * LIKELY_EDIT, LIKELY_EDIT, LIKELY_EDIT / 2, LIKELY_EDIT / 4)
 # A name, or one sign: a hunk begins and ends between two of them.
 _PIECE = re.compile(r"\w+|\W")
 
@@ -98,27 +99,28 @@ def typing_session(name: str, text: str, hunk: LineChange) -> TypingSession:
 
 
 @dataclass(frozen=True, slots=True)
-class VisibleSuggestion:
-    """Says that a suggestion is visible after `typed` keys of a hunk, and would write `keys` more.
-
-    `keys` 0: something else is typed. While somebody types it, its rest has the same `number`.
-    """
+class Pause:
+    """Holds the completion after `typed` keys of a hunk, and the text that is typed next."""
 
     typed: int
-    number: int
-    logprob: float
-    keys: int
+    following: str
+    completion: Completion
+
+    def shown(self, least_logprob: float) -> str:
+        """Returns what is shown of the completion to somebody who sees only what is so likely."""
+        drafts = self.completion.likely_part(least_logprob).drafts
+        return drafts[0].text if drafts else ""
 
 
 @dataclass(frozen=True, slots=True)
 class TypedHunk:
-    """Holds what became of a hunk: its keys, what was visible, and the next edit after it.
+    """Holds what became of a hunk: its keys, the pauses in it, and the next edit after it.
 
     `ahead` are the numbers of the later hunks that the edit makes; empty: it makes something else.
     """
 
     keys: int
-    visible: tuple[VisibleSuggestion, ...]
+    pauses: tuple[Pause, ...]
     edit: NextEdit
     ahead: frozenset[int] = frozenset()
 
@@ -140,7 +142,6 @@ class TypingReplay:
         self._pauses = PAUSES[pause]
         self._history = EditHistory()
         self._clock_s = 0.0
-        self._suggestions = 0
 
     def type_pairs(self, pairs: Iterable[TextPair], limit: int, progress: Progress) -> None:
         """Types the first `limit` hunks. Raises `DataError` where there is none."""
@@ -168,7 +169,7 @@ class TypingReplay:
     def _type(self, uri: str, opened: OpenDocument, hunk: LineChange) -> TypedHunk:
         session = typing_session(uri, opened.document.text, hunk)
         keys = [edits[0][2] for _, _, edits in session.events[1:]]
-        visible, last, place = list[VisibleSuggestion](), "", (0, 0)
+        pauses, place = list[Pause](), (0, 0)
         for typed, (before, now) in enumerate(pairwise(session.moments())):
             place = _place(now.prefix)
             if now.kind == "jump":
@@ -179,22 +180,16 @@ class TypingReplay:
                 continue
             self._change(uri, opened, before.prefix + before.suffix, *session.events[typed][2])
             key, coming = keys[typed - 1], "".join(keys[typed:])
-            last = last.removeprefix(key) if last.startswith(key) else ""
             if now.kind == "delete" or not self._pauses(key, coming[:1]):
                 continue
-            text, logprob = self._suggestion(opened, place)
-            self._suggestions += text != last
-            if text:
-                count = len(KEY.findall(text)) if coming.startswith(text) else 0
-                visible.append(VisibleSuggestion(typed, self._suggestions, logprob, count))
-            last = text
+            pauses.append(Pause(typed, coming, self._completion(opened, place)))
         since = perf_counter()
         edit = self._service.next_edit(
             opened.document, place, uri=uri, edits=tuple(self._history), form="auto",
             cancel=never_cancelled,
         )  # fmt: skip
         self.edit_ms.append((perf_counter() - since) * 1e3)
-        return TypedHunk(len(keys), tuple(visible), edit)
+        return TypedHunk(len(keys), tuple(pauses), edit)
 
     def _change(self, uri: str, opened: OpenDocument, text: str, edit: list[Any]) -> None:
         """Sends a change of `text` to the document as an editor does."""
@@ -209,8 +204,8 @@ class TypingReplay:
             lambda change: self._history.add(uri, change, self._clock_s),
         )
 
-    def _suggestion(self, opened: OpenDocument, place: tuple[int, int]) -> tuple[str, float]:
-        """Returns the first suggestion that is visible at a place, as the server has it."""
+    def _completion(self, opened: OpenDocument, place: tuple[int, int]) -> Completion:
+        """Returns the completion at a place, as the server has it."""
         completion = opened.known_completion(place)
         if completion is None:
             since = perf_counter()
@@ -218,7 +213,7 @@ class TypingReplay:
             self.completion_ms.append((perf_counter() - since) * 1e3)
             if completion.drafts:
                 opened.typed = TypedSuggestions(opened.document, place, completion)
-        return next(((draft.text, draft.logprob) for draft in completion.drafts), ("", 0.0))
+        return completion
 
 
 def _moved(hunk: LineChange, lines: int) -> LineChange:
@@ -250,8 +245,8 @@ class SuggestionTally:
 
 def tally(
     hunks: Sequence[TypedHunk],
-    completion_logprob: float = -inf,
-    edit_logprob: float = LIKELY_LOGPROB,
+    completion_logprob: float = LIKELY_COMPLETION,
+    edit_logprob: float = LIKELY_EDIT,
 ) -> SuggestionTally:
     """Counts for a user who is shown what the model is so sure of, and takes what is right.
 
@@ -277,16 +272,21 @@ def tally(
 
 
 def _count_completions(count: SuggestionTally, hunk: TypedHunk, least_logprob: float) -> None:
-    typed = last = 0
-    for suggestion in hunk.visible:
-        if suggestion.typed < typed or suggestion.logprob < least_logprob:
+    """Counts a suggestion as shown again only if it is not the rest of what was shown before."""
+    typed, last, before = 0, "", ""
+    for pause in hunk.pauses:
+        if pause.typed < typed:
             continue
-        count.shown += suggestion.number != last
-        count.wrong += suggestion.number != last and not suggestion.keys
-        last = suggestion.number
-        if suggestion.keys:
-            count.saved += suggestion.keys - 1
-            typed = suggestion.typed + suggestion.keys
+        shown = pause.shown(least_logprob)
+        rest = last[len(before) - len(pause.following) :]
+        is_new, is_right = shown not in ("", rest), pause.following.startswith(shown)
+        count.shown += is_new
+        count.wrong += is_new and not is_right
+        if shown and is_right:
+            keys = len(KEY.findall(shown))
+            count.saved += keys - 1
+            typed = pause.typed + keys
+        last, before = shown, pause.following
 
 
 def report(replay: TypingReplay) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def _row(kind: str, least_logprob: float, count: SuggestionTally) -> dict[str, A
         shown, wrong = count.edits_shown, count.edits_wrong
     return {
         "suggestions": kind,
-        "least_logprob": "any" if least_logprob == -inf else least_logprob,
+        "least_logprob": "any" if least_logprob == -inf else round(least_logprob, 3),
         "shown": shown,
         "wrong": wrong,
         "wrong_share": _share(wrong, shown),

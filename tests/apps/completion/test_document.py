@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from kvq_apps.completion.document import Encoding, Position, TextDocument
 from kvq_apps.completion.suggestions import (
+    Completion,
     CursorContext,
+    Suggestion,
     apply_rules,
     cursor_context,
     filter_suggestions,
@@ -223,7 +225,7 @@ def test_where_a_block_begins(text: str, place: tuple[int, int], indent: int) ->
 def test_a_body_is_shown_whole_and_cut_at_lines() -> None:
     context = cursor_context(TextDocument("def f(x):\n    \n"), (1, 4))
     body = "y = x\n    return y\n"
-    assert [draft.text for draft in filter_suggestions(context, [(body, -1.0)])] == [body.rstrip()]
+    assert [draft.text for draft in filter_suggestions(context, [(body, ())])] == [body.rstrip()]
     assert whole_lines("y = x\n    retu") == "y = x"
     assert whole_lines("y = x\n") == "y = x\n"
     assert whole_lines("one line") == "one line"
@@ -231,11 +233,75 @@ def test_a_body_is_shown_whole_and_cut_at_lines() -> None:
 
 def test_texts_that_differ_by_spaces_are_shown_once() -> None:
     context = cursor_context(TextDocument("x = \n"), (0, 4))
-    drafts = [("f(a, b)", -1.0), ("f(a,b)", -2.0), ("f(a, c)", -3.0), (" f(a, b)", -4.0)]
-    assert [draft.text for draft in filter_suggestions(context, drafts)] == [
-        "f(a, b)",
-        "f(a, c)",
+    texts = ["f(a, b)", "f(a,b)", "f(a, c)", " f(a, b)"]
+    drafts = [(text, ((len(text), -float(number)),)) for number, text in enumerate(texts, 1)]
+    assert [(draft.text, draft.logprob) for draft in filter_suggestions(context, drafts)] == [
+        ("f(a, b)", -1.0),
+        ("f(a, c)", -3.0),
     ]
+
+
+def suggestion(*tokens: tuple[str, float]) -> Suggestion:
+    """Returns a suggestion of these tokens, each with its log-probability."""
+    text, logprob, steps = "", 0.0, list[tuple[int, float]]()
+    for token, one in tokens:
+        text, logprob = text + token, logprob + one
+        steps.append((len(text), logprob))
+    return Suggestion(text=text, logprob=logprob, steps=tuple(steps))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "part"),
+    [
+        # All of it, exactly at the limit; what the rules cut off no longer counts.
+        ([("f(", -0.25), ("x)", -0.25)], "f(x)"),
+        ([("f(", -0.25), ("x)", -0.5)], "f("),
+        ([("f(", -0.25), ("x", -0.5), (")", -9.0)], "f("),
+        # No part of a word, and no blank at the end.
+        ([("first", -0.1), ("_name", -1.0)], ""),
+        ([("a.", -0.1), ("first", -0.1), ("_name", -1.0)], "a."),
+        ([("the", -0.1), (" end", -0.1), (" of", -1.0)], "the end"),
+        ([("the ", -0.1), ("end", -1.0)], "the"),
+        # Hardly anything.
+        ([("(", -0.1), ("x", -1.0)], ""),
+        ([("x", -1.0), ("yz", -0.1)], ""),
+        # Of several lines the whole ones, of the first a part.
+        ([("a = 1\n", -0.1), ("b", -0.1), (" = 2", -1.0)], "a = 1"),
+        ([("a = 1", -0.1), ("\nb", -1.0)], "a = 1"),
+        ([("a =", -0.1), (" 1\nb", -1.0)], "a ="),
+    ],
+)
+def test_the_likely_part_of_a_suggestion(tokens: list[tuple[str, float]], part: str) -> None:
+    assert suggestion(*tokens).likely_part(-0.5).text == part
+
+
+def test_without_steps_a_suggestion_is_shown_whole() -> None:
+    whole = Suggestion(text="f(x)", logprob=-9.0)
+    assert whole.likely_part(-0.5) == whole
+
+
+def test_what_was_typed_of_a_suggestion_is_certain() -> None:
+    whole = suggestion(("ab", -0.5), ("cd", -0.25), ("ef", -2.0))
+    assert whole.after(2).text == "cdef"
+    assert whole.after(2).steps == ((2, -0.25), (4, -2.25))
+    # Inside a token the token is certain.
+    assert whole.after(3).steps == ((1, 0.0), (3, -2.0))
+    assert whole.after(0) == whole
+    assert whole.after(2).logprob == pytest.approx(-2.25)
+
+
+def test_equal_parts_are_shown_once_and_nothing_likely_is_said() -> None:
+    drafts = (
+        suggestion(("f(", -0.1), ("a", -9.0)),
+        suggestion(("f(", -0.2), ("b", -9.0)),
+        suggestion(("g()", -0.3)),
+        suggestion(("h()", -9.0)),
+    )
+    shown = Completion(drafts=drafts).likely_part()
+    assert [(draft.text, draft.logprob) for draft in shown.drafts] == [("f(", -0.1), ("g()", -0.3)]
+    assert shown.why_not is None
+    assert Completion(drafts=drafts[3:]).likely_part() == Completion(drafts=(), why_not="unlikely")
+    assert Completion(drafts=(), why_not="filtered").likely_part().why_not == "filtered"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvq_apps.completion.document import LineChange
-from kvq_apps.completion.edit_history import LIKELY_LINES, LIKELY_LOGPROB, NextEdit
+from kvq_apps.completion.edit_history import LIKELY_EDIT, LIKELY_LINES, NextEdit
 from kvq_apps.lsp.documents import WORD_S
 from language_client import URI, GatedCompleter, ThreadClient, at
 
@@ -70,10 +70,10 @@ def test_lines_are_added_and_removed_whole(
 @pytest.mark.parametrize(
     ("eagerness", "edit", "shown"),
     [
-        ("likely", NextEdit(changes=(CALL,), logprob=LIKELY_LOGPROB), 1),
-        ("likely", NextEdit(changes=(CALL,), logprob=LIKELY_LOGPROB - 0.1), 0),
+        ("likely", NextEdit(changes=(CALL,), logprob=LIKELY_EDIT), 1),
+        ("likely", NextEdit(changes=(CALL,), logprob=LIKELY_EDIT - 0.1), 0),
         ("likely", NextEdit(changes=(LineChange(0, (), ("a\n",) * (LIKELY_LINES + 1)),)), 0),
-        ("always", NextEdit(changes=(CALL,), logprob=LIKELY_LOGPROB - 0.1), 1),
+        ("always", NextEdit(changes=(CALL,), logprob=LIKELY_EDIT - 0.1), 1),
         ("off", NextEdit(changes=(CALL,)), 0),
     ],
 )

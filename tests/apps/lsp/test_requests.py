@@ -298,6 +298,53 @@ def test_editors_without_inline_completion_may_ask_for_a_list(completer: GatedCo
     plain.close()
 
 
+# The first draft is "<ab>": of these steps "<ab" is likely, and the rest is not.
+STEPS = ((1, -0.1), (3, -0.2), (4, -9.0), (9, -9.5))
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "shown"),
+    [
+        (None, 2, ["<ab"]),
+        ("likely", 2, ["<ab"]),
+        ("likely", 1, ["<ab>", "second 1"]),
+        ("always", 2, ["<ab>", "second 1"]),
+        ("sometimes", 2, ["<ab"]),  # not possible: stays
+    ],
+)
+def test_who_did_not_ask_is_shown_what_is_likely(
+    setting: str | None, kind: int, shown: list[str], completer: GatedCompleter
+) -> None:
+    completer.steps = STEPS
+    options = {} if setting is None else {"completion": setting}
+    client = started(completer, "ab\n", initializationOptions=options)
+    first = client.ask(COMPLETE, at(0, 2, kind))
+    assert [text.removeprefix("ab") for text in texts(first)] == shown
+    # The same again is known, whole, to whoever asks for it.
+    again = client.ask(COMPLETE, at(0, 2, 1))
+    assert [text.removeprefix("ab") for text in texts(again)] == ["<ab>", "second 1"]
+    assert len(completer.calls) == 1
+    client.close()
+
+
+def test_nothing_is_shown_while_typing_if_that_is_off(completer: GatedCompleter) -> None:
+    client = started(completer, "ab\n", initializationOptions={"completion": "off"})
+    assert client.ask(COMPLETE, at(0, 2))["result"] is None
+    assert not completer.calls
+    assert client.command("explain", URI)["whyNot"] == "completions are shown on request only"
+    assert texts(client.ask(COMPLETE, at(0, 2, 1)))
+    client.close()
+
+
+def test_nothing_that_is_unlikely_is_counted_as_shown(completer: GatedCompleter) -> None:
+    completer.steps = ((9, -9.0),)
+    client = started(completer, "ab\n")
+    assert client.ask(COMPLETE, at(0, 2))["result"] is None
+    report = client.command("explain", URI)
+    assert (report["whyNot"], report["counts"]["shown"]) == ("unlikely", 0)
+    client.close()
+
+
 def test_settings_are_pulled_and_a_bad_one_stays_as_it_was(completer: GatedCompleter) -> None:
     """LSP-21."""
     pulls = {"workspace": {"configuration": True}}

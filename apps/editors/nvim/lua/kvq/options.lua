@@ -10,6 +10,7 @@ M.defaults = {
   mode = 'eager', -- 'subtle': only when the trigger key is pressed
   filetypes = { ['*'] = true }, -- { markdown = false } leaves Markdown alone
   native = nil, -- false: kvq's own ghost text even where vim.lsp.inline_completion exists
+  completions = 'likely', -- 'always': also the part that the model is not sure of
   next_edits = 'likely', -- 'always': also what the model is not sure of; 'off'
   next_edit_delay_ms = 150, -- without a change, before the model is asked for the next edit
   debounce_ms = 20, -- of kvq's own ghost text, between a key and the request
@@ -27,7 +28,7 @@ M.defaults = {
 local types = {
   path = 'string', model = 'string', drafts = 'number', args = 'table', cmd = 'table',
   mode = 'string', filetypes = 'table', native = 'boolean', debounce_ms = 'number', keys = 'table',
-  next_edits = 'string', next_edit_delay_ms = 'number',
+  completions = 'string', next_edits = 'string', next_edit_delay_ms = 'number',
 }
 
 local function possible(of)
@@ -55,9 +56,11 @@ local function check(settings)
   if settings.mode ~= nil and settings.mode ~= 'eager' and settings.mode ~= 'subtle' then
     error(("kvq: mode is 'eager' or 'subtle', not %q"):format(settings.mode), 0)
   end
-  local eager = settings.next_edits
-  if eager ~= nil and not vim.tbl_contains({ 'off', 'likely', 'always' }, eager) then
-    error(("kvq: next_edits is 'off', 'likely' or 'always', not %q"):format(eager), 0)
+  for _, name in ipairs({ 'completions', 'next_edits' }) do
+    local eager = settings[name]
+    if eager ~= nil and not vim.tbl_contains({ 'off', 'likely', 'always' }, eager) then
+      error(("kvq: %s is 'off', 'likely' or 'always', not %q"):format(name, eager), 0)
+    end
   end
 end
 

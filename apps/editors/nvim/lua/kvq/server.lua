@@ -84,7 +84,11 @@ local function configuration(config)
     cmd = options.command(config),
     root_dir = vim.loop.cwd(),
     on_exit = vim.schedule_wrap(on_exit),
-    init_options = { nextEdit = config.next_edits, nextEditDelay = config.next_edit_delay_ms },
+    init_options = {
+      completion = config.completions,
+      nextEdit = config.next_edits,
+      nextEditDelay = config.next_edit_delay_ms,
+    },
     -- An answer of the server is what counts; what it logs is in Neovim's LSP log.
     handlers = { ['window/showMessage'] = function() end, ['$/progress'] = on_progress },
   }
