@@ -267,7 +267,7 @@ def test_shown_only_when_asked_for(start: Callable[..., Editor]) -> None:
     editor.write("", "iplu<C-\\>")
     editor.until_row(0, "plural(")
     refused = editor.lua("return select(2, pcall(require('kvq').setup, { draft = 2 }))")
-    assert 'no option "draft"; possible are args, cmd, debounce_ms, drafts' in refused
+    assert 'no option "draft"; possible are args, cmd, completions, debounce_ms, drafts' in refused
 
 
 def test_a_server_that_died_comes_back_for_every_buffer(

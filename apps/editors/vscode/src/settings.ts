@@ -25,15 +25,20 @@ export function commandLine(): CommandLine {
   };
 }
 
+/** What the server is to show while somebody types: `likely`, `always` or `off`. */
+export function shownWhileTyping(): string {
+  return vscode.workspace.getConfiguration("kvq").get<string>("completion", "likely");
+}
+
 /** Whether kvq is to complete texts of this language. */
 export function enabledFor(language: string): boolean {
   const rules = vscode.workspace.getConfiguration("kvq").get<Record<string, boolean>>("enable", {});
   return rules[language] ?? rules["*"] ?? true;
 }
 
-/** Whether a change of these settings asks for another command line. */
+/** Whether a change of these settings asks for another server. */
 export function needsRestart(change: vscode.ConfigurationChangeEvent): boolean {
-  return ["path", "model", "drafts", "arguments"].some((name) =>
+  return ["path", "model", "drafts", "completion", "arguments"].some((name) =>
     change.affectsConfiguration(`kvq.${name}`),
   );
 }
