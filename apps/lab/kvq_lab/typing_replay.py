@@ -272,14 +272,15 @@ def tally(
 
 
 def _count_completions(count: SuggestionTally, hunk: TypedHunk, least_logprob: float) -> None:
-    """Counts a suggestion as shown again only if it is not the rest of what was shown before."""
+    """Counts a suggestion as shown again only if it does not go on with what was shown before."""
     typed, last, before = 0, "", ""
     for pause in hunk.pauses:
         if pause.typed < typed:
             continue
         shown = pause.shown(least_logprob)
         rest = last[len(before) - len(pause.following) :]
-        is_new, is_right = shown not in ("", rest), pause.following.startswith(shown)
+        goes_on = rest != "" and (shown.startswith(rest) or rest.startswith(shown))
+        is_new, is_right = shown != "" and not goes_on, pause.following.startswith(shown)
         count.shown += is_new
         count.wrong += is_new and not is_right
         if shown and is_right:
