@@ -29,11 +29,11 @@ inline __m256 broadcast(const float* lanes, int lane) {
 }
 
 // Adds to the sums of V octets, `stride` levels apart, their products with one row of a block's
-// codes. Words of 16 bits can add up those of `Groups` groups of columns.
+// codes, times a whole `scale` in words of 16 bits. Such words can add up the products of `Groups`
+// groups of columns.
 template <int V, int Groups>
 KVQ_INLINE void add_octets(const uint8_t* codes, int block, const int8_t* x, size_t stride,
-                           __m256i* sums) {
-    const __m256i ones = _mm256_set1_epi16(1);
+                           __m256i* sums, __m256i scale = _mm256_set1_epi16(1)) {
     for (int quad = 0; quad < block / 4; quad += 2 * Groups) {
         __m256i words[V];
         KVQ_UNROLL for (int i = 0; i < 2 * Groups; i++) {
@@ -47,7 +47,7 @@ KVQ_INLINE void add_octets(const uint8_t* codes, int block, const int8_t* x, siz
             }
         }
         KVQ_UNROLL for (int v = 0; v < V; v++) sums[v] =
-            _mm256_add_epi32(sums[v], _mm256_madd_epi16(words[v], ones));
+            _mm256_add_epi32(sums[v], _mm256_madd_epi16(words[v], scale));
     }
 }
 
@@ -108,6 +108,14 @@ inline void store_octet(const float* totals, int octets, int count, float* out) 
         _mm256_storeu_ps(out + kPanelRows * i, _mm256_permute2f128_ps(four[i - 4], four[i], 0x31));
 }
 
+template <int V>
+inline void store_octets(const float* totals, int count, float* out) {
+    for (int first_lane = 0; first_lane < kPanelRows; first_lane += kOctetRows)
+        for (int v = 0; v < V; v++)
+            store_octet(totals + kOctetRows * (V * first_lane + v), V, count - kOctetRows * v,
+                        out + kOctetRows * kPanelRows * v + first_lane);
+}
+
 template <int V, int LowBits, bool E2m1>
 void multiply_octets(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x,
                      int first, int count, float* out) {
@@ -138,10 +146,118 @@ void multiply_octets(const PanelLayout& layout, const uint8_t* panel, const Roun
                             x.scales + sums, sum_stride);
         }
     }
-    for (int first_lane = 0; first_lane < kPanelRows; first_lane += kOctetRows)
-        for (int v = 0; v < V; v++)
-            store_octet(totals + kOctetRows * (V * first_lane + v), V, count - kOctetRows * v,
-                        out + kOctetRows * kPanelRows * v + first_lane);
+    store_octets<V>(totals, count, out);
+}
+
+// A super-block's numbers, by rows of the panel. Whole ones stand two a word, as `load_subs` reads
+// them.
+template <int Sub, bool kMinimum>
+struct SuperNumbers {
+    static constexpr int kWords = kSubWords<Sub>;
+    alignas(64) int32_t scales[kWords][kPanelRows], minima[kMinimum ? kWords : 1][kPanelRows];
+    alignas(64) float scale[kPanelRows], offset[kPanelRows];
+
+    SuperNumbers(const uint8_t* constants, float part) {
+        const uint8_t* numbers = constants + 2 * kPanelRows * (kMinimum ? 2 : 1);
+        load(numbers, false, scales);
+        store(scale, load_half(constants) * set1(part));
+        if constexpr (kMinimum) {
+            load(numbers, true, minima);
+            store(offset, load_half(constants + 2 * kPanelRows));
+        }
+    }
+    int16_t scale_of(int lane, int sub) const {
+        const int32_t both = scales[sub / 4 * 2 + sub % 2][lane];
+        return static_cast<int16_t>(sub & 2 ? both >> 16 : both);
+    }
+
+private:
+    static void load(const uint8_t* numbers, bool wants_minima, int32_t (*to)[kPanelRows]) {
+        Words words[kWords];
+        load_subs<Sub>(numbers, wants_minima, words);
+        for (int i = 0; i < kWords; i++) {
+            _mm256_store_si256(reinterpret_cast<__m256i*>(to[i]), words[i].a);
+            _mm256_store_si256(reinterpret_cast<__m256i*>(to[i] + 8), words[i].b);
+        }
+    }
+};
+
+// As `dot_subs`, of eight rows: `sums` are theirs, [words, 8, 2].
+template <int Words>
+KVQ_INLINE __m256i dot_octet(const int32_t (*numbers)[kPanelRows], int lane, const int16_t* sums) {
+    __m256i total = _mm256_setzero_si256();
+    KVQ_UNROLL for (int i = 0; i < Words; i++) {
+        const auto* pairs = reinterpret_cast<const __m256i*>(sums + 2 * kOctetRows * i);
+        const __m256i number = _mm256_set1_epi32(numbers[i][lane]);
+        total = _mm256_add_epi32(total, _mm256_madd_epi16(number, _mm256_load_si256(pairs)));
+    }
+    return total;
+}
+
+// As `multiply_super`, of V octets.
+template <int V, int Sub, bool kMinimum, int UpperBits, int LowBits>
+void multiply_super_octets(const PanelLayout& layout, const uint8_t* panel, const RoundedRows& x,
+                           int first, int count, float* out) {
+    using Numbers = SuperNumbers<Sub, kMinimum>;
+    constexpr int kTop = UpperBits == 4 ? (16 << LowBits) - 1 : 15, kSubGroups = Sub / kPanelGroup;
+    constexpr int kFit = groups_between_flushes(kTop);
+    constexpr int kGroups = kFit < kSubGroups ? kFit : kSubGroups;
+    constexpr int kSubs = kvq::kSuperColumns / Sub;
+    const size_t columns = layout.padded_columns(), stride = kOctetRows * columns;
+    const size_t number_stride = size_t(kOctetRows) * layout.blocks;
+    const size_t sum_stride = kOctetRows * layout.subs();
+    const size_t ahead = layout.low_bits() ? prefetch_bytes(layout, LowBits == layout.low_bits())
+                                           : size_t(kSequentialAhead);
+    const SuperReading reading(layout, LowBits, 0);
+    alignas(64) uint8_t codes[kPanelRows * kvq::kSuperColumns];
+    alignas(64) float totals[kPanelRows * V * kOctetRows] = {};
+    for (int b = 0; b < layout.blocks; b++) {
+        const uint8_t* constants = panel + layout.constants_at(b);
+        const Plane<UpperBits, false> upper{panel + layout.plane_at(b), ahead};
+        const uint8_t* low = panel + layout.low_at() +
+                             b * PanelLayout::bytes_of(kvq::kSuperColumns, LowBits);
+        const Plane<LowBits ? LowBits : 4, false> lower{low, ahead};
+        if constexpr (LowBits == 0)
+            unpack_groups(upper, kvq::kSuperColumns, codes);
+        else if constexpr (UpperBits == 2)
+            unpack_groups(ThreeBits<false>{upper, lower}, kvq::kSuperColumns, codes);
+        else
+            unpack_groups(WholeCodes<LowBits, false>{upper, lower}, kvq::kSuperColumns, codes);
+        const Numbers numbers(constants, reading.part);
+        const int8_t* levels = x.levels + first * columns + size_t(kOctetRows) * b * layout.block;
+        const size_t at = size_t(first) * layout.blocks + kOctetRows * b;
+        const int16_t* sub_sums = x.sub_sums + first * layout.subs() + kOctetRows * b * kSubs;
+        for (int lane = 0; lane < kPanelRows; lane++) {
+            __m256i sums[V];
+            KVQ_UNROLL for (int v = 0; v < V; v++) sums[v] = _mm256_setzero_si256();
+            for (int sub = 0; sub < kSubs; sub++)
+                add_octets<V, kGroups>(codes + 4 * lane + kPanelRows * Sub * sub, Sub,
+                                       levels + kOctetRows * Sub * sub, stride, sums,
+                                       _mm256_set1_epi16(numbers.scale_of(lane, sub)));
+            const __m256 scale = broadcast(numbers.scale, lane);
+            KVQ_UNROLL for (int v = 0; v < V; v++) {
+                const int16_t* row_sums = sub_sums + v * sum_stride;
+                if (reading.beyond) {
+                    const __m256i dot = dot_octet<Numbers::kWords>(numbers.scales, lane, row_sums);
+                    sums[v] = _mm256_add_epi32(
+                        _mm256_mullo_epi32(sums[v], _mm256_set1_epi32(reading.times)),
+                        _mm256_mullo_epi32(dot, _mm256_set1_epi32(reading.beyond)));
+                }
+                const __m256 unit = _mm256_loadu_ps(x.scales + at + v * number_stride);
+                float* to = totals + kOctetRows * (V * lane + v);
+                __m256 total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[v]),
+                                               _mm256_mul_ps(scale, unit), _mm256_load_ps(to));
+                if constexpr (kMinimum) {
+                    const __m256i dot = dot_octet<Numbers::kWords>(numbers.minima, lane, row_sums);
+                    const __m256 offset = broadcast(numbers.offset, lane);
+                    total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(offset, unit),
+                                            total);
+                }
+                _mm256_store_ps(to, total);
+            }
+        }
+    }
+    store_octets<V>(totals, count, out);
 }
 
 using MultiplyOctets = void (*)(const PanelLayout&, const uint8_t*, const RoundedRows&, int, int,
@@ -149,6 +265,13 @@ using MultiplyOctets = void (*)(const PanelLayout&, const uint8_t*, const Rounde
 template <int LowBits, bool E2m1, int... V>
 MultiplyOctets octet_count(std::integer_sequence<int, V...>, int octets) {
     constexpr MultiplyOctets table[] = {multiply_octets<V + 1, LowBits, E2m1>...};
+    return table[octets - 1];
+}
+
+template <int Sub, bool kMinimum, int UpperBits, int LowBits, int... V>
+MultiplyOctets super_octets(std::integer_sequence<int, V...>, int octets) {
+    constexpr MultiplyOctets table[] = {
+        multiply_super_octets<V + 1, Sub, kMinimum, UpperBits, LowBits>...};
     return table[octets - 1];
 }
 
@@ -161,9 +284,16 @@ void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, co
     for (int done = 0; done < count; done += kMost) {
         const int rows = std::min(count - done, kMost);
         const int octets = (rows + kOctetRows - 1) / kOctetRows;
-        const MultiplyOctets chosen = for_codes(low_bits, layout.grid, [=](auto low, auto e2m1) {
+        const auto plain = [=](auto low, auto e2m1) {
             return octet_count<low(), e2m1()>(Counts{}, octets);
-        });
+        };
+        const auto super = [=](auto sub, auto minimum, auto upper, auto low) -> MultiplyOctets {
+            // Words of 16 bits hold no products of 8-bit codes, which come as rows alone.
+            if constexpr (low() == 4) return nullptr;
+            else return super_octets<sub(), minimum(), upper(), low()>(Counts{}, octets);
+        };
+        const MultiplyOctets chosen = layout.sub ? for_supers(layout, low_bits, super)
+                                                 : for_codes(low_bits, layout.grid, plain);
         chosen(layout, panel, x, first + done, rows, out + kPanelRows * done);
     }
 }

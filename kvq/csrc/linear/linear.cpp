@@ -63,7 +63,7 @@ T* aligned(std::vector<T>& buffer, size_t count) {
 // What products keep between them.
 struct Scratch {
     std::vector<int8_t> levels, octet_levels;
-    std::vector<int16_t> sub_sums;
+    std::vector<int16_t> sub_sums, octet_sub_sums;
     std::vector<float> scales, sums, octet_scales, octet_sums, rows, tops, sorted, deviations;
     std::vector<uint8_t> exact, more;
 };
@@ -130,11 +130,13 @@ public:
                     grown(scratch.scales, tokens * layout_.blocks),
                     grown(scratch.sums, tokens * layout_.blocks), false,
                     grown(scratch.sub_sums, tokens * layout_.subs())};
-        if (!table_.octets_from || call.tokens < table_.octets_from || layout_.sub) return;
+        const bool wide = layout_.sub && layout_.bits == 8;
+        if (!table_.octets_from || call.tokens < table_.octets_from || wide) return;
         const size_t rows = (tokens + kOctetRows - 1) / kOctetRows * kOctetRows;
         octets_ = {aligned(scratch.octet_levels, rows * layout_.padded_columns()),
                    aligned(scratch.octet_scales, rows * layout_.blocks),
-                   aligned(scratch.octet_sums, rows * layout_.blocks), true};
+                   aligned(scratch.octet_sums, rows * layout_.blocks), true,
+                   aligned(scratch.octet_sub_sums, rows * layout_.subs())};
     }
 
     void run() {
@@ -192,6 +194,9 @@ private:
                 octets_.scales[sums + kOctetRows * b + r] = rounded_.scales[sums + r * blocks + b];
                 octets_.sums[sums + kOctetRows * b + r] = rounded_.sums[sums + r * blocks + b];
             }
+            for (size_t i = 0; i < layout_.subs(); i += 2)
+                std::memcpy(octets_.sub_sums + t * layout_.subs() + kOctetRows * i + 2 * r,
+                            rounded_.sub_sums + (t + r) * layout_.subs() + i, 4);
         }
     }
 

@@ -127,7 +127,8 @@ struct Prefetching {
 Prefetching& prefetching();
 
 // Activations rounded to int8, row after row; or as octets, of which the last may lack rows: levels
-// [M / 8, padded columns / 4, 8, 4], the others [M / 8, blocks, 8].
+// [M / 8, padded columns / 4, 8, 4], sums of sub-blocks [M / 8, subs / 2, 8, 2], the others
+// [M / 8, blocks, 8].
 struct RoundedRows {
     int8_t* levels;  // [M, padded columns]
     float* scales;   // [M, blocks], kScaleUnit included

@@ -546,25 +546,34 @@ MultiplyRows super_rows(std::integer_sequence<int, R...>, int rows) {
         return multiply_super<1, Sub, kMinimum, UpperBits, LowBits, true>;
     return table[rows - 1];
 }
-template <class Counts>
-MultiplyRows super_rows(const PanelLayout& layout, int low_bits, Counts counts, int rows) {
+// pick(columns of a sub-block, whether it has a minimum, bits of the upper plane, bits read beside it),
+// all as constants.
+template <class Pick>
+auto for_supers(const PanelLayout& layout, int low_bits, Pick&& pick) {
+    constexpr std::integral_constant<int, 0> none{};
+    constexpr std::integral_constant<int, 1> single{};
+    constexpr std::integral_constant<int, 2> two{};
+    constexpr std::integral_constant<int, 4> four{};
+    constexpr std::integral_constant<int, 16> sixteen{};
+    constexpr std::integral_constant<int, 32> wide{};
     const bool narrow = layout.upper_bits == 2;
     if (layout.grid == KVQ_SUPER_SYMMETRIC) {
-        if (narrow) return super_rows<16, false, 2, 1>(counts, rows);
-        if (low_bits == 0) return super_rows<16, false, 4, 0>(counts, rows);
-        if (low_bits == 2) return super_rows<16, false, 4, 2>(counts, rows);
-        return super_rows<16, false, 4, 4>(counts, rows);
+        constexpr std::false_type minimum{};
+        if (narrow) return pick(sixteen, minimum, two, single);
+        if (low_bits == 0) return pick(sixteen, minimum, four, none);
+        if (low_bits == 2) return pick(sixteen, minimum, four, two);
+        return pick(sixteen, minimum, four, four);
     }
+    constexpr std::true_type minimum{};
     if (layout.sub == 16) {
-        if (narrow) return super_rows<16, true, 2, 0>(counts, rows);
-        if (low_bits == 0) return super_rows<16, true, 4, 0>(counts, rows);
-        return super_rows<16, true, 4, 2>(counts, rows);
+        if (narrow) return pick(sixteen, minimum, two, none);
+        if (low_bits == 0) return pick(sixteen, minimum, four, none);
+        return pick(sixteen, minimum, four, two);
     }
-    if (narrow) return low_bits ? super_rows<32, true, 2, 1>(counts, rows)
-                                : super_rows<32, true, 2, 0>(counts, rows);
-    if (low_bits == 0) return super_rows<32, true, 4, 0>(counts, rows);
-    if (low_bits == 1) return super_rows<32, true, 4, 1>(counts, rows);
-    return super_rows<32, true, 4, 2>(counts, rows);
+    if (narrow) return low_bits ? pick(wide, minimum, two, single) : pick(wide, minimum, two, none);
+    if (low_bits == 0) return pick(wide, minimum, four, none);
+    if (low_bits == 1) return pick(wide, minimum, four, single);
+    return pick(wide, minimum, four, two);
 }
 
 template <int LowBits, bool E2m1, int... R>
@@ -599,7 +608,10 @@ void multiply(const PanelLayout& layout, int view, const uint8_t* panel, const R
         const auto plain = [=](auto low, auto e2m1) {
             return row_count<low(), e2m1()>(Counts{}, rows);
         };
-        const MultiplyRows chosen = layout.sub ? super_rows(layout, low_bits, SuperCounts{}, rows)
+        const auto super = [=](auto sub, auto minimum, auto upper, auto low) {
+            return super_rows<sub(), minimum(), upper(), low()>(SuperCounts{}, rows);
+        };
+        const MultiplyRows chosen = layout.sub ? for_supers(layout, low_bits, super)
                                                : for_codes(low_bits, layout.grid, plain);
         chosen(layout, panel, x, first, out);
         first += rows, count -= rows, out += kPanelRows * rows;
