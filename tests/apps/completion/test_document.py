@@ -244,8 +244,8 @@ def test_texts_that_differ_by_spaces_are_shown_once() -> None:
 def suggestion(*tokens: tuple[str, float]) -> Suggestion:
     """Returns a suggestion of these tokens, each with its log-probability."""
     text, logprob, steps = "", 0.0, list[tuple[int, float]]()
-    for token, one in tokens:
-        text, logprob = text + token, logprob + one
+    for token, token_logprob in tokens:
+        text, logprob = text + token, logprob + token_logprob
         steps.append((len(text), logprob))
     return Suggestion(text=text, logprob=logprob, steps=tuple(steps))
 
