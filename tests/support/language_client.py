@@ -145,14 +145,14 @@ class Client:
         item = {"uri": uri, "version": version}
         self.send("textDocument/didChange", {"textDocument": item, "contentChanges": changes})
 
-    def complete(self, line: int, character: int) -> dict[str, Any]:
+    def complete(self, line: int, character: int, kind: int = 2) -> dict[str, Any]:
         """The answer to a request for completions."""
-        return self.ask("textDocument/inlineCompletion", at(line, character))
+        return self.ask("textDocument/inlineCompletion", at(line, character, kind))
 
     def ready(self, line: int, character: int) -> dict[str, Any]:
-        """The first answer of a server that has loaded."""
+        """The first answer of a server that has loaded; asked for, it shows what is unlikely too."""
         while True:
-            answer = self.complete(line, character)
+            answer = self.complete(line, character, 1)
             if answer["result"] is not None:
                 return answer
 
