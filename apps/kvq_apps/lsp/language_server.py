@@ -328,6 +328,7 @@ class LanguageServer:
             if completion is not None and selected is None:
                 open_document.shown[place] = completion
                 open_document.last = visible = self._visible(completion, automatic)
+                self._count_shown(open_document)
                 return self._items(uri, open_document.document, place, visible, as_list=as_list)
             open_document.supersede()
             open_document.place = place
@@ -534,9 +535,9 @@ class LanguageServer:
             visible = self._visible(completion, request.automatic)
             open_document.request, open_document.last = None, visible
             self._waiting.pop(request.id, None)
-            if visible.drafts:
-                open_document.accepted = "nothing"
-                self._counts.shown += 1
+            if completion.drafts:
+                open_document.accepted = None
+                self._count_shown(open_document)
             if completion.drafts and request.selected is None:
                 open_document.shown[place] = completion
                 open_document.typed = TypedSuggestions(document, place, completion)
@@ -587,6 +588,12 @@ class LanguageServer:
             self._client.answer(request.id, error=RpcError(CANCELLED, "cancelled"))
         else:
             self._client.answer(request.id, result={"edits": []} if request.next_edit else None)
+
+    def _count_shown(self, open_document: OpenDocument) -> None:
+        """Counts a document's last suggestions the first time that anything of them is shown."""
+        if open_document.last and open_document.last.drafts and open_document.accepted is None:
+            open_document.accepted = "nothing"
+            self._counts.shown += 1
 
     def _visible(self, completion: Completion, automatic: bool) -> Completion:
         """Returns what is shown: to somebody who did not ask, what is likely."""

@@ -342,6 +342,10 @@ def test_nothing_that_is_unlikely_is_counted_as_shown(completer: GatedCompleter)
     assert client.ask(COMPLETE, at(0, 2))["result"] is None
     report = client.command("explain", URI)
     assert (report["whyNot"], report["counts"]["shown"]) == ("unlikely", 0)
+    # Asked for, it is shown; it counts once.
+    for _ in range(2):
+        client.ask(COMPLETE, at(0, 2, 1))
+        assert client.command("explain", URI)["counts"]["shown"] == 1
     client.close()
 
 
