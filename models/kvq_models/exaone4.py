@@ -1,7 +1,7 @@
 """The exaone4 family (EXAONE 4.0): olmo2 with a norm on every query and key head.
 
-In the 32B model three layers of four see a window, and the fourth does not rotate. In the 1.2B model
-all layers see everything and rotate.
+In the 32B model three layers of four see a window, and the fourth does not rotate. In the 1.2B
+model all layers see everything and rotate.
 """
 
 from collections.abc import Mapping, Sequence

@@ -150,7 +150,7 @@ class Client:
         return self.ask("textDocument/inlineCompletion", at(line, character, kind))
 
     def ready(self, line: int, character: int) -> dict[str, Any]:
-        """The first answer of a server that has loaded; asked for, it shows what is unlikely too."""
+        """The first answer of a server that has loaded, where what is unlikely is shown too."""
         while True:
             answer = self.complete(line, character, 1)
             if answer["result"] is not None:

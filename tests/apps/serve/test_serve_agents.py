@@ -111,7 +111,8 @@ def test_input_tokens_are_those_that_the_response_reads() -> None:
             counted = client.responses.input_tokens.count(**request)
             usage = client.responses.create(**request).usage
             assert counted.object == "response.input_tokens"
-            assert usage is not None and counted.input_tokens == usage.input_tokens
+            assert usage is not None
+            assert counted.input_tokens == usage.input_tokens
             counts.append(counted.input_tokens)
     assert counts == sorted({*counts})
 
