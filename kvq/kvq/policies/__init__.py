@@ -7,8 +7,8 @@ layer, then the lowest head.
 A policy sees no key and no value, only what `Evidence` has; `estimates.py` estimates more from it.
 
 To add a policy: write a frozen dataclass with the methods of `Policy` in a new file, and add a row
-to `POLICIES`. A policy that ranks pages by a number derives from `Scorer`. The documentation's page of
-methods shows the first lines of the file and of the class.
+to `POLICIES`. A policy that ranks pages by a number derives from `Scorer`. The documentation's page
+of methods shows the first lines of the file and of the class.
 """
 
 from collections.abc import Callable
