@@ -292,7 +292,7 @@ def _reason(error: Exception, log: Any = None) -> str:
         log.seek(max(0, log.seek(0, SEEK_END) - _LOG_BYTES))
         words = log.read().decode(errors="replace").rstrip().rpartition("\n")[2].strip()
     is_late = isinstance(error, TimeoutError)
-    text = f"no answer within {START_TIMEOUT_S:.0f} s" if is_late else format_error(error)
+    text = f"no answer within {START_TIMEOUT_S:g} s" if is_late else format_error(error)
     return " ".join(": ".join(filter(None, (text, words))).split())[:_REASON_CHARACTERS]
 
 
