@@ -474,12 +474,14 @@ class Cache:
         values: NDArray[np.float32],
         positions: NDArray[np.int64],
         layers: Sequence[KeyForm],
+        *,
+        at: int | None = None,
     ) -> None:
         """Adds tokens whose keys and values were made elsewhere; see `ClassCache.append`."""
         first, *rest = self.parts
         if rest:
             raise CacheError("keys and values of several classes of layers cannot be appended")
-        first.append(keys, values, positions, layers)
+        first.append(keys, values, positions, layers, at=at)
 
     def usage(self) -> CacheUsage:
         """Counts mean widths and losses of all classes from their page tables."""

@@ -405,12 +405,14 @@ class ClassCache:
         values: NDArray[np.float32],
         positions: NDArray[np.int64],
         layers: Sequence[KeyForm],
+        *,
+        at: int | None = None,
     ) -> None:
         """Adds T tokens whose keys and values were made elsewhere, in every layer, and commits.
 
         keys and values float32 [L, T, Hk, D], before the layer's key norm and rotation, which
-        `layers` give; positions int64 [T]; T up to `chunk_tokens`. The policy learns nothing from
-        them. Unchanged on an error: `CacheError` for another shape or a number that is not finite,
+        `layers` give; positions int64 [T]; T up to `chunk_tokens`; `at`: as `begin` takes it. The
+        policy learns nothing from them. Unchanged on an error: `CacheError` for another shape or a number that is not finite,
         `BudgetError` where there is no room.
         """
         from kvq.reference.stored import stored_rows
@@ -427,7 +429,7 @@ class ClassCache:
             self._check_shapes(layer.params, rows[-1], positions, layer.inv_freq, (layer.k_norm,))
             # A chunk closes a layer's pages as it passes: there is no way back from the second one.
             stored_rows(layer.params, k, v, positions, layer.inv_freq, layer.k_norm)
-        self.begin(tokens, silent=range(shape.num_layers))
+        self.begin(tokens, at=at, silent=range(shape.num_layers))
         try:
             for layer, qkv in zip(layers, rows, strict=True):
                 self.attend(

@@ -78,11 +78,20 @@ class Encoding(Generic[C]):
         self.logits = None if logits is None else logits.copy()
 
     def mark_encoded(
-        self, first: int, stop: int, logits: Logits | None, *, predicted: bool
+        self,
+        first: int,
+        stop: int,
+        logits: Logits | None,
+        *,
+        predicted: bool = False,
+        taken: bool = False,
     ) -> None:
-        """Notes that tokens `first` to `stop` are cached; `logits` are those of the last one."""
-        if predicted or len(self.staleness.ages):
-            self.staleness.mark_encoded(first, stop, predicted=predicted)
+        """Notes that tokens `first` to `stop` are cached; `logits` are those of the last one.
+
+        They were computed, or only `predicted`, or `taken` from another text.
+        """
+        if predicted or taken or len(self.staleness.ages):
+            self.staleness.mark_encoded(first, stop, predicted=predicted, taken=taken)
         self.logits = logits if stop == self.cache.tokens else None
 
     def trim(self, num_tokens: int) -> None:

@@ -12,6 +12,7 @@ import collections.abc
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Generic
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvq_runtime.sequence.staleness import Ages, next_tokens
 from kvq_runtime.sequence.states import HiddenStates
 
 if TYPE_CHECKING:
+    from kvq_runtime.sequence.passages import Piece, PromptPassages
     from kvq_runtime.sequence.prediction import Prediction, PromptReader
 
 Ids = collections.abc.Sequence[int]
@@ -275,6 +277,7 @@ class TokenSequence(Generic[C]):
         max_tokens: int | None = None,
         prediction: "Prediction | None" = None,
         reader: "PromptReader | None" = None,
+        passages: "PromptPassages | None" = None,
     ) -> Work[C, float]:
         """Brings one piece of what is due into the cache; returns the seconds of its passes.
 
@@ -282,6 +285,7 @@ class TokenSequence(Generic[C]):
             max_tokens: Tokens of the piece at most. None: as many as one pass takes.
             prediction: Which tokens are predicted instead of computed. None: no token.
             reader: Reads the predicted tokens instead of this model.
+            passages: Texts whose keys and values are taken over where they are known. None: none.
         """
         self.ready()
         cache = self.cache
@@ -295,21 +299,42 @@ class TokenSequence(Generic[C]):
 
             ends = self._backend.model.stop_ids
             stop = end_of_piece(self._tokens, start, stop, ends, cache.mark)
+        at = start if self.encoding.staleness.gaps else None
+        piece = None if passages is None or mode.predicted else passages.piece(start, stop)
+        if passages is not None and piece is not None:
+            stop = piece.stop
+            if piece.passage is not None:
+                return self._take_over(passages, piece, start, at)
         count = min(stop - start, self.chunk_tokens, max_tokens or len(self._tokens))
         if count == 0:
             return 0.0
+        copied = None if piece is None else piece.place
+        if copied is not None:
+            count = min(count, self.config.plan.tail_tokens)
         if mode.predicted and reader is not None:
             ids = self._tokens[: start + count]
             seconds = yield from reader.filling(cache, ids, start, rope_long=self.rope_long)
             self._commit(start, ids[start:], None, predicted=True, hidden_states=None)
             return seconds
-        with self.branch(start if self.encoding.staleness.gaps else None) as branch:
+        with self.branch(at) as branch:
             # A piece that is not the last needs no logits.
             last = [count - 1][: start + count == len(self._tokens)]
             ids = self._tokens[start : start + count]
             result = yield from branch.extend(ids, rows=last, mode=mode)
             branch.commit(range(count))
+        if passages is not None and copied is not None:
+            passages.copy(cache, copied, start, start + count, rope_long=self.rope_long)
         return result.seconds
+
+    def _take_over(
+        self, passages: "PromptPassages", piece: "Piece", start: int, at: int | None
+    ) -> float:
+        """Takes a piece of a passage over, as much as one pass may bring; returns the seconds."""
+        began = perf_counter()
+        stop = min(piece.stop, start + self.chunk_tokens)
+        passages.take(self.cache, piece, start, stop, at=at, rope_long=self.rope_long)
+        self.encoding.mark_encoded(start, stop, None, taken=True)
+        return perf_counter() - began
 
     @contextmanager
     def forward(

@@ -147,9 +147,14 @@ class Staleness:
         ages[start:stop] = -1
         self._set(ages)
 
-    def mark_encoded(self, start: int, stop: int, *, predicted: bool = False) -> None:
-        """Notes that tokens `start` to `stop` were computed, or only `predicted`."""
-        age = PREDICTED if predicted else self._age_after(start)
+    def mark_encoded(
+        self, start: int, stop: int, *, predicted: bool = False, taken: bool = False
+    ) -> None:
+        """Notes that tokens `start` to `stop` were computed, only `predicted`, or `taken`.
+
+        What was taken from another text has something else on its left, as after one edit.
+        """
+        age = PREDICTED if predicted else 1 if taken else self._age_after(start)
         if start < len(self.ages) or age:
             ages = np.zeros(max(stop, len(self.ages)), np.int32)
             ages[: len(self.ages)] = self.ages

@@ -85,8 +85,14 @@ class Job:
 
     def work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
         """Does everything the request asked for, with the drafter and predictor it asked for."""
-        draft = self.request.draft
-        helpers = slot.session.helpers(draft() if callable(draft) else None, self.request.predict)
+        request, draft = self.request, self.request.draft
+        passages = None
+        if len(request.read) == 1:
+            ids, _ = request.read[0]
+            passages = slot.session.passages(ids, request.passages, request.owner)
+        helpers = slot.session.helpers(
+            draft() if callable(draft) else None, request.predict, passages
+        )
         try:
             yield from self._work(slot, decoding, helpers)
         finally:
@@ -169,6 +175,10 @@ class Job:
             done, remaining = remaining, len(slot.session.sequence.due())
             self._encoded += done - remaining
             self.progress = (self.progress[0] + done - remaining, self.progress[1])
+        if helpers.passages is not None:
+            taken = helpers.passages.taken_tokens
+            self._cached, self._moved = self._cached + taken, self._moved + taken
+            self._encoded -= taken
 
     def _score(
         self, slot: Slot, ids: Sequence[int], index: int, chunk_tokens: int

@@ -60,6 +60,8 @@ class GenerationRequest:
             request.
         edits: What follows a change of an earlier prompt is kept as it was computed (PIE), not only
             what stands before it.
+        passages: Parts of the prompt that may be taken over from other prompts of the owner, see
+            `Session.prefill`.
         predict: What of the prompt is predicted, as in `Engine.session`. None: as the server does.
         distinct: The choices of a prompt begin with different tokens, see `Session.branch_answers`.
         writer: Writes the choices of a prompt side by side. All are known at once, and there may be
@@ -91,6 +93,7 @@ class GenerationRequest:
     shown: frozenset[int] = frozenset()
     draft: bool | Callable[[], Drafter] = True
     edits: bool = False
+    passages: tuple[tuple[int, ...], ...] = ()
     predict: str | None = None
     distinct: bool = False
     writer: Writer | None = None

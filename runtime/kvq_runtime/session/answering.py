@@ -35,6 +35,7 @@ from kvq_runtime.text_embedding import embedding_of
 
 if TYPE_CHECKING:
     from kvq_runtime.answer.alternatives import Alternative, Writer
+    from kvq_runtime.sequence.passages import PromptPassages
     from kvq_runtime.sequence.prediction import Prediction
     from kvq_runtime.session.auxiliary import Auxiliary
     from kvq_runtime.session.branch_answers import BranchAnswers
@@ -42,10 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerHelpers(Generic[C]):
-    """Holds what helps an answer: its drafter, and which tokens of its prompt are predicted."""
+    """Holds what helps an answer: its drafter, and what of its prompt need not be computed.
+
+    That is what is predicted, and the prompt's known passages.
+    """
 
     drafting: Drafting[C]
     prediction: "Prediction | None" = None
+    passages: "PromptPassages | None" = None
 
 
 class Answering(Generic[C]):
@@ -114,20 +119,24 @@ class Answering(Generic[C]):
         return self._helpers.prediction is not None
 
     def helpers(
-        self, drafter: Drafter | None = None, predict: str | None = None
+        self,
+        drafter: Drafter | None = None,
+        predict: str | None = None,
+        passages: "PromptPassages | None" = None,
     ) -> AnswerHelpers[C]:
         """Returns the session's own helpers, with another drafter or prediction for one answer.
 
         Args:
             drafter: A drafter for this answer. None: the session's.
             predict: What is predicted of its prompt. None: as the session does.
+            passages: Made by `passages` for this answer's prompt. None: all of it is computed.
 
         Raises:
             UsageError: For a prediction that the model cannot do, and for a drafter that reads
                 hidden states, as these are kept from a text's beginning on.
             BackendError: Where the backend cannot take the drafter's drafts.
         """
-        helpers = self._helpers
+        helpers = replace(self._helpers, passages=passages)
         if predict is not None and predict != self._predict:
             helpers = replace(helpers, prediction=self._prediction(predict))
         if drafter is not None:
@@ -138,6 +147,22 @@ class Answering(Generic[C]):
                 )
             helpers = replace(helpers, drafting=Drafting(self._backend, self.sequence, drafter))
         return helpers
+
+    def passages(
+        self, prompt: Sequence[int], passages: Sequence[Sequence[int]], owner: str = ""
+    ) -> "PromptPassages | None":
+        """Returns what reads the known passages of a prompt; None where this model cannot.
+
+        A model can whose layers are alike and keep nothing but keys and values.
+        """
+        paged = self._backend.paged
+        if not passages or paged is None or self.sequence.cache.why_not_edit() is not None:
+            return None
+        if not paged.bundle.config.uniform:
+            return None
+        from kvq_runtime.sequence.passages import PromptPassages, store_of
+
+        return PromptPassages(store_of(paged), paged.bundle.config, prompt, passages, owner)
 
     @property
     def draft_bytes(self) -> int:
@@ -256,11 +281,14 @@ class Answering(Generic[C]):
         See `TokenSequence.advancing`.
         """
         due_before = len(self.sequence.ready())
-        prediction = (helpers or self._helpers).prediction
+        helpers = helpers or self._helpers
+        prediction, passages = helpers.prediction, helpers.passages
         reader = None if prediction is None or prediction.path is None else self._reader
-        seconds = yield from self.sequence.advancing(max_tokens, prediction, reader)
+        taken = 0 if passages is None else -passages.taken_tokens
+        seconds = yield from self.sequence.advancing(max_tokens, prediction, reader, passages)
         seconds += yield from self._helpers.drafting.reading()
-        count = due_before - self.sequence.pending_tokens
+        taken += 0 if passages is None else passages.taken_tokens
+        count = due_before - self.sequence.pending_tokens - taken
         if count:
             self._measure(self.sequence.cache.tokens, count, seconds)
         return seconds

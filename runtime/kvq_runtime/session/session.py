@@ -80,6 +80,7 @@ class Session(Answering[C]):
         progress: Progress = no_progress,
         cancel: Cancel = never_cancelled,
         predict: str | None = None,
+        passages: Sequence[Sequence[int]] = (),
     ) -> bool:
         """Appends a prompt and runs it through the model chunk by chunk.
 
@@ -92,6 +93,10 @@ class Session(Answering[C]):
             cancel: Asked before each chunk. Once it returns True the rest stays pending; a call
                 without `ids` goes on later.
             predict: Which part is predicted, as in `Engine.session`. None: as the session does.
+            passages: Parts of the text, as token ids and in its order, that other prompts have too,
+                such as other files of a project. What another session of the engine computed for
+                such a part is taken over, and is stale afterwards, see `refresh`. Where the model
+                cannot do this, all is computed.
 
         Returns:
             True when all is done, False when it was cancelled.
@@ -107,6 +112,9 @@ class Session(Answering[C]):
                 ids = self._encoded(ids)
             _check_ids(ids)
             self._append_prompt(ids)
+            if passages:
+                known = self.passages(self.tokens, passages)
+                helpers = self.helpers(predict=predict, passages=known)
             try:
                 return self._catch_up(progress, cancel, helpers)
             except KvqError:
