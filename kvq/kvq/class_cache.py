@@ -412,8 +412,8 @@ class ClassCache:
 
         keys and values float32 [L, T, Hk, D], before the layer's key norm and rotation, which
         `layers` give; positions int64 [T]; T up to `chunk_tokens`; `at`: as `begin` takes it. The
-        policy learns nothing from them. Unchanged on an error: `CacheError` for another shape or a number that is not finite,
-        `BudgetError` where there is no room.
+        policy learns nothing from them. Unchanged on an error: `CacheError` for another shape or a
+        number that is not finite, `BudgetError` where there is no room.
         """
         from kvq.reference.stored import stored_rows
 

@@ -87,6 +87,7 @@ def test_only_what_is_not_known_goes_through_the_model(engine: Engine) -> None:
     with opened(engine) as session:
         session.prefill([*HEAD, *TEXT, *SECOND, *TEXT], passages=(SECOND,))
         assert session.stats().prompt_tokens == len(HEAD) + 2 * len(TEXT) + len(SECOND)
+        assert session.stats().edits.taken_tokens == len(SECOND)
         assert not session.exact
         # Idle time makes it what a session has that computed it.
         assert session.refresh() == 0
@@ -125,7 +126,7 @@ def test_an_edit_brings_a_known_passage_into_the_middle(one_layer: Engine) -> No
         helpers = session.helpers(passages=session.passages(wanted, (SECOND,)))
         while session.sequence.due():
             run(session.reading(helpers=helpers))
-        assert helpers.passages.taken_tokens == len(SECOND)
+        assert session.stats().edits.taken_tokens == len(SECOND)
         actual = logits(session)
     assert far(actual, read(one_layer, wanted)[0]) < 1e-3
 
@@ -181,7 +182,8 @@ def test_the_store_keeps_to_its_bytes_and_to_owners() -> None:
 
 
 def test_models_that_keep_more_than_keys_compute_everything(shelf: Shelf) -> None:
-    with Engine.open(shelf.exported(shelf.family("lfm2")), threads=1) as engine, opened(engine) as session:
+    bundle = shelf.exported(shelf.family("lfm2"))
+    with Engine.open(bundle, threads=1) as engine, opened(engine) as session:
         assert session.passages([*HEAD, *FIRST], (FIRST,)) is None
         session.prefill([*HEAD, *FIRST, *TEXT], passages=(FIRST,))
         assert len(store_of(engine.backend.paged)) == 0

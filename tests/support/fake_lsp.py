@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvq_apps.completion.document import LineChange, TextDocument
@@ -31,9 +31,7 @@ KNOWN = (
 class KnownLines:
     """Completes the lines above."""
 
-    def complete(
-        self, document: TextDocument, place: tuple[int, int], *, cancel: Callable[[], bool]
-    ) -> Completion:
+    def complete(self, document: TextDocument, place: tuple[int, int], **_: object) -> Completion:
         line, column = place
         row = document.line(line)
         before, after = row[:column], row[column:]

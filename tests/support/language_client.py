@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from environment import environment_in
 from kvq_apps.completion.document import TextDocument
 from kvq_apps.completion.edit_history import EditedLines, NextEdit
+from kvq_apps.completion.prompts import NamedText
 from kvq_apps.completion.suggestions import Completion, Steps, Suggestion
 from kvq_apps.lsp.connection import RpcError, read_frames
 from kvq_apps.lsp.language_server import Completer, LanguageServer
@@ -26,6 +27,7 @@ class GatedCompleter:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[int, int]]] = []
         self.expected: list[tuple[str, tuple[int, int]]] = []
+        self.others: list[Sequence[NamedText]] = []
         self.begun = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
@@ -35,8 +37,14 @@ class GatedCompleter:
         self.edits: list[tuple[str, tuple[int, int], list[tuple[str, str]]]] = []
 
     def complete(
-        self, document: TextDocument, place: tuple[int, int], *, cancel: Callable[[], bool]
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        *,
+        others: Sequence[NamedText],
+        cancel: Callable[[], bool],
     ) -> Completion:
+        self.others.append(others)
         self.calls.append((document.text, place))
         self.begun.release()
         while not self.gate.wait(0.005):
@@ -54,6 +62,7 @@ class GatedCompleter:
         document: TextDocument,
         place: tuple[int, int],
         *,
+        others: Sequence[NamedText],
         cancel: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> bool:

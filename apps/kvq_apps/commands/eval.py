@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Opened = tuple[OpenSession, OpenSession]
 
 DEFAULT_CONTEXT, WEIGHTS_CONTEXT = 2048, 512
-LABORATORY_TASKS = ("calls", "drafts", "edit", "fim", "program", "math", "replay")
+LABORATORY_TASKS = ("calls", "drafts", "edit", "fim", "program", "math", "passages", "replay")
 # A table reads its text many times, so it is short.
 DEFAULT_WINDOWS = 16
 

@@ -17,7 +17,7 @@ from kvq_apps.completion.document import TextDocument
 from kvq_apps.completion.edit_history import EditedLines, NextEdit
 from kvq_apps.completion.frozen_file import MOST_TYPED, FrozenFile
 from kvq_apps.completion.next_edit import NextEditor
-from kvq_apps.completion.prompts import GapPrompts
+from kvq_apps.completion.prompts import GapPrompts, NamedText
 from kvq_apps.completion.suggestions import (
     BLOCK_TOKENS,
     DEFAULT_DRAFTS,
@@ -142,15 +142,23 @@ class CompletionEngine:
         self._next = NextEditor(self._tokenizer, engine.model.name, self._write)
 
     def complete(
-        self, document: TextDocument, place: tuple[int, int], *, cancel: Cancel = never_cancelled
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        *,
+        others: Sequence[NamedText] = (),
+        cancel: Cancel = never_cancelled,
     ) -> Completion:
         """Returns suggestions for `place` (line, code points) up to the line's end.
 
         Where a block begins there is one suggestion, its body as far as `BLOCK_TOKENS` allow.
+        `others` are parts of other files that the model reads first, the least useful one first.
         """
         since = perf_counter()
         context = cursor_context(document, place)
-        job, changed = self._submit(document, place, "completion", self._tokens, context.indent)
+        job, changed = self._submit(
+            document, place, others, "completion", self._tokens, context.indent
+        )
         texts, steps = [""] * self._drafts, [list[tuple[int, float]]() for _ in range(self._drafts)]
         report = None
         for event in self._events(job, changed, cancel):
@@ -179,6 +187,7 @@ class CompletionEngine:
         document: TextDocument,
         place: tuple[int, int],
         *,
+        others: Sequence[NamedText] = (),
         cancel: Cancel = never_cancelled,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> bool:
@@ -187,7 +196,7 @@ class CompletionEngine:
         `progress` gets (done, total) tokens meanwhile. The pool encodes stale tokens again in idle
         time.
         """
-        job, changed = self._submit(document, place, "batch", 0)
+        job, changed = self._submit(document, place, others, "batch", 0)
         for _ in self._events(job, changed, cancel):
             progress(*job.progress)
         return not job.cancelled
@@ -249,6 +258,7 @@ class CompletionEngine:
         self,
         document: TextDocument,
         place: tuple[int, int],
+        others: Sequence[NamedText],
         priority: str,
         tokens: int,
         indent: int = 0,
@@ -261,7 +271,7 @@ class CompletionEngine:
         if indent:
             choices, rows, tokens = 1, max(rows, self._draft_rows // 2), BLOCK_TOKENS
         prefix, suffix = document.text_around(place, self._room * NEAR_CHARACTERS)
-        ids, begin_with = self._prompt(prefix, suffix)
+        ids, begin_with, passages = self._prompt(prefix, suffix, others)
         request = GenerationRequest(
             prompts=(tuple(ids),),
             healed=((tuple(ids), begin_with),),
@@ -276,6 +286,7 @@ class CompletionEngine:
             logprobs=True,
             transient=True,
             edits=self._frozen_file is None,
+            passages=passages,
             writer=self._writer,
         )
         changed = Event()
@@ -302,14 +313,22 @@ class CompletionEngine:
             if isinstance(event, Done):
                 return
 
-    def _prompt(self, prefix: str, suffix: str) -> tuple[list[int], bytes]:
-        """Returns ids of a prompt that fits, and the bytes that the answer must begin with."""
+    def _prompt(
+        self, prefix: str, suffix: str, others: Sequence[NamedText]
+    ) -> tuple[list[int], bytes, tuple[tuple[int, ...], ...]]:
+        """Returns ids of a prompt that fits, the bytes that the answer must begin with, passages.
+
+        Where edits keep nothing, other files in front would cost a whole text at each of them.
+        """
         typed, room = "", self._room
         if self._frozen_file is not None:
             prefix, suffix, typed = self._frozen_file.split(prefix, suffix)
             room -= MOST_TYPED
-        ids, _ = self._prompts.fit(prefix, suffix, room)
-        whole = [*ids, *self._tokenizer.encode(typed)]
+        others = others if self._frozen_file is None else ()
+        fitted = self._prompts.fit(prefix, suffix, room, others)
+        whole = [*fitted.ids, *self._tokenizer.encode(typed)]
         # Typing may have stopped inside what the tokenizer writes as one token.
         ids, begin_with = heal(self._tokenizer, whole)
-        return (whole, b"") if len(begin_with) > self._rows * 2 // 3 else (ids, begin_with)
+        if len(begin_with) > self._rows * 2 // 3:
+            ids, begin_with = whole, b""
+        return ids, begin_with, fitted.passages

@@ -5,7 +5,9 @@ The editor's own engine and the server's routes make them here. Knows texts and 
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from threading import Lock
+from typing import NamedTuple
 
 from kvq_apps.completion.token_blocks import BlockTokenizer
 from kvq_models.infilling import (
@@ -19,6 +21,20 @@ from kvq_models.tokenizer import Tokenizer
 _NO_LIMIT = 1 << 40
 # A server keeps the ids of this many clients' texts.
 MOST_OWNERS = 8
+# The ids of so many parts of other files are kept.
+MOST_FILES = 64
+
+
+# A file's name and a text of it.
+NamedText = tuple[str, str]
+
+
+class FittedPrompt(NamedTuple):
+    """Holds a prompt's ids, whether something was left out, and the other files' parts of it."""
+
+    ids: list[int]
+    truncated: bool
+    passages: tuple[tuple[int, ...], ...] = ()
 
 
 class GapPrompts:
@@ -31,6 +47,7 @@ class GapPrompts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._blocks = BlockTokenizer(tokenizer)
+        self._encode_file = lru_cache(MOST_FILES)(self._file_ids)
         self._lock = Lock()
 
     @property
@@ -49,9 +66,9 @@ class GapPrompts:
         return infill_prompt(self._tokenizer, prefix, suffix, _NO_LIMIT, self._encode)
 
     def fit(
-        self, prefix: str, suffix: str, room: int, extra: Sequence[tuple[str, str]] = ()
-    ) -> tuple[list[int], bool]:
-        """Returns ids of at most `room` tokens, and whether something was left out.
+        self, prefix: str, suffix: str, room: int, extra: Sequence[NamedText] = ()
+    ) -> FittedPrompt:
+        """Returns a prompt of at most `room` tokens.
 
         `extra` are (file name, text), the least useful first: these are left out first when room is
         short. Then the far ends of prefix and suffix go, the prefix in steps, so that its beginning
@@ -69,28 +86,32 @@ class GapPrompts:
         ids = infill_prompt(self._tokenizer, prefix, suffix, room, encode, step=step)
         start = len(self._tokenizer.control.start)
         if characters < len(prefix) + len(suffix) or tokens > len(ids) - start - 3:
-            return ids, True
+            return FittedPrompt(ids, truncated=True)
         room -= len(ids)
         chosen: list[list[int]] = []
         for name, text in reversed(extra):
-            chunk = self._encode_file(name, text, room)
+            if len(text) > CHARACTERS_PER_TOKEN * room:
+                break
+            chunk = self._encode_file(name, text)
             if len(chunk) > room:
                 break
             room -= len(chunk)
             chosen.append(chunk)
-        extra_ids = [token for chunk in reversed(chosen) for token in chunk]
-        return [*ids[:start], *extra_ids, *ids[start:]], len(chosen) < len(extra)
+        passages = tuple(map(tuple, reversed(chosen)))
+        extra_ids = [token for passage in passages for token in passage]
+        whole = [*ids[:start], *extra_ids, *ids[start:]]
+        return FittedPrompt(whole, len(chosen) < len(extra), passages)
 
     def _encode(self, text: str) -> list[int]:
         with self._lock:
             return self._blocks.encode(text)
 
-    def _encode_file(self, name: str, text: str, most: int) -> list[int]:
+    def _file_ids(self, name: str, text: str) -> list[int]:
         """Encodes another file; after a separator token its name stands on a line of its own."""
         separator = infill_tokens(self._tokenizer).file
         if separator is None:
-            return self._tokenizer.encode(f"{text}\n\n", most=most)
-        return [separator, *self._tokenizer.encode(f"{name}\n{text}", most=most)]
+            return self._tokenizer.encode(f"{text}\n\n")
+        return [separator, *self._tokenizer.encode(f"{name}\n{text}")]
 
 
 class OwnedPrompts:

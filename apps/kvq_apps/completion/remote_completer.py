@@ -16,6 +16,7 @@ from kvq.errors import BackendError, UsageError, argument, reason_of
 from kvq.json_values import is_array, is_object
 from kvq_apps.completion.document import TextDocument
 from kvq_apps.completion.edit_history import NextEdit
+from kvq_apps.completion.prompts import NamedText
 from kvq_apps.completion.suggestions import (
     BLOCK_TOKENS,
     DEFAULT_DRAFTS,
@@ -65,7 +66,12 @@ class RemoteCompleter:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def complete(
-        self, document: TextDocument, place: tuple[int, int], *, cancel: Callable[[], bool]
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        *,
+        others: Sequence[NamedText] = (),
+        cancel: Callable[[], bool],
     ) -> Completion:
         """Returns suggestions for `place`. Raises `BackendError` where no server answers."""
         since = perf_counter()
@@ -76,7 +82,7 @@ class RemoteCompleter:
         }  # fmt: skip
         if context.indent:
             body |= {"n_predict": BLOCK_TOKENS, "n_cmpl": 1, "stop": [], "n_indent": context.indent}
-        answers = self._request(_text_fields(document, place) | body, cancel)
+        answers = self._request(_text_fields(document, place, others) | body, cancel)
         if answers is None:
             return Completion(drafts=(), why_not="cancelled")
         texts = (_text(answer, context.indent) for answer in answers)
@@ -96,6 +102,7 @@ class RemoteCompleter:
         document: TextDocument,
         place: tuple[int, int],
         *,
+        others: Sequence[NamedText] = (),
         cancel: Callable[[], bool],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> bool:
@@ -104,7 +111,8 @@ class RemoteCompleter:
         The server reports no progress. A server that does not answer is no error here: the next
         completion reports it.
         """
-        body = _text_fields(document, place) | {"n_predict": 0, "x_kvq": {"exact": self._exact}}
+        text = _text_fields(document, place, others)
+        body = text | {"n_predict": 0, "x_kvq": {"exact": self._exact}}
         with suppress(BackendError):
             return self._request(body, cancel) is not None
         return True
@@ -147,10 +155,13 @@ class RemoteCompleter:
         return HTTPConnection(self._host, self._port, timeout=CONNECT_S)
 
 
-def _text_fields(document: TextDocument, place: tuple[int, int]) -> dict[str, Any]:
-    """Returns the text before and after a place, as fields of a request."""
+def _text_fields(
+    document: TextDocument, place: tuple[int, int], others: Sequence[NamedText]
+) -> dict[str, Any]:
+    """Returns the text before and after a place, and of other files, as fields of a request."""
     prefix, suffix = document.text_around(place, NEAR)
-    return {"input_prefix": prefix, "input_suffix": suffix}
+    extra = [{"filename": name, "text": text} for name, text in others]
+    return {"input_prefix": prefix, "input_suffix": suffix, "input_extra": extra}
 
 
 def _text(answer: dict[str, Any], indent: int) -> str:

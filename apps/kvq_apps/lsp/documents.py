@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from kvq_apps.completion.document import Encoding, LineChange, Position, TextDocument
 from kvq_apps.completion.edit_history import NextEdit
+from kvq_apps.completion.other_files import Block, blocks_of
 from kvq_apps.completion.suggestions import Completion
 
 # A word that changed less than this ago is being typed.
@@ -73,6 +75,17 @@ class OpenDocument:
     place: tuple[int, int] = (0, 0)
     changed_s: float = 0.0
     next_edit: NextEdit | None = None
+    # Its blocks, and the version of which they are.
+    _blocks: tuple[int, tuple[Block, ...]] = (-1, ())
+
+    def blocks(self, uri: str) -> tuple[Block, ...]:
+        """Returns the blocks of its text, whose file has this address."""
+        version, blocks = self._blocks
+        if version != self.version:
+            name = "/".join(unquote(urlsplit(uri).path).split("/")[-2:])
+            blocks = blocks_of(name, self.document)
+            self._blocks = self.version, blocks
+        return blocks
 
     @classmethod
     def of(cls, text: str, version: int) -> "OpenDocument":

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -19,6 +20,8 @@ from kvq import __version__
 from kvq.json_values import is_array, is_object
 from kvq_apps.completion.document import Encoding, LineChange, TextDocument
 from kvq_apps.completion.edit_history import EditedLines, EditHistory, NextEdit
+from kvq_apps.completion.other_files import related
+from kvq_apps.completion.prompts import NamedText
 from kvq_apps.completion.suggestions import Completion
 from kvq_apps.lsp.connection import (
     CANCELLED,
@@ -57,6 +60,8 @@ LOADING, READING = "kvq-loading", "kvq-reading"
 ENCODINGS = ("utf-8", "utf-16", "utf-32")
 # The kind of request that an editor makes by itself, in LSP 3.18.
 AUTOMATIC = 2
+# A cursor that moves so many lines still needs the same parts of other files.
+SAME_LINES = 10
 # A longer line was not written by a person; it is not completed.
 MOST_LINE = 20_000
 _STILL_LOADING = "the model is loading"
@@ -66,7 +71,12 @@ class Completer(Protocol):
     """Describes who completes: `CompletionEngine`, `RemoteCompleter`, or a stand-in."""
 
     def complete(
-        self, document: TextDocument, place: tuple[int, int], *, cancel: Callable[[], bool]
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        *,
+        others: Sequence[NamedText],
+        cancel: Callable[[], bool],
     ) -> Completion: ...
 
     def read(
@@ -74,6 +84,7 @@ class Completer(Protocol):
         document: TextDocument,
         place: tuple[int, int],
         *,
+        others: Sequence[NamedText],
         cancel: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> bool: ...
@@ -134,6 +145,8 @@ class LanguageServer:
         }
         self._documents: dict[str, OpenDocument] = {}
         self._history = EditHistory()
+        # What was chosen of other files: for which versions of them, and near which line.
+        self._related: tuple[object, int, tuple[NamedText, ...]] = None, 0, ()
         # Why there can be no next edits, once it was said.
         self._said: str | None = None
         # The document with the cursor, and whether the editor reports it.
@@ -470,9 +483,10 @@ class LanguageServer:
 
     def _use_idle_time(self, completer: Completer) -> bool:
         """Reads where a completion may be asked for next; returns whether some text remains."""
-        place = self._next_place()
-        if place is None:
+        chosen = self._next_place()
+        if chosen is None:
             return False
+        document, place, others = chosen
         progress: WorkDoneProgress | None = None
 
         def report(done: int, total: int) -> None:
@@ -484,7 +498,9 @@ class LanguageServer:
                 progress.report(100 * done // total)
 
         try:
-            return not completer.read(*place, cancel=self._has_work, progress=report)
+            return not completer.read(
+                document, place, others=others, cancel=self._has_work, progress=report
+            )
         except Exception as error:  # noqa: BLE001  told in the log; completions go on
             self._log(f"idle time was not used: {format_error(error)}")
             return False
@@ -492,16 +508,45 @@ class LanguageServer:
             if progress is not None:
                 progress.end()
 
-    def _next_place(self) -> tuple[TextDocument, tuple[int, int]] | None:
-        """Returns where the cursor is, if a completion there could be asked for."""
+    def _next_place(
+        self,
+    ) -> tuple[TextDocument, tuple[int, int], tuple[NamedText, ...]] | None:
+        """Returns where the cursor is, if a completion there could be asked for, and what else.
+
+        That is what it should know of other files.
+        """
         with self._lock:
             uri = self._focused or ""
             open_document = self._documents.get(uri)
             if open_document is None or self._why_not(uri, open_document) is not None:
                 return None
             document, (line, column) = open_document.document.copy(), open_document.place
-        line = min(line, document.num_lines - 1)
-        return None if len(document.line(line)) > MOST_LINE else (document, (line, column))
+            place = min(line, document.num_lines - 1), column
+            others = self._others(uri, document, place)
+        return None if len(document.line(place[0])) > MOST_LINE else (document, place, others)
+
+    def _others(
+        self, uri: str, document: TextDocument, place: tuple[int, int]
+    ) -> tuple[NamedText, ...]:
+        """Returns parts of other open files for a completion; the lock is held.
+
+        They stay the same while somebody types near one place: each change of them would move what
+        stands behind.
+        """
+        if not self._settings.other_files:
+            return ()
+        files = {
+            other: open_document
+            for other, open_document in self._documents.items()
+            if other != uri and self._why_not(other, open_document) is None
+        }
+        state = uri, tuple((other, file.version) for other, file in files.items())
+        before, line, others = self._related
+        if before != state or abs(line - place[0]) > SAME_LINES:
+            blocks = chain.from_iterable(file.blocks(other) for other, file in files.items())
+            others = related(blocks, document, place)
+            self._related = state, place[0], others
+        return others
 
     def _has_work(self) -> bool:
         """Tells whether work waits for the worker."""
@@ -515,11 +560,12 @@ class LanguageServer:
                 return
             # Changes that the reading thread makes meanwhile do not concern this request.
             document = open_document.document.copy()
+            others = self._others(request.uri, document, request.place)
         place = request.place
         if request.selected is not None:
             place = request.selected.insert_into(document, self._encoding)
         try:
-            completion = completer.complete(document, place, cancel=request.is_over)
+            completion = completer.complete(document, place, others=others, cancel=request.is_over)
         except Exception as error:  # noqa: BLE001  told in the log, never in a pop-up
             self._log(f"completion failed: {format_error(error)}")
             completion = Completion(drafts=(), why_not=format_error(error))

@@ -22,7 +22,8 @@ _SCHEMES = ("file", "untitled", "vscode-userdata", "vscode-remote")
 class LspSettings:
     """Holds the settings: `enabled`, most `drafts` shown, and `ignore` globs of names or paths.
 
-    `completion`: how eagerly completions are shown that nobody asked for.
+    `completion`: how eagerly completions are shown that nobody asked for. `other_files`: parts of
+    other open files are read before a completion.
     Of next edits: how eagerly they are shown, after how many milliseconds without a change, and in
     which form the model is asked.
     """
@@ -31,6 +32,7 @@ class LspSettings:
     drafts: int = MOST_DRAFTS
     ignore: tuple[str, ...] = SECRETS
     completion: str = "likely"
+    other_files: bool = True
     next_edit: str = "likely"
     next_edit_delay: int = 150
     next_edit_form: str = "auto"
@@ -104,6 +106,7 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "drafts": ("drafts", _drafts),
     "ignore": ("ignore", _globs),
     "completion": ("completion", _eagerness),
+    "otherFiles": ("other_files", _boolean),
     "nextEdit": ("next_edit", _eagerness),
     "nextEditDelay": ("next_edit_delay", _delay),
     "nextEditForm": ("next_edit_form", _form),

@@ -311,17 +311,17 @@ def infill_request(fields: Fields, model: ModelView) -> AnswerRequest:
     # At most a quarter of the context is reserved for the answer, which may become longer.
     answer = min(model.context_tokens // 4, generation.max_tokens or model.context_tokens)
     room = model.context_tokens - max(1, answer)
-    ids, truncated = _infilled(
-        "input_prefix", model, lambda: model.gaps.fit(prefix, suffix, room, extra)
-    )
+    fitted = _infilled("input_prefix", model, lambda: model.gaps.fit(prefix, suffix, room, extra))
+    exact = fields.object("x_kvq").flag("exact")
     generation = replace(
         generation,
-        prompts=(tuple(ids),),
-        healed=() if generation.logprobs else healed(fields, model, [ids]),
+        prompts=(tuple(fitted.ids),),
+        healed=() if generation.logprobs else healed(fields, model, [fitted.ids]),
         stop_ids=model.gaps.stop_ids,
-        truncated=truncated,
+        truncated=fitted.truncated,
         transient=True,
-        edits=not fields.object("x_kvq").flag("exact"),
+        edits=not exact,
+        passages=() if exact else fitted.passages,
     )
     return _answer_request(fields, model, generation, "input_prefix")
 

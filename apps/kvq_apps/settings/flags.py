@@ -191,9 +191,9 @@ FLAGS: dict[str, Flag] = {
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
     "task": Flag("what to measure: ppl, kld, weights, passkey, retrieval or facts; from a checkout "
-        "(`apps/lab`) also calls, drafts, edit, fim, program, math and replay",
+        "(`apps/lab`) also calls, drafts, edit, fim, program, math, passages and replay",
         choices=("ppl", "kld", "weights", "passkey", "retrieval", "facts", "calls", "drafts",
-            "edit", "fim", "program", "math", "replay"), common=True),
+            "edit", "fim", "program", "math", "passages", "replay"), common=True),
     "checkpoint": Flag("weights: the checkpoint that the bundle was made of: a folder, a GGUF file "
         "or a hub id", metavar="MODEL", common=True),
     "context": Flag("context lengths in tokens", metavar="N,..", common=True),

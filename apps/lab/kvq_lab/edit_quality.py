@@ -284,10 +284,10 @@ def _answer(session: Session[Any], case: EditCase, encoded_tokens: int) -> _Answ
     state = session.sequence.state()
     rows = log_softmax(np.concatenate(list(session.logits(case.following))))
     session.sequence.restore(state)
-    return _Answer(rows, _first_line(session), encoded_tokens)
+    return _Answer(rows, first_line(session), encoded_tokens)
 
 
-def _first_line(session: Session[Any]) -> str:
+def first_line(session: Session[Any]) -> str:
     """The first line that is not blank, written greedily."""
     text = ""
     for step in session.generate(LINE_TOKENS, sampling=Sampling(temperature=0)):

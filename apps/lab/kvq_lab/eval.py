@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # Lines to fill in, problems to solve and edits to make.
 DEFAULT_LIMIT = 200
+# Prompts with other files in front.
+DEFAULT_PROMPTS = 16
 LINE_TOKENS, PROGRAM_TOKENS, MATH_TOKENS, CALL_TOKENS = 64, 512, 320, 192
 # Tools and a request of the task `calls`, beside its conversation.
 PROMPT_TOKENS = 1024
@@ -136,6 +138,27 @@ def _edit(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
         return editing(*opened, cases, progress)
 
     return judge(engine, arguments, context_tokens, 0, measure)
+
+
+def _passages(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
+    """Runs the task `passages`: other files in front of a program, taken over from prompts."""
+    from kvq_apps.terminal.text_input import read_text
+    from kvq_lab.passage_quality import passage_prompts, taking_over
+
+    limit, _ = _limits(arguments, DEFAULT_PROMPTS, LINE_TOKENS)
+    seed, context_tokens = choices_of(arguments).seed, one_length(engine, arguments)
+
+    def measure(opened: "Opened", progress: "Progress") -> "Measurement":
+        prompts = passage_prompts(
+            engine.tokenizer,
+            [(Path(file).name, read_text(file)) for file in files],
+            limit=limit,
+            context_tokens=context_tokens,
+            seed=seed,
+        )
+        return taking_over(*opened, prompts, progress)
+
+    return judge(engine, arguments, context_tokens, LINE_TOKENS, measure)
 
 
 def _calls(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
@@ -344,6 +367,7 @@ RUNS: "Mapping[str, Callable[[Engine, Namespace, list[str]], int]]" = {
     "drafts": _drafts,
     "edit": _edit,
     "fim": _fim,
+    "passages": _passages,
     "program": partial(_problems, "program", PROGRAM_TOKENS),
     "replay": _replay,
     "math": partial(_problems, "math", MATH_TOKENS),

@@ -43,7 +43,8 @@ class Encoding(Generic[C]):
     """Holds the keys and values of a text's first tokens, and how old each of them is.
 
     `logits` are those of the last cached token. None: this token goes through the model again
-    before the next one is chosen. `recomputed_tokens` counts tokens that had to be computed again
+    before the next one is chosen. `taken_tokens` counts tokens whose keys and values came from
+    another text. `recomputed_tokens` counts tokens that had to be computed again
     because the cache could not go back exactly. `edited_tokens` counts new tokens in the middle of
     kept text. After `close` every use of the cache raises `UsageError`.
     """
@@ -51,7 +52,7 @@ class Encoding(Generic[C]):
     def __init__(self, cache: C, context_tokens: int) -> None:
         self.logits: Logits | None = None
         self.staleness = Staleness()
-        self.recomputed_tokens = 0
+        self.recomputed_tokens = self.taken_tokens = 0
         self.cache = cache
         self._context_tokens = context_tokens
         self._edits = self.edited_tokens = self._recomputed_edits = 0
@@ -68,6 +69,7 @@ class Encoding(Generic[C]):
             edits=self._edits,
             edited_tokens=self.edited_tokens,
             recomputed_edits=self._recomputed_edits,
+            taken_tokens=self.taken_tokens,
             stale_tokens=self.staleness.stale,
             predicted_tokens=self.staleness.predicted,
         )
@@ -90,6 +92,7 @@ class Encoding(Generic[C]):
 
         They were computed, or only `predicted`, or `taken` from another text.
         """
+        self.taken_tokens += (stop - first) * taken
         if predicted or taken or len(self.staleness.ages):
             self.staleness.mark_encoded(first, stop, predicted=predicted, taken=taken)
         self.logits = logits if stop == self.cache.tokens else None

@@ -141,8 +141,6 @@ class PromptPassages:
 
         `config` is of the model, whose layers must be all alike (`ModelConfig.uniform`).
         """
-        # Tokens of the prompt that did not have to be computed.
-        self.taken_tokens = 0
         self._store, self._config, self._owner = store, config, owner
         self._prompt = list(prompt)
         self._places = list(_places(self._prompt, passages))
@@ -189,7 +187,6 @@ class PromptPassages:
         )
         cache.append(keys, values, np.arange(start, stop), forms, at=at)
         self._taken_to = stop
-        self.taken_tokens += stop - start
 
     def copy(self, cache: Cache, place: Place, start: int, stop: int, *, rope_long: bool) -> None:
         """Copies tokens `start` to `stop` of the passage at `place`, which were just computed.
@@ -209,9 +206,7 @@ class PromptPassages:
             self._store.add(self._owner, self._prompt[place.start : stop], passage)
             self._copied.clear()
 
-    def _rows(
-        self, cache: Cache, rows: NDArray[np.int64], *, rope_long: bool
-    ) -> tuple[Half, Half]:
+    def _rows(self, cache: Cache, rows: NDArray[np.int64], *, rope_long: bool) -> tuple[Half, Half]:
         """Returns keys and values float16 [L, n, Hk, D] of rows of the floating-point tail."""
         (part,), config = cache.parts, self._config
         keys, values = list[Half](), list[Half]()

@@ -33,13 +33,15 @@ class EditCounts:
     """Counts the edits of a text so far, and the tokens that are stale now.
 
     `edits` in the middle brought `edited_tokens` new tokens. `recomputed_edits` of them could not
-    keep what follows and computed it again. `stale_tokens` are all stale tokens, of which
+    keep what follows and computed it again. Keys and values of `taken_tokens` came from another
+    text, see `passages`. `stale_tokens` are all stale tokens, of which
     `predicted_tokens` were predicted.
     """
 
     edits: int = 0
     edited_tokens: int = 0
     recomputed_edits: int = 0
+    taken_tokens: int = 0
     stale_tokens: int = 0
     predicted_tokens: int = 0
 

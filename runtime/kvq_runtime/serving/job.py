@@ -169,16 +169,16 @@ class Job:
         self._cached += cached
         self._moved += slot.session.sequence.encoding.staleness.moved
         remaining = len(slot.session.sequence.ready())
+        taken_before = slot.session.sequence.encoding.taken_tokens
         self.progress = (self.progress[0] + len(ids) - remaining, self.progress[1])
         while remaining:
             self._prompt_s += yield from slot.session.reading(chunk_tokens, helpers)
             done, remaining = remaining, len(slot.session.sequence.due())
             self._encoded += done - remaining
             self.progress = (self.progress[0] + done - remaining, self.progress[1])
-        if helpers.passages is not None:
-            taken = helpers.passages.taken_tokens
-            self._cached, self._moved = self._cached + taken, self._moved + taken
-            self._encoded -= taken
+        taken = slot.session.sequence.encoding.taken_tokens - taken_before
+        self._cached, self._moved = self._cached + taken, self._moved + taken
+        self._encoded -= taken
 
     def _score(
         self, slot: Slot, ids: Sequence[int], index: int, chunk_tokens: int

@@ -284,10 +284,10 @@ class Answering(Generic[C]):
         helpers = helpers or self._helpers
         prediction, passages = helpers.prediction, helpers.passages
         reader = None if prediction is None or prediction.path is None else self._reader
-        taken = 0 if passages is None else -passages.taken_tokens
+        taken_before = self.sequence.encoding.taken_tokens
         seconds = yield from self.sequence.advancing(max_tokens, prediction, reader, passages)
         seconds += yield from self._helpers.drafting.reading()
-        taken += 0 if passages is None else passages.taken_tokens
+        taken = self.sequence.encoding.taken_tokens - taken_before
         count = due_before - self.sequence.pending_tokens - taken
         if count:
             self._measure(self.sequence.cache.tokens, count, seconds)

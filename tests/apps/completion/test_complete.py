@@ -100,12 +100,12 @@ def test_a_key_costs_its_own_tokens(engine: Engine) -> None:
 def test_no_owner_finds_encoded_what_another_one_sent(engine: Engine) -> None:
     owned = OwnedPrompts(engine.tokenizer)
     first = owned.for_owner("one")
-    ids, _ = first.fit(TEXT, "", 512)
+    ids = first.fit(TEXT, "", 512).ids
     assert first._blocks.encoded_characters == len(TEXT)
     assert owned.for_owner("one") is first
     other = owned.for_owner("two")
     assert other._blocks.encoded_characters == 0
-    assert other.fit(TEXT, "", 512)[0] == ids
+    assert other.fit(TEXT, "", 512).ids == ids
     assert other._blocks.encoded_characters == len(TEXT)
     for number in range(MOST_OWNERS):
         owned.for_owner(str(number))
@@ -319,6 +319,32 @@ def test_each_of_two_files_stays_in_the_cache(engine: Engine) -> None:
         ]
         assert min(costs) > 40 if files == 1 else max(costs) <= 1
         completer.close()
+
+
+OTHERS = [(f"{name}.py", f"def {name}(value):\n    return value\n" * 9) for name in ("abc", "xyz")]
+
+
+def test_parts_of_other_files_are_read_once_for_all_files(engine: Engine) -> None:
+    """A second file finds what the first one read, in another order and behind another part."""
+    padding = ("padding.py", "".join(f"value_{number} = {number}\n" for number in range(20)))
+    completer = completions(engine, files=2)
+    first = completer.complete(TextDocument(TEXT), PLACE, others=[padding, *OTHERS])
+    assert first.reused_tokens == 0
+    alone = completions(engine).complete(TextDocument("import re\n"), (1, 0))
+    assert alone.encoded_tokens < 20
+    other = completer.complete(TextDocument("import re\n"), (1, 0), others=OTHERS[::-1])
+    assert other.encoded_tokens <= alone.encoded_tokens
+    assert other.reused_tokens > 150
+    completer.close()
+
+
+def test_where_edits_keep_nothing_no_other_file_is_read(engine: Engine) -> None:
+    completer = completions(engine, exact=True)
+    alone = completer.complete(TextDocument(TEXT), PLACE)
+    again = completer.complete(TextDocument(TEXT), PLACE, others=OTHERS)
+    assert again.encoded_tokens <= 1
+    assert again.reused_tokens + again.encoded_tokens == alone.encoded_tokens
+    completer.close()
 
 
 def test_reading_ahead_leaves_nothing_to_encode(engine: Engine) -> None:

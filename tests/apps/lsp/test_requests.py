@@ -6,7 +6,7 @@
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ import pytest
 
 from kvq_apps.completion.completion_engine import CompletionEngine
 from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.prompts import NamedText
 from kvq_apps.completion.suggestions import Completion
 from kvq_apps.names.engine import Engine
 from kvq_lab.typing_sessions import PROGRAM
@@ -119,10 +120,8 @@ def test_the_newest_request_wins_and_each_gets_one_answer(
 class OneStep(GatedCompleter):
     """Does not hear of a cancel before its step is over."""
 
-    def complete(
-        self, document: TextDocument, place: tuple[int, int], *, cancel: Callable[[], bool]
-    ) -> Completion:
-        return super().complete(document, place, cancel=lambda: False)
+    def complete(self, document: TextDocument, place: tuple[int, int], **others: Any) -> Completion:
+        return super().complete(document, place, **others | {"cancel": lambda: False})
 
 
 def test_of_rapid_requests_the_newest_alone_is_completed() -> None:
@@ -399,6 +398,31 @@ def test_odd_files_are_left_alone_with_a_reason(
     client.close()
 
 
+def test_parts_of_other_open_files_are_read_first(completer: GatedCompleter) -> None:
+    total = "def total(invoice):\n    return invoice.amount\n"
+    with closing(ThreadClient(lambda: completer)) as client:
+        client.start("invoice.amount + invoice.\n" + "\n" * 40)
+        client.ready(0, 0)
+        assert completer.others[-1] == ()
+        client.open(total, "file:///project/bills.py")
+        client.open(total, "file:///project/.env")
+        client.open("nothing = alike\n", "file:///project/other.py")
+        client.complete(0, 25)
+        assert completer.others[-1] == (("project/bills.py", total),)
+        # They stay while somebody types near one place, and go with their file.
+        client.change(2, 0, 0, 25, "")
+        client.complete(9, 0)
+        assert completer.others[-1] == (("project/bills.py", total),)
+        client.complete(30, 0)
+        assert completer.others[-1] == ()
+        client.change(3, 0, 0, 0, "total(invoice.amount)")
+        client.complete(0, 3)
+        assert completer.others[-1] == (("project/bills.py", total),)
+        client.send("workspace/didChangeConfiguration", {"settings": {"otherFiles": False}})
+        client.complete(1, 0)
+        assert completer.others[-1] == ()
+
+
 def test_a_long_file_is_completed_like_any_other(completer: GatedCompleter) -> None:
     """LSP-16: 10 MB, held in less than three times that."""
     line = "    a line of a program, as long as most are\n"
@@ -476,10 +500,11 @@ class IdleReader(GatedCompleter):
         document: TextDocument,
         place: tuple[int, int],
         *,
+        others: Sequence[NamedText],
         cancel: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> bool:
-        super().read(document, place, cancel=cancel, progress=progress)
+        super().read(document, place, others=others, cancel=cancel, progress=progress)
         for left in range(PIECES, 0, -1):
             progress(PIECES - left, PIECES)
             self.waits.release()

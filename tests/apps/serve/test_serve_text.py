@@ -196,6 +196,22 @@ def test_infill_drops_the_far_context_first(tiny: Server) -> None:
     assert 508 * 7 // 8 <= long["tokens_evaluated"] <= 508
 
 
+def test_other_files_are_read_once_for_all_files(tiny: Server) -> None:
+    """Their order does not matter, and another owner or an exact request finds nothing."""
+    extra = [
+        {"filename": f"{name}.py", "text": "".join(f"{name}_{n} = {n}\n" for n in range(12))}
+        for name in ("first", "second", "third")
+    ]
+    body = {"input_prefix": "x = ", "input_suffix": "\n", "n_predict": 2, "input_extra": extra}
+    ask(tiny, "/infill", body)
+    other = {"input_prefix": "for name in", "input_suffix": ":\n", "input_extra": extra[:0:-1]}
+    exact = ask(tiny, "/infill", body | other | {"x_kvq": {"exact": True}}).json["x_kvq"]
+    assert exact["cached_tokens"] < 20
+    found = ask(tiny, "/infill", body | other | {"input_prefix": "while name in"}).json["x_kvq"]
+    assert found["prompt_tokens"] - found["cached_tokens"] < 30
+    assert found["prompt_tokens"] > 150
+
+
 def test_a_model_that_cannot_infill_is_named(served: Server) -> None:
     for path, body in (
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}),

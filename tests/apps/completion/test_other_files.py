@@ -1,0 +1,43 @@
+"""Parts of other files: which are chosen, and that they stay where they are."""
+
+from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.other_files import BLOCK_LINES, MOST_BLOCKS, blocks_of, names_in, related
+
+
+def filler(word: str, lines: int) -> str:
+    return "".join(f"{word}_{number % 10} = {number}\n" for number in range(lines))
+
+
+def test_blocks_are_all_lines_of_a_file_that_say_something() -> None:
+    text = filler("alpha", BLOCK_LINES) + "\n" * BLOCK_LINES + filler("beta", 3)
+    blocks = blocks_of("a.py", TextDocument(text))
+    assert [(block.first, block.text) for block in blocks] == [
+        (0, filler("alpha", BLOCK_LINES)), (2 * BLOCK_LINES, filler("beta", 3)),
+    ]  # fmt: skip
+    assert blocks_of("a.py", TextDocument("x" * 9000)) == ()
+
+
+def test_names_are_words_of_three_letters_and_more() -> None:
+    assert names_in("def open_it(x, é_one): return 17 + open_it") == {
+        "def", "open_it", "é_one", "return",
+    }  # fmt: skip
+
+
+def test_the_blocks_most_like_the_text_at_the_cursor_are_chosen() -> None:
+    text = (
+        filler("alpha", 100) + "def total(invoice):\n    return invoice.amount\n" + filler("z", 60)
+    )
+    others = [
+        *blocks_of("b.py", TextDocument(filler("alpha", 200))),
+        *blocks_of("c.py", TextDocument("class Invoice:\n    amount: int\n    invoice: str\n")),
+        *blocks_of("d.py", TextDocument(filler("gamma", 30))),
+    ]
+    at_total = related(others, TextDocument("def total(invoice):\n    return invoice.am"), (1, 20))
+    assert [name for name, _ in at_total] == ["c.py"]
+    at_alpha = related(others, TextDocument(text), (30, 0))
+    assert [name for name, _ in at_alpha] == ["b.py"] * MOST_BLOCKS
+    # The most alike come in the order of their files, so that a moving cursor changes little.
+    numbers = [int(part.split()[2]) for _, part in at_alpha]
+    assert numbers == sorted(numbers)
+    assert related(others, TextDocument("nothing alike"), (0, 3)) == ()
+    assert related([], TextDocument(text), (30, 0)) == ()
