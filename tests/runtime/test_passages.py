@@ -5,6 +5,7 @@ the same after a passage that was taken over as after one that was computed.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,11 @@ def engine(shelf: Shelf) -> Iterator[Engine]:
         yield opened
 
 
+def stored(engine: Engine) -> PassageStore:
+    assert engine.backend.paged is not None
+    return store_of(engine.backend.paged)
+
+
 def logits(session: Session) -> np.ndarray:
     while advance(session.sequence):
         pass
@@ -72,7 +78,7 @@ def test_a_passage_that_was_read_before_is_right_wherever_it_stands(
 ) -> None:
     once = [*HEAD, *FIRST, *SECOND, *TEXT]
     actual, stale = read(one_layer, once, (FIRST, SECOND), kv)
-    assert (stale, len(store_of(one_layer.backend.paged))) == (0, 2)
+    assert (stale, len(stored(one_layer))) == (0, 2)
     assert far(actual, read(one_layer, once, (), kv)[0]) < KV[kv]
     # SECOND stood behind 155 tokens: it is known before and behind other texts.
     for other in ([*HEAD, *SECOND, *TEXT], [*HEAD, *TEXT, *TEXT, *SECOND, *TEXT]):
@@ -117,7 +123,7 @@ def test_what_was_copied_first_is_what_a_pass_stores(engine: Engine) -> None:
 def test_an_edit_brings_a_known_passage_into_the_middle(one_layer: Engine) -> None:
     text = [*prompt(80, 5), *TEXT]
     read(one_layer, [*HEAD, *FIRST, *SECOND], (FIRST, SECOND))
-    known = store_of(one_layer.backend.paged).find("", SECOND)
+    known = stored(one_layer).find("", SECOND)
     assert known is not None
     with opened(one_layer) as session:
         session.prefill([*HEAD, *text])
@@ -153,7 +159,7 @@ def test_a_copy_that_saw_only_the_beginning_does_for_its_own_place_alone() -> No
 
 
 def test_a_copy_is_made_again_where_it_does_not_do(engine: Engine) -> None:
-    store = store_of(engine.backend.paged)
+    store = stored(engine)
     read(engine, [*HEAD, *FIRST, *TEXT], (FIRST,))
     for ids, stale in (([*TEXT, *TEXT, *FIRST, *TEXT], 0), ([*HEAD, *FIRST, *TEXT], 190)):
         assert read(engine, ids, (FIRST,))[1] == stale
@@ -186,11 +192,12 @@ def test_models_that_keep_more_than_keys_compute_everything(shelf: Shelf) -> Non
     with Engine.open(bundle, threads=1) as engine, opened(engine) as session:
         assert session.passages([*HEAD, *FIRST], (FIRST,)) is None
         session.prefill([*HEAD, *FIRST, *TEXT], passages=(FIRST,))
-        assert len(store_of(engine.backend.paged)) == 0
+        assert len(stored(engine)) == 0
 
 
 def test_places_stand_one_after_the_other() -> None:
     store = PassageStore()
     ids = [*TEXT, *SECOND, *FIRST, *SECOND]
-    found = PromptPassages(store, None, ids, (SECOND, FIRST, SECOND, TEXT))
+    config: Any = None
+    found = PromptPassages(store, config, ids, (SECOND, FIRST, SECOND, TEXT))
     assert [tuple(place) for place in found._places] == [(40, 130), (130, 280), (280, 370)]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvq_apps.completion.document import LineChange, TextDocument
 from kvq_apps.completion.edit_history import EditedLines, NextEdit
+from kvq_apps.completion.prompts import NamedText
 from kvq_apps.completion.suggestions import Completion, Suggestion
 from kvq_apps.lsp.language_server import LanguageServer
 
@@ -31,11 +32,19 @@ KNOWN = (
 class KnownLines:
     """Completes the lines above."""
 
-    def complete(self, document: TextDocument, place: tuple[int, int], **_: object) -> Completion:
+    def complete(
+        self,
+        document: TextDocument,
+        place: tuple[int, int],
+        *,
+        others: Sequence[NamedText],
+        **_: object,
+    ) -> Completion:
         line, column = place
         row = document.line(line)
         before, after = row[:column], row[column:]
-        _append({"before": before, "after": after, "pid": os.getpid()})
+        names = [name for name, _ in others]
+        _append({"before": before, "after": after, "pid": os.getpid(), "others": names})
         drafts = tuple(Suggestion(text=text, logprob=-1.0) for text in _goes_on(before, after))
         return Completion(
             drafts=drafts, reused_tokens=len(document.text), encoded_tokens=2, ms=11.0,
@@ -78,7 +87,7 @@ def _goes_on(before: str, after: str) -> list[str]:
     return endings
 
 
-def _append(call: dict[str, str | int]) -> None:
+def _append(call: dict[str, str | int | list[str]]) -> None:
     if name := os.environ.get("FAKE_LSP_CALLS"):
         with open(name, "a", encoding="utf-8") as file:
             file.write(json.dumps(call) + "\n")

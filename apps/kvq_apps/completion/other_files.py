@@ -5,7 +5,7 @@ the cursor (Jaccard similarity). Knows no protocol and no model.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -18,6 +18,9 @@ NEAR_LINES = 20
 # So many blocks stand in front of a prompt at most; about 1,500 tokens of code.
 MOST_BLOCKS = 4
 LEAST_SIMILARITY = 0.05
+# Blocks stay that are so good, compared with the best ones: what stands behind blocks that change
+# becomes stale.
+GOOD_ENOUGH = 0.7
 # A longer block was not written by a person.
 _MOST_CHARACTERS = 8_000
 _NAME = re.compile(r"[^\W\d]\w{2,}")
@@ -56,17 +59,28 @@ def names_in(text: str) -> frozenset[str]:
 
 
 def related(
-    blocks: Iterable[Block], document: TextDocument, place: tuple[int, int]
+    blocks: Iterable[Block],
+    document: TextDocument,
+    place: tuple[int, int],
+    before: Sequence[NamedText] = (),
 ) -> tuple[NamedText, ...]:
     """Returns the blocks most like the text at `place`, as (file name, text), in their order.
 
-    Their order does not depend on the place, so that a cursor that moves changes little.
+    Their order does not depend on the place, so that a cursor that moves changes little. `before`
+    were chosen for an earlier place, and stay while they are good enough.
     """
     line = place[0]
     near = "".join(document.lines(max(0, line - NEAR_LINES), line + NEAR_LINES))
     names = names_in(near)
-    rated = ((block.similarity(names), block) for block in blocks)
+    rated = [(block.similarity(names), block) for block in blocks]
     alike = [row for row in rated if row[0] >= LEAST_SIMILARITY]
     best = nlargest(MOST_BLOCKS, alike, key=lambda row: row[0])
+    kept = [row for row in rated if (row[1].file, row[1].text) in before]
+    if len(kept) == len(before) > 0 and _sum(kept) >= GOOD_ENOUGH * _sum(best) > 0:
+        return tuple(before)
     chosen = sorted((block for _, block in best), key=lambda block: (block.file, block.first))
     return tuple((block.file, block.text) for block in chosen)
+
+
+def _sum(rated: Iterable[tuple[float, Block]]) -> float:
+    return sum(similarity for similarity, _ in rated)

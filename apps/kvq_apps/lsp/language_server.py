@@ -146,7 +146,7 @@ class LanguageServer:
         self._documents: dict[str, OpenDocument] = {}
         self._history = EditHistory()
         # What was chosen of other files: for which versions of them, and near which line.
-        self._related: tuple[object, int, tuple[NamedText, ...]] = None, 0, ()
+        self._related: tuple[tuple[object, ...], int, tuple[NamedText, ...]] = (), 0, ()
         # Why there can be no next edits, once it was said.
         self._said: str | None = None
         # The document with the cursor, and whether the editor reports it.
@@ -544,7 +544,7 @@ class LanguageServer:
         before, line, others = self._related
         if before != state or abs(line - place[0]) > SAME_LINES:
             blocks = chain.from_iterable(file.blocks(other) for other, file in files.items())
-            others = related(blocks, document, place)
+            others = related(blocks, document, place, others if before[:1] == state[:1] else ())
             self._related = state, place[0], others
         return others
 

@@ -15,13 +15,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.cache import Cache
 from kvq.class_cache import KeyForm
 from kvq.reference.stored import rotate
 from kvq_models.config import ModelConfig
@@ -166,7 +165,7 @@ class PromptPassages:
         return Piece(stop)
 
     def take(
-        self, cache: Cache, piece: Piece, start: int, stop: int, *, at: int | None, rope_long: bool
+        self, cache: Any, piece: Piece, start: int, stop: int, *, at: int | None, rope_long: bool
     ) -> None:
         """Gives `cache` tokens `start` to `stop` of a piece that is taken over; `at`: see `begin`.
 
@@ -188,7 +187,7 @@ class PromptPassages:
         cache.append(keys, values, np.arange(start, stop), forms, at=at)
         self._taken_to = stop
 
-    def copy(self, cache: Cache, place: Place, start: int, stop: int, *, rope_long: bool) -> None:
+    def copy(self, cache: Any, place: Place, start: int, stop: int, *, rope_long: bool) -> None:
         """Copies tokens `start` to `stop` of the passage at `place`, which were just computed.
 
         They must still be in floating point. Where they are not, the passage is not copied.
@@ -206,23 +205,22 @@ class PromptPassages:
             self._store.add(self._owner, self._prompt[place.start : stop], passage)
             self._copied.clear()
 
-    def _rows(self, cache: Cache, rows: NDArray[np.int64], *, rope_long: bool) -> tuple[Half, Half]:
+    def _rows(self, cache: Any, rows: NDArray[np.int64], *, rope_long: bool) -> tuple[Half, Half]:
         """Returns keys and values float16 [L, n, Hk, D] of rows of the floating-point tail."""
         (part,), config = cache.parts, self._config
         keys, values = list[Half](), list[Half]()
         for layer in range(config.num_layers):
             heads = [part.tail(layer, head) for head in range(config.num_kv_heads)]
-            rotated, kept = (
-                np.stack([head[side][rows] for head in heads], axis=1) for side in (0, 1)
-            )
+            rotated = np.stack([head_keys[rows] for head_keys, _, _ in heads], axis=1)
+            positions = heads[0][2][rows].astype(np.int64)
             turned_back = rotate(
                 rotated.astype(np.float32),
-                -heads[0][2][rows].astype(np.int64),
+                -positions,
                 config.inv_freq(layer, long_rope=rope_long),
                 1 / config.attention(layer).rope_factor,
             )
             keys.append(turned_back.astype(np.float16))
-            values.append(kept)
+            values.append(np.stack([head_values[rows] for _, head_values, _ in heads], axis=1))
         return np.stack(keys), np.stack(values)
 
 

@@ -1,7 +1,14 @@
 """Parts of other files: which are chosen, and that they stay where they are."""
 
 from kvq_apps.completion.document import TextDocument
-from kvq_apps.completion.other_files import BLOCK_LINES, MOST_BLOCKS, blocks_of, names_in, related
+from kvq_apps.completion.other_files import (
+    BLOCK_LINES,
+    MOST_BLOCKS,
+    Block,
+    blocks_of,
+    names_in,
+    related,
+)
 
 
 def filler(word: str, lines: int) -> str:
@@ -41,3 +48,20 @@ def test_the_blocks_most_like_the_text_at_the_cursor_are_chosen() -> None:
     assert numbers == sorted(numbers)
     assert related(others, TextDocument("nothing alike"), (0, 3)) == ()
     assert related([], TextDocument(text), (30, 0)) == ()
+
+
+def test_blocks_stay_while_they_are_good_enough() -> None:
+    def block(*names: str) -> Block:
+        return Block("a.py", 0, " ".join(names), frozenset(names))
+
+    document = TextDocument("alpha beta gamma delta")
+    blocks = [block("alpha", "beta", "gamma", "delta"), block("alpha", "beta", "gamma")]
+    blocks += [block("alpha", str(number)) for number in range(6)]
+    at_first = related(blocks[1:6], document, (0, 0))
+    assert len(at_first) == MOST_BLOCKS
+    assert ("a.py", "alpha beta gamma") in at_first
+    assert related([block("alpha", "beta"), *blocks[1:]], document, (0, 0), at_first) == at_first
+    # One of them is gone, or the best are much better.
+    assert related(blocks[:1] + blocks[2:], document, (0, 0), at_first) != at_first
+    poor = (("a.py", blocks[2].text),)
+    assert blocks[0].text in [text for _, text in related(blocks, document, (0, 0), poor)]

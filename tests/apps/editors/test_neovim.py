@@ -270,6 +270,20 @@ def test_shown_only_when_asked_for(start: Callable[..., Editor]) -> None:
     assert 'no option "draft"; possible are args, cmd, completions, debounce_ms, drafts' in refused
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_other_buffers_are_read_unless_that_is_off(
+    start: Callable[..., Editor], tmp_path: Path, reads: bool
+) -> None:
+    editor = start(f"{COMMAND}, other_files = {str(reads).lower()}")
+    editor.lua("vim.o.hidden = true")
+    editor.open(tmp_path / "greetings.py", "def greet(name, loudly):\n    return name\n")
+    editor.open(tmp_path / "main.py", "name, loudly = \n")
+    editor.keys("A gre")
+    editor.until(VISIBLE, True)
+    others = editor.calls()[-1]["others"]
+    assert others == [f"{tmp_path.name}/greetings.py"] * reads
+
+
 def test_a_server_that_died_comes_back_for_every_buffer(
     view: tuple[str, bool], start: Callable[..., Editor]
 ) -> None:

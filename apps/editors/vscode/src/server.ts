@@ -12,7 +12,7 @@ import {
   RevealOutputChannelOn,
   State,
 } from "vscode-languageclient/node";
-import { type CommandLine, enabledFor, shownWhileTyping } from "./settings";
+import { type CommandLine, enabledFor, readsOtherFiles, shownWhileTyping } from "./settings";
 import { outcome, type Report, type Status } from "./status";
 
 type Items = vscode.InlineCompletionItem[] | vscode.InlineCompletionList;
@@ -32,7 +32,7 @@ export class Server {
     this.#status = status;
     this.#client = new LanguageClient("kvq", "kvq", command, {
       documentSelector: [{ scheme: "file" }, { scheme: "untitled" }, { scheme: "vscode-remote" }],
-      initializationOptions: { completion: shownWhileTyping() },
+      initializationOptions: { completion: shownWhileTyping(), otherFiles: readsOtherFiles() },
       outputChannel: log,
       revealOutputChannelOn: RevealOutputChannelOn.Never,
       initializationFailedHandler: (error) => this.#failed(error),

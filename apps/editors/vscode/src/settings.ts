@@ -30,6 +30,11 @@ export function shownWhileTyping(): string {
   return vscode.workspace.getConfiguration("kvq").get<string>("completion", "likely");
 }
 
+/** Whether the server reads parts of other open files before it completes. */
+export function readsOtherFiles(): boolean {
+  return vscode.workspace.getConfiguration("kvq").get<boolean>("otherFiles", true);
+}
+
 /** Whether kvq is to complete texts of this language. */
 export function enabledFor(language: string): boolean {
   const rules = vscode.workspace.getConfiguration("kvq").get<Record<string, boolean>>("enable", {});
@@ -38,7 +43,7 @@ export function enabledFor(language: string): boolean {
 
 /** Whether a change of these settings asks for another server. */
 export function needsRestart(change: vscode.ConfigurationChangeEvent): boolean {
-  return ["path", "model", "drafts", "completion", "arguments"].some((name) =>
+  return ["path", "model", "drafts", "completion", "otherFiles", "arguments"].some((name) =>
     change.affectsConfiguration(`kvq.${name}`),
   );
 }

@@ -11,6 +11,7 @@ M.defaults = {
   filetypes = { ['*'] = true }, -- { markdown = false } leaves Markdown alone
   native = nil, -- false: kvq's own ghost text even where vim.lsp.inline_completion exists
   completions = 'likely', -- 'always': also the part that the model is not sure of
+  other_files = true, -- the model also reads parts of other open files
   next_edits = 'likely', -- 'always': also what the model is not sure of; 'off'
   next_edit_delay_ms = 150, -- without a change, before the model is asked for the next edit
   debounce_ms = 20, -- of kvq's own ghost text, between a key and the request
@@ -28,7 +29,7 @@ M.defaults = {
 local types = {
   path = 'string', model = 'string', drafts = 'number', args = 'table', cmd = 'table',
   mode = 'string', filetypes = 'table', native = 'boolean', debounce_ms = 'number', keys = 'table',
-  completions = 'string', next_edits = 'string', next_edit_delay_ms = 'number',
+  completions = 'string', other_files = 'boolean', next_edits = 'string', next_edit_delay_ms = 'number',
 }
 
 local function possible(of)

@@ -86,6 +86,7 @@ local function configuration(config)
     on_exit = vim.schedule_wrap(on_exit),
     init_options = {
       completion = config.completions,
+      otherFiles = config.other_files,
       nextEdit = config.next_edits,
       nextEditDelay = config.next_edit_delay_ms,
     },
