@@ -125,6 +125,14 @@ class Piece(NamedTuple):
     passage: Passage | None = None
 
 
+def without_passages(prompt: Sequence[int], passages: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the tokens of `prompt` outside of its passages."""
+    ids = list(prompt)
+    for place in reversed(_places(ids, passages)):
+        del ids[place.start : place.stop]
+    return ids
+
+
 class PromptPassages:
     """Takes the passages of one prompt over from a store, and copies new ones into it."""
 
@@ -142,7 +150,7 @@ class PromptPassages:
         """
         self._store, self._config, self._owner = store, config, owner
         self._prompt = list(prompt)
-        self._places = list(_places(self._prompt, passages))
+        self._places = _places(self._prompt, passages)
         # The last token taken over, and the copy that is being made: up to a token, in pieces.
         self._taken_to = self._copied_to = -1
         self._copied: list[tuple[Half, Half]] = []

@@ -324,6 +324,7 @@ class SessionPool(Generic[S]):
                 transient=request.transient,
                 edits=request.edits,
                 predict=request.predict,
+                passages=request.passages,
             )
         except Exception as error:  # noqa: BLE001  one request's fault must not end the pool
             self._log_fault(error)

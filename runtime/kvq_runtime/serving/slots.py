@@ -11,6 +11,7 @@ import numpy as np
 
 from kvq.errors import KvqError
 from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks
+from kvq_runtime.sequence.passages import without_passages
 from kvq_runtime.sequence.prediction import OFF
 from kvq_runtime.sequence.staleness import next_tokens
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
@@ -41,6 +42,8 @@ class Slot:
         self.busy = False
         self.dirty = False
         self.transient = False
+        # An editor's text without its passages; None: all of it.
+        self.without_passages: Ids | None = None
         # Edits that turn its text into the one it is leased for, where these were computed.
         self.changes: list[Hunk] | None = None
         self.released_at = 0.0
@@ -92,6 +95,16 @@ class Slot:
         )
         usable = min((end for end in ends if end is not None), default=None)
         return common_prefix(self.tokens[:usable], prompt.ids)
+
+    def cost_of(self, prompt: "_Prompt") -> int:
+        """Returns how many new tokens an edit into `prompt` brings, without those of passages.
+
+        Passages are of other files: two texts that have some in common are not one file.
+        """
+        if self.owner != prompt.owner:
+            return len(prompt.without_passages)
+        before = self.tokens if self.without_passages is None else self.without_passages
+        return sum(len(hunk.new_ids) for hunk in hunks(before, prompt.without_passages))
 
     def edits_to(self, ids: Ids, owner: str) -> list[Hunk]:
         """Returns the edits that turn this text into `ids`; for another owner all is new.
@@ -157,6 +170,7 @@ class Slots:
         transient: bool = False,
         edits: bool = False,
         predict: str | None = None,
+        passages: Sequence[Sequence[int]] = (),
     ) -> Slot | None:
         """Returns a free slot for a text of `owner`, the one that shares most with it.
 
@@ -168,10 +182,11 @@ class Slots:
         of a text that it is an edit of, else an empty slot, else any other. With `edits` another
         text may take the place of a text that it is an edit of, where that saves much reading.
         Predicted tokens are shared only with a text that would be predicted too, and moved ones
-        with a text that may be edited; `predict` is as in a request.
+        with a text that may be edited; `predict` and `passages` are as in a request.
         """
         predicted = self.all[0].session.predicts if predict is None else predict != OFF
-        prompt = _Prompt(as_ids(ids), owner, predicted=predicted, moved=edits)
+        outside = as_ids(without_passages(ids, passages) if passages else ids)
+        prompt = _Prompt(as_ids(ids), owner, outside, predicted=predicted, moved=edits)
         free = [slot for slot in self.all if not slot.busy]
         for slot in free:
             slot.changes = None
@@ -189,8 +204,8 @@ class Slots:
         if edits and not transient and slot.changes is None:
             shared = common_prefix(slot.tokens, prompt.ids)
             slot.changes = [Hunk(shared, len(slot.tokens), prompt.ids[shared:].tolist())]
-        slot.transient = transient
-        slot.busy = True
+        slot.transient, slot.busy = transient, True
+        slot.without_passages = outside if transient else None
         return slot
 
     def _kept_slot(
@@ -362,11 +377,13 @@ class Slots:
 class _Prompt:
     """Holds a text that needs a slot: its ids and owner, and what it may share of other texts.
 
-    `predicted`: tokens whose keys and values were predicted. `moved`: those that an edit moved.
+    `without_passages` are its tokens that belong to no other text, see `passages`. `predicted`:
+    tokens whose keys and values were predicted. `moved`: those that an edit moved.
     """
 
     ids: Ids
     owner: str
+    without_passages: Ids
     predicted: bool
     moved: bool
 
@@ -385,12 +402,11 @@ def _editor_slot(free: Sequence[Slot], prompt: _Prompt) -> Slot | None:
     Of editors' texts the owner's own go first: files of others stay where they are.
     """
     transient = [slot for slot in free if slot.transient]
-    edits = [slot.edits_to(prompt.ids, prompt.owner) for slot in transient]
-    costs = [sum(len(hunk.new_ids) for hunk in changes) for changes in edits]
-    if costs and min(costs) <= len(prompt.ids) // 2:
-        best = costs.index(min(costs))
-        transient[best].changes = edits[best]
-        return transient[best]
+    costs = [slot.cost_of(prompt) for slot in transient]
+    if costs and min(costs) <= len(prompt.without_passages) // 2:
+        slot = transient[costs.index(min(costs))]
+        slot.changes = slot.edits_to(prompt.ids, prompt.owner)
+        return slot
     empty = [slot for slot in free if not len(slot.tokens)]
     of_owner = [slot for slot in transient if slot.owner == prompt.owner]
     return min(empty or of_owner or transient, key=lambda slot: slot.released_at, default=None)

@@ -49,6 +49,8 @@ def count_words(path):
 """
 PLACE = (11, 16)
 LINES_BEFORE = 5
+# Parts of other files.
+OTHERS = [(f"{name}.py", f"def {name}(value):\n    return value\n" * 9) for name in ("abc", "xyz")]
 
 
 @pytest.fixture(scope="module")
@@ -305,34 +307,35 @@ def test_a_cancelled_request_leaves_the_next_one_right(
     completer.close()
 
 
-def test_each_of_two_files_stays_in_the_cache(engine: Engine) -> None:
+@pytest.mark.parametrize("others", [(), OTHERS], ids=("alone", "with others"))
+def test_each_of_two_files_stays_in_the_cache(
+    engine: Engine, others: list[tuple[str, str]]
+) -> None:
     """Going to and fro costs nothing where there is a session for each, and a reading otherwise."""
     documents = [TextDocument(TEXT), TextDocument(TEXT.upper().replace("COUNT", "sum of")[::-1])]
     places = [PLACE, (2, 0)]
     for files in (1, 2):
         completer = completions(engine, files=files)
         for document, place in zip(documents, places, strict=True):
-            assert completer.complete(document, place).encoded_tokens > 40
+            assert completer.complete(document, place, others=others).encoded_tokens > 40
         costs = [
-            completer.complete(document, place).encoded_tokens
+            completer.complete(document, place, others=others).encoded_tokens
             for document, place in zip(documents, places, strict=True)
         ]
         assert min(costs) > 40 if files == 1 else max(costs) <= 1
         completer.close()
 
 
-OTHERS = [(f"{name}.py", f"def {name}(value):\n    return value\n" * 9) for name in ("abc", "xyz")]
-
-
 def test_parts_of_other_files_are_read_once_for_all_files(engine: Engine) -> None:
     """A second file finds what the first one read, in another order and behind another part."""
     padding = ("padding.py", "".join(f"value_{number} = {number}\n" for number in range(20)))
     completer = completions(engine, files=2)
-    first = completer.complete(TextDocument(TEXT), PLACE, others=[padding, *OTHERS])
+    others = [(name, text.replace("value", "number")) for name, text in OTHERS]
+    first = completer.complete(TextDocument(TEXT), PLACE, others=[padding, *others])
     assert first.reused_tokens == 0
     alone = completions(engine).complete(TextDocument("import re\n"), (1, 0))
     assert alone.encoded_tokens < 20
-    other = completer.complete(TextDocument("import re\n"), (1, 0), others=OTHERS[::-1])
+    other = completer.complete(TextDocument("import re\n"), (1, 0), others=others[::-1])
     assert other.encoded_tokens <= alone.encoded_tokens
     assert other.reused_tokens > 150
     completer.close()
