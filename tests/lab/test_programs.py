@@ -144,6 +144,23 @@ def test_gaps_are_cut_around_the_line(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(cut[1].ids_with_answer[30:]) == f"{LETTERS}\n"
 
 
+def test_parts_of_other_files_stand_in_front(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Of the file itself there is none, and of the others those that share names with it."""
+    texts = {
+        "own.py": "def total(invoice):\n    return invoice.amount\n",
+        "alike.py": "invoice = 1\namount = 2\n",
+        "unlike.py": "nothing = 17\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    files = [str(tmp_path / name) for name in texts]
+    (gap,) = gaps(tokenizer, read_samples(files[:1], seed=0)[:1], 400, 4, files)
+    (alone,) = gaps(tokenizer, [gap.sample], 400, 4)
+    front = tokenizer.decode(gap.ids[: len(gap.ids) - len(alone.ids)])
+    assert front.strip() == texts["alike.py"].strip()
+    assert gap.ids[-len(alone.ids) :] == alone.ids
+
+
 # Scores
 
 

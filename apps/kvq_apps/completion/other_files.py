@@ -53,6 +53,11 @@ def blocks_of(file: str, document: TextDocument) -> tuple[Block, ...]:
     )
 
 
+def short_name(path: str) -> str:
+    """Returns the last two parts of a path, by which a model is told of a file."""
+    return "/".join(path.split("/")[-2:])
+
+
 def names_in(text: str) -> frozenset[str]:
     """Returns the names of three letters and more in a text."""
     return frozenset(_NAME.findall(text))

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvq_apps.completion.document import Encoding, LineChange, Position, TextDocument
 from kvq_apps.completion.edit_history import NextEdit
-from kvq_apps.completion.other_files import Block, blocks_of
+from kvq_apps.completion.other_files import Block, blocks_of, short_name
 from kvq_apps.completion.suggestions import Completion
 
 # A word that changed less than this ago is being typed.
@@ -82,8 +82,7 @@ class OpenDocument:
         """Returns the blocks of its text, whose file has this address."""
         version, blocks = self._blocks
         if version != self.version:
-            name = "/".join(unquote(urlsplit(uri).path).split("/")[-2:])
-            blocks = blocks_of(name, self.document)
+            blocks = blocks_of(short_name(unquote(urlsplit(uri).path)), self.document)
             self._blocks = self.version, blocks
         return blocks
 

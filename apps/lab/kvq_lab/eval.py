@@ -45,7 +45,8 @@ DRAFTS_PLACES, DRAFTS_CONTEXT, DRAFTS_TOKENS = 100, 256, 10
 DRAFTS = (1, 3, 5)
 # Modes that take a flag; the others refuse it.
 _OWNERS = {
-    "execute": ("fim", "program"), "drafts": ("drafts",), "drafts-method": ("drafts",),
+    "execute": ("fim", "program"), "other-files": ("fim",),
+    "drafts": ("drafts",), "drafts-method": ("drafts",),
     "git": ("replay",), "only": ("replay",), "pause": ("replay",),
     "out": ("sweep",), "plot": ("sweep",),
 }  # fmt: skip
@@ -55,7 +56,8 @@ def add_flags(parser: ArgumentParser, /) -> None:
     """Adds the flags of these tasks and of `--sweep`."""
     flags.add_flags(
         parser.add_argument_group("the laboratory's tasks"),
-        "limit", "predict", "execute", "drafts", "drafts-method", "git", "only", "pause",
+        "limit", "predict", "execute", "other-files", "drafts", "drafts-method", "git", "only",
+        "pause",
         predict="tokens of a line, a solution or a draft at most (default: "
         "{kvq_lab.eval:LINE_TOKENS}, program: {kvq_lab.eval:PROGRAM_TOKENS}, math: "
         "{kvq_lab.eval:MATH_TOKENS}, calls: {kvq_lab.eval:CALL_TOKENS}, drafts: "
@@ -245,7 +247,9 @@ def _fim(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
 
     def measure(opened: "Opened", progress: "Progress") -> "Measurement":
         samples = infilling.read_samples(files, seed=seed)[:limit]
-        gaps = infilling.gaps(engine.tokenizer, samples, context_tokens - tokens, tokens)
+        others = files if arguments.other_files else ()
+        room = context_tokens - tokens
+        gaps = infilling.gaps(engine.tokenizer, samples, room, tokens, others)
         return infilling.infilling(opened[0], engine.tokenizer, gaps, tokens, progress, passes)
 
     return judge(engine, arguments, context_tokens, 0, measure)

@@ -11,6 +11,8 @@ FLAGS: dict[str, Flag] = {
         "{kvq_lab.eval:DEFAULT_LIMIT}; drafts: {kvq_lab.eval:DRAFTS_PLACES}", metavar="N"),
     "execute": Flag("run the tests of lines and programs that a model wrote, no sandbox",
         switch=True),
+    "other-files": Flag("fim: parts of the other files stand in front of each prompt, as `kvq lsp` "
+        "chooses them", switch=True),
     "git": Flag("replay: the files that the last commits of this repository changed",
         metavar="FOLDER"),
     "only": Flag("replay: files whose names match, such as *.py", "all", metavar="PATTERN"),

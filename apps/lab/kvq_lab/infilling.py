@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import DataError
+from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.other_files import blocks_of, related, short_name
+from kvq_apps.completion.prompts import GapPrompts
 from kvq_apps.evaluation.measurement import (
     Measurement,
     OpenSession,
@@ -48,6 +51,11 @@ class Sample:
     end: int
     test: str = ""
     entry_point: str = ""
+
+    @property
+    def file(self) -> str:
+        """Returns the source file that it is of."""
+        return self.name.rpartition(":")[0]
 
     @property
     def prefix(self) -> str:
@@ -93,12 +101,30 @@ def read_samples(files: Sequence[str], *, seed: int) -> list[Sample]:
 
 
 def gaps(
-    tokenizer: Tokenizer, samples: Iterable[Sample], prompt_tokens: int, answer_tokens: int
+    tokenizer: Tokenizer,
+    samples: Iterable[Sample],
+    prompt_tokens: int,
+    answer_tokens: int,
+    files: Sequence[str] = (),
 ) -> list[Gap]:
-    """Returns the samples as prompts, cut to `prompt_tokens` and `answer_tokens`."""
+    """Returns the samples as prompts, cut to `prompt_tokens` and `answer_tokens`.
+
+    Of `files`, parts of the others stand in front of each prompt, as `kvq lsp` chooses them.
+    """
+    blocks = {
+        file: blocks_of(short_name(file), TextDocument(text_input.read_text(file)))
+        for file in files
+    }
+    prompts = GapPrompts(tokenizer)
     chosen: list[Gap] = []
     for sample in samples:
-        ids = infill_prompt(tokenizer, sample.prefix, sample.suffix, prompt_tokens)
+        if files:
+            others = [block for file in files if file != sample.file for block in blocks[file]]
+            document = TextDocument(f"{sample.prefix}\n{sample.suffix}")
+            extra = related(others, document, (sample.prefix.count("\n"), 0))
+            ids = prompts.fit(sample.prefix, sample.suffix, prompt_tokens, extra).ids
+        else:
+            ids = infill_prompt(tokenizer, sample.prefix, sample.suffix, prompt_tokens)
         answer = tokenizer.encode(f"{sample.middle}\n")[:answer_tokens]
         chosen.append(Gap(sample=sample, ids=ids, ids_with_answer=[*ids, *answer]))
     return chosen
