@@ -24,6 +24,9 @@ from kvq.sizing import ClassArena
 if TYPE_CHECKING:
     from kvq.reference.delta import DeltaWeights
 
+# Keys and values below this are in float16's range, however the keys are rotated.
+_SMALL = 2.0**15
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheUsage:
@@ -428,7 +431,9 @@ class ClassCache:
             rows.append(np.concatenate([queries, k, v], axis=1).reshape(tokens, width))
             self._check_shapes(layer.params, rows[-1], positions, layer.inv_freq, (layer.k_norm,))
             # A chunk closes a layer's pages as it passes: there is no way back from the second one.
-            stored_rows(layer.params, k, v, positions, layer.inv_freq, layer.k_norm)
+            largest = max(np.abs(k).max(initial=0), np.abs(v).max(initial=0))
+            if layer.k_norm is not None or not largest * layer.params.rope_factor < _SMALL:
+                stored_rows(layer.params, k, v, positions, layer.inv_freq, layer.k_norm)
         self.begin(tokens, at=at, silent=range(shape.num_layers))
         try:
             for layer, qkv in zip(layers, rows, strict=True):

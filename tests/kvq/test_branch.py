@@ -498,7 +498,7 @@ def test_a_chunk_made_elsewhere_that_cannot_be_stored_changes_nothing(use_native
         [KeyForm(params=params, inv_freq=INV_FREQ) for params in layers()],
         70 + np.arange(150),
     )
-    for bad in (np.nan, np.inf, 1e5):
+    for bad in (np.nan, np.inf, 1e5, -1e5):
         with pytest.raises(CacheError, match="not finite"):
             cache.append(np.where(np.indices(keys.shape)[0] == 1, bad, keys), values, at, good)
     with pytest.raises(BudgetError, match="takes 1 to"):
