@@ -37,7 +37,7 @@ def test_the_best_draft_counts(shelf: Shelf) -> None:
 
     def draft(text: str) -> Alternative:
         ids = tuple(tokenizer.encode(text))
-        return Alternative(ids=ids, logprobs=(), text=text, finish_reason="length")
+        return Alternative(ids=ids, logprobs=(), text=text, ends=(), finish_reason="length")
 
     truth = "height)\nx"
     place = Place((), tuple(tokenizer.encode(truth)))

@@ -22,6 +22,7 @@ from kvq_apps.completion.suggestions import (
     DEFAULT_DRAFTS,
     DEFAULT_TOKENS,
     Completion,
+    Steps,
     cursor_context,
     filter_suggestions,
     whole_lines,
@@ -78,15 +79,15 @@ class RemoteCompleter:
         context = cursor_context(document, place)
         body: dict[str, Any] = {
             "n_predict": self._tokens, "n_cmpl": self._drafts, "stop": ["\n"], "temperature": 0.0,
-            "x_kvq": {"distinct": True, "exact": self._exact},
+            "x_kvq": {"distinct": True, "exact": self._exact, "steps": True},
         }  # fmt: skip
         if context.indent:
             body |= {"n_predict": BLOCK_TOKENS, "n_cmpl": 1, "stop": [], "n_indent": context.indent}
         answers = self._request(_text_fields(document, place, others) | body, cancel)
         if answers is None:
             return Completion(drafts=(), why_not="cancelled")
-        texts = (_text(answer, context.indent) for answer in answers)
-        drafts = filter_suggestions(context, ((text, ()) for text in texts))
+        texts = ((_text(answer, context.indent), _steps(answer)) for answer in answers)
+        drafts = filter_suggestions(context, texts)
         kvq_fields: dict[str, Any] = answers[0].get("x_kvq") or {}
         cached = int(kvq_fields.get("cached_tokens", 0))
         return Completion(
@@ -185,6 +186,14 @@ def _host(address: str) -> tuple[str | None, int | None]:
         )
     check_files_can_be_sockets()
     return None, None
+
+
+def _steps(answer: dict[str, Any]) -> Steps:
+    """Returns how likely each beginning of an answer's text is; none where nobody says."""
+    kvq_fields: Any = answer.get("x_kvq")
+    steps = kvq_fields.get("steps") if is_object(kvq_fields) else None
+    pairs = steps if is_array(steps) else ()
+    return tuple((int(end), float(logprob)) for end, logprob in pairs)
 
 
 def _reason(answer: Any) -> Any:

@@ -68,8 +68,9 @@ class AnswerRequest:
     """Holds a request after its fields are read: what is generated, and how it is sent.
 
     `logprobs` adds the log-probabilities of the tokens. Of the answers to each prompt the `choices`
-    likeliest are sent. `notes` are what `x_kvq` says about a request that is followed only in part:
-    `unheld` places of schemas, `skipped_tools`, and `ignored` fields.
+    likeliest are sent. `steps` adds how likely each beginning of a text is. `notes` are what
+    `x_kvq` says about a request that is followed only in part: `unheld` places of schemas,
+    `skipped_tools`, and `ignored` fields.
     """
 
     generation: GenerationRequest
@@ -81,6 +82,7 @@ class AnswerRequest:
     response_fields: tuple[str, ...] | None
     echo: bool
     logprobs: bool
+    steps: bool
     choices: int
     notes: Mapping[str, list[str]]
 
@@ -96,6 +98,7 @@ def _answer_request(
     thoughts: AnswerThoughts | None = None,
     echo: bool = False,
     logprobs: bool | None = None,
+    steps: bool = False,
     choices: int | None = None,
 ) -> AnswerRequest:
     """Reads how the client wants the answer to prompts that come from the field `param`.
@@ -125,6 +128,7 @@ def _answer_request(
         response_fields=tuple(cast(list[str], names)) if names else None,
         echo=echo,
         logprobs=generation.logprobs if logprobs is None else logprobs,
+        steps=steps,
         choices=generation.choices if choices is None else choices,
         notes={name: note for name, note in notes.items() if note},
     )
@@ -312,7 +316,7 @@ def infill_request(fields: Fields, model: ModelView) -> AnswerRequest:
     answer = min(model.context_tokens // 4, generation.max_tokens or model.context_tokens)
     room = model.context_tokens - max(1, answer)
     fitted = _infilled("input_prefix", model, lambda: model.gaps.fit(prefix, suffix, room, extra))
-    exact = fields.object("x_kvq").flag("exact")
+    exact, steps = (fields.object("x_kvq").flag(name) for name in ("exact", "steps"))
     generation = replace(
         generation,
         prompts=(tuple(fitted.ids),),
@@ -322,8 +326,9 @@ def infill_request(fields: Fields, model: ModelView) -> AnswerRequest:
         transient=True,
         edits=not exact,
         passages=() if exact else fitted.passages,
+        logprobs=generation.logprobs or steps,
     )
-    return _answer_request(fields, model, generation, "input_prefix")
+    return _answer_request(fields, model, generation, "input_prefix", steps=steps)
 
 
 def _openai_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:

@@ -45,12 +45,24 @@ REPORTED = (
 
 @dataclass(kw_only=True, slots=True)
 class Choice:
-    """Holds one choice of an answer; its text arrives in `parts`."""
+    """Holds one choice of an answer; its text arrives in `parts`.
+
+    `steps` are pairs: characters up to the end of a part, log-probability of the text up to there.
+    """
 
     parts: list[str] = field(default_factory=list[str])
     logs: list[TokenLog] = field(default_factory=list[TokenLog])
+    steps: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     reason: str = ""
     stop_string: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Adds what has come."""
+        self.parts.append(delta.text)
+        self.logs += delta.logs
+        length, logprob = self.steps[-1] if self.steps else (0, 0.0)
+        logprob += sum(log.logprob or 0.0 for log in delta.logs)
+        self.steps.append((length + len(delta.text), logprob))
 
     @property
     def text(self) -> str:
@@ -387,7 +399,9 @@ class LlamaShape(Shape):
         return rows[0] if len(rows) == 1 else rows
 
     def _final(self, index: int, choice: Choice, report: Report) -> Json:
-        text = choice.text
+        text, measures = choice.text, self.measures(report)
+        if self.request.steps and choice.steps:
+            measures["x_kvq"]["steps"] = choice.steps
         return {
             "index": index,
             "content": text,
@@ -402,7 +416,7 @@ class LlamaShape(Shape):
             "stopping_word": choice.stop_string or "",
             "has_new_line": "\n" in text,
             **self._tokens(choice.logs),
-            **self.measures(report),
+            **measures,
         }
 
     def _tokens(self, logs: Sequence[TokenLog]) -> Json:

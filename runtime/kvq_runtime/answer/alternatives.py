@@ -36,12 +36,14 @@ class Alternative:
             filters, given the tokens before it.
         text: Text of the tokens, without the forced beginning and without what follows a stop
             string.
+        ends: Characters of the text that are known after each token.
         finish_reason: `stop`, `length` or `cancelled`.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     text: str
+    ends: tuple[int, ...]
     finish_reason: str
 
     @property
@@ -56,13 +58,14 @@ class Line:
 
     `row` is the row of the branch that holds the last of its tokens that was run, -1 for the text's
     end. `score` is what its method ranks it by. `text` is the text of its tokens, without a token
-    that ended it.
+    that ended it, and `ends` are its lengths after each of them.
     """
 
     so_far: Continuation
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     text: str = ""
+    ends: tuple[int, ...] = ()
     row: int = -1
     score: float = 0.0
     finish_reason: str | None = None
@@ -132,22 +135,26 @@ class AlternativesRequest:
         if token in line.so_far.stop_ids:
             return replace(line, score=score, finish_reason="stop")
         so_far = line.so_far.fork()
+        text = line.text + (so_far.take(token) or "")
         return replace(
             line,
             so_far=so_far,
             ids=(*line.ids, token),
             logprobs=(*line.logprobs, logprob),
-            text=line.text + (so_far.take(token) or ""),
+            text=text,
+            ends=(*line.ends, len(text)),
             score=score,
             finish_reason=so_far.finish_reason,
         )
 
     def finished(self, line: Line) -> Alternative:
         """Returns the alternative that a line has become."""
+        text = line.text + line.so_far.fork().rest()
         return Alternative(
             ids=line.ids,
             logprobs=line.logprobs,
-            text=line.text + line.so_far.fork().rest(),
+            text=text,
+            ends=(*line.ends[:-1], len(text)) if line.ends else (),
             finish_reason=line.finish_reason or "cancelled",
         )
 

@@ -258,11 +258,13 @@ class Job:
         stats = session.stats()
         for choice, alternative in enumerate(alternatives, index):
             self._new += len(alternative.ids)
-            each = (
-                zip(alternative.ids, alternative.logprobs, strict=True) if request.logprobs else ()
-            )
-            logs = [TokenLog(token=token, logprob=logprob) for token, logprob in each]
-            self.outbox.put(Delta(index=choice, text=alternative.text, logs=tuple(logs)))
+            start = 0
+            for token, logprob, end in zip(
+                alternative.ids, alternative.logprobs, alternative.ends, strict=True
+            ):
+                text, start = alternative.text[start:end], end
+                logs = (TokenLog(token=token, logprob=logprob),) if request.logprobs else ()
+                self.outbox.put(Delta(index=choice, text=text, logs=logs))
             self._finish(choice, alternative.finish_reason, stats=stats)
         for choice in range(index + len(alternatives), index + request.choices):
             self._finish(choice, "stop", stats=stats)

@@ -14,6 +14,7 @@ import time
 import tokenize
 from collections.abc import Sequence
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,14 @@ def test_a_key_costs_its_own_tokens(engine: Engine) -> None:
     first = completer.complete(document, PLACE)
     assert (first.reused_tokens, first.why_not) == (0, None)
     assert len(first.drafts) >= 1
+    # How likely each beginning of a suggestion is, a token after the other.
+    assert max(len(draft.steps) for draft in first.drafts) > 1
+    for draft in first.drafts:
+        ends, sums = zip(*draft.steps, strict=True)
+        assert ends[-1] >= len(draft.text)
+        assert all(before < after for before, after in pairwise(ends))
+        assert all(after < before for before, after in pairwise((0.0, *sums)))
+        assert sums[-1] == draft.logprob
     prompt = first.encoded_tokens
     # Typing moves the cursor's place in the prompt with it.
     document.replace(Position(*PLACE), Position(*PLACE), " len")

@@ -42,7 +42,12 @@ class Infill(BaseHTTPRequestHandler):
         if type(self).dies:
             self.connection.close()
             return
-        answer_json = {"content": "path)\n", "x_kvq": {"prompt_tokens": 90, "cached_tokens": 88}}
+        answer_json = {
+            "content": "path)\n",
+            "x_kvq": {
+                "prompt_tokens": 90, "cached_tokens": 88, "steps": [[4, -0.5], [6, -4.0]]
+            },
+        }  # fmt: skip
         # A server that does not make its answers distinct.
         answer = [answer_json] * body["n_cmpl"]
         data = json.dumps(answer).encode()
@@ -64,6 +69,8 @@ def test_a_running_server_completes_and_may_die_in_the_middle() -> None:
     Infill.waits.set()
     completion = served.complete(document, (1, 9), cancel=lambda: False)
     assert [draft.text for draft in completion.drafts] == ["path)"]
+    assert completion.drafts[0].steps == ((4, -0.5), (6, -4.0))
+    assert [draft.text for draft in completion.likely_part().drafts] == ["path"]
     assert (completion.reused_tokens, completion.encoded_tokens, completion.why_not) == (
         88,
         2,
@@ -120,6 +127,10 @@ def test_a_server_writes_the_drafts_of_an_own_engine(addresses: list[str], shelf
     for address in addresses:
         served = RemoteCompleter(address).complete(document, (4, 14), cancel=lambda: False)
         assert served.drafts[0].text == local.drafts[0].text
+        ends, sums = zip(*served.drafts[0].steps, strict=True)
+        assert ends == tuple(end for end, _ in local.drafts[0].steps)
+        assert sums == pytest.approx([logprob for _, logprob in local.drafts[0].steps], abs=0.05)
+        assert served.likely_part() == served.likely_part().likely_part()
         assert {draft.text for draft in served.drafts} == {draft.text for draft in local.drafts}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -194,6 +195,24 @@ def test_infill_drops_the_far_context_first(tiny: Server) -> None:
     long = ask(tiny, "/infill", {**near, "input_prefix": "word " * 900 + "x = "}).json
     assert long["truncated"]
     assert 508 * 7 // 8 <= long["tokens_evaluated"] <= 508
+
+
+def test_how_likely_each_beginning_of_an_infill_is(tiny: Server) -> None:
+    body = {"input_prefix": "x = ", "input_suffix": "\n", "n_predict": 6, "temperature": 0}
+    assert "steps" not in ask(tiny, "/infill", body).json["x_kvq"]
+    wanted = {"x_kvq": {"steps": True}, "n_cmpl": 2}
+    for reply in ask(tiny, "/infill", body | wanted).json:
+        steps = reply["x_kvq"]["steps"]
+        ends, sums = zip(*steps, strict=True)
+        assert ends[-1] == len(reply["content"])
+        assert list(ends) == sorted(ends)
+        assert all(after < before < 0 for before, after in pairwise(sums))
+    reply = ask(tiny, "/infill", body | {"n_probs": 1, "x_kvq": {"steps": True}}).json
+    logprobs = [row["logprob"] for row in reply["completion_probabilities"]]
+    # Two tokens that are parts of one letter come with it.
+    sums = [logprob for _, logprob in reply["x_kvq"]["steps"]]
+    assert {round(value, 6) for value in sums} <= {round(v, 6) for v in accumulate(logprobs)}
+    assert sums[-1] == pytest.approx(sum(logprobs))
 
 
 def test_other_files_are_read_once_for_all_files(tiny: Server) -> None:
