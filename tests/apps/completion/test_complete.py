@@ -75,14 +75,6 @@ def test_a_key_costs_its_own_tokens(engine: Engine) -> None:
     first = completer.complete(document, PLACE)
     assert (first.reused_tokens, first.why_not) == (0, None)
     assert len(first.drafts) >= 1
-    # How likely each beginning of a suggestion is, a token after the other.
-    assert max(len(draft.steps) for draft in first.drafts) > 1
-    for draft in first.drafts:
-        ends, sums = zip(*draft.steps, strict=True)
-        assert ends[-1] >= len(draft.text)
-        assert all(before < after for before, after in pairwise(ends))
-        assert all(after < before for before, after in pairwise((0.0, *sums)))
-        assert sums[-1] == draft.logprob
     prompt = first.encoded_tokens
     # Typing moves the cursor's place in the prompt with it.
     document.replace(Position(*PLACE), Position(*PLACE), " len")
@@ -106,6 +98,21 @@ def test_a_key_costs_its_own_tokens(engine: Engine) -> None:
     document.replace(Position(9, 4), Position(9, 9), "count")
     assert completer.complete(document, (11, 20)).encoded_tokens <= 16
     completer.close()
+
+
+def test_each_beginning_of_a_suggestion_has_its_probability(engine: Engine) -> None:
+    """A token after the other, so that the likely part of a line can be shown alone."""
+    completer = completions(engine)
+    document = TextDocument("import os\n\n\ndef read(path):\n    with open(\n")
+    drafts = completer.complete(document, (4, 14)).drafts
+    completer.close()
+    assert max(len(draft.steps) for draft in drafts) > 4
+    for draft in drafts:
+        ends, sums = zip(*draft.steps, strict=True)
+        assert ends[-1] >= len(draft.text)
+        assert all(before < after for before, after in pairwise(ends))
+        assert all(after < before for before, after in pairwise((0.0, *sums)))
+        assert sums[-1] == draft.logprob
 
 
 def test_no_owner_finds_encoded_what_another_one_sent(engine: Engine) -> None:
