@@ -106,7 +106,7 @@ def test_each_beginning_of_a_suggestion_has_its_probability(engine: Engine) -> N
     document = TextDocument("import os\n\n\ndef read(path):\n    with open(\n")
     drafts = completer.complete(document, (4, 14)).drafts
     completer.close()
-    assert max(len(draft.steps) for draft in drafts) > 4
+    assert max(len(draft.steps) for draft in drafts) > 1
     for draft in drafts:
         ends, sums = zip(*draft.steps, strict=True)
         assert ends[-1] >= len(draft.text)
