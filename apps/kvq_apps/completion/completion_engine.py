@@ -36,7 +36,7 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
 from kvq_runtime.serving import outbox
 from kvq_runtime.serving.job import Job
-from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox
+from kvq_runtime.serving.outbox import Delta, Done, Failed, Finished, Outbox, TokenLog, steps_of
 from kvq_runtime.serving.pool import PoolConfig, Served, SessionPool
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.saving import SavedSessions
@@ -159,21 +159,20 @@ class CompletionEngine:
         job, changed = self._submit(
             document, place, others, "completion", self._tokens, context.indent
         )
-        texts, steps = [""] * self._drafts, [list[tuple[int, float]]() for _ in range(self._drafts)]
+        texts, logs = [""] * self._drafts, [list[TokenLog]() for _ in range(self._drafts)]
         report = None
         for event in self._events(job, changed, cancel):
             if isinstance(event, Delta):
                 texts[event.index] += event.text
-                before = steps[event.index][-1][1] if steps[event.index] else 0.0
-                logprob = before + sum([log.logprob or 0.0 for log in event.logs])
-                steps[event.index].append((len(texts[event.index]), logprob))
+                logs[event.index] += event.logs
             elif isinstance(event, Finished) and event.reason == "length" and context.indent:
                 texts[event.index] = whole_lines(texts[event.index])
             elif isinstance(event, Done):
                 report = event.report
         if report is None:
             return Completion(drafts=(), why_not="cancelled")
-        suggestions = filter_suggestions(context, zip(texts, map(tuple, steps), strict=True))
+        steps = map(steps_of, logs, texts)
+        suggestions = filter_suggestions(context, zip(texts, steps, strict=True))
         return Completion(
             drafts=tuple(suggestions),
             reused_tokens=report.cached_tokens,

@@ -106,8 +106,9 @@ async def whole_answer(events: JobEvents, shape: Shape) -> tuple[Any, Report]:
     choices = [Choice() for _ in range(shape.request.generation.num_answers)]
     while True:
         match await events.next():
-            case Delta(index=index) as delta:
-                choices[index].add(delta)
+            case Delta(index=index, text=text, logs=logs):
+                choices[index].parts.append(text)
+                choices[index].logs += logs
             case Finished(index=index, reason=reason, stop_string=stop_string):
                 choices[index].reason, choices[index].stop_string = reason, stop_string
             case Done(report=report):

@@ -25,7 +25,7 @@ from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.logprobs import LogprobColumns, chat_rows, start_length
 from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.requests import AnswerRequest
-from kvq_runtime.serving.outbox import Delta, Finished, Report, TokenLog
+from kvq_runtime.serving.outbox import Delta, Finished, Report, TokenLog, steps_of
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.session.metrics import figures
 
@@ -45,24 +45,12 @@ REPORTED = (
 
 @dataclass(kw_only=True, slots=True)
 class Choice:
-    """Holds one choice of an answer; its text arrives in `parts`.
-
-    `steps` are pairs: characters up to the end of a part, log-probability of the text up to there.
-    """
+    """Holds one choice of an answer; its text arrives in `parts`."""
 
     parts: list[str] = field(default_factory=list[str])
     logs: list[TokenLog] = field(default_factory=list[TokenLog])
-    steps: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     reason: str = ""
     stop_string: str | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Adds what has come."""
-        self.parts.append(delta.text)
-        self.logs += delta.logs
-        length, logprob = self.steps[-1] if self.steps else (0, 0.0)
-        logprob += sum(log.logprob or 0.0 for log in delta.logs)
-        self.steps.append((length + len(delta.text), logprob))
 
     @property
     def text(self) -> str:
@@ -400,8 +388,8 @@ class LlamaShape(Shape):
 
     def _final(self, index: int, choice: Choice, report: Report) -> Json:
         text, measures = choice.text, self.measures(report)
-        if self.request.steps and choice.steps:
-            measures["x_kvq"]["steps"] = choice.steps
+        if self.request.steps and choice.logs:
+            measures["x_kvq"]["steps"] = steps_of(choice.logs, text)
         return {
             "index": index,
             "content": text,

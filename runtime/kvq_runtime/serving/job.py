@@ -263,7 +263,8 @@ class Job:
                 alternative.ids, alternative.logprobs, alternative.ends, strict=True
             ):
                 text, start = alternative.text[start:end], end
-                logs = (TokenLog(token=token, logprob=logprob),) if request.logprobs else ()
+                log = TokenLog(token=token, logprob=logprob, characters=len(text))
+                logs = (log,) if request.logprobs else ()
                 self.outbox.put(Delta(index=choice, text=text, logs=logs))
             self._finish(choice, alternative.finish_reason, stats=stats)
         for choice in range(index + len(alternatives), index + request.choices):
@@ -319,7 +320,7 @@ class Job:
         ended = step.token in ends and step.finish_reason == "stop"
         # A reader of scores expects a row for every token.
         hidden = step.logprob is None or (ended and not self.request.scored)
-        logs = () if hidden else (TokenLog.of(step),)
+        logs = () if hidden else (TokenLog.of(step, len(text)),)
         if text or logs:
             self.outbox.put(Delta(index=index, text=text, logs=logs))
         if reason is not None:

@@ -5,7 +5,7 @@ is merged. A full outbox stops the steps of its own request and of no other.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import monotonic
@@ -26,12 +26,14 @@ _LOG_BYTES = 64
 class TokenLog:
     """Holds one token, its natural log-probability, and the likeliest `top` tokens with theirs.
 
-    `logprob` is None for a text's first token, which follows nothing.
+    `logprob` is None for a text's first token, which follows nothing. `characters` are those of the
+    text that came with the token; a token may be a part of a letter that comes with a later one.
     """
 
     token: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    characters: int = 0
 
     @classmethod
     def scored(cls, logits: NDArray[np.float32], token: int, top: int) -> "TokenLog":
@@ -40,10 +42,24 @@ class TokenLog:
         return cls(token=token, logprob=logprob, top=likeliest(logits, top))
 
     @classmethod
-    def of(cls, step: Step) -> "TokenLog":
+    def of(cls, step: Step, characters: int) -> "TokenLog":
         """Makes the log of a step whose log-probability was asked for."""
         assert step.logprob is not None
-        return cls(token=step.token, logprob=step.logprob, top=step.top)
+        return cls(token=step.token, logprob=step.logprob, top=step.top, characters=characters)
+
+
+def steps_of(logs: Iterable[TokenLog], text: str) -> tuple[tuple[int, float], ...]:
+    """Returns how likely each beginning of an answer's text is.
+
+    These are pairs of characters up to the end of a token, and the log-probability of the text up
+    to there. The last one is of all of `text`, where any token has a log.
+    """
+    steps, end, logprob = list[tuple[int, float]](), 0, 0.0
+    for log in logs:
+        end, logprob = end + log.characters, logprob + (log.logprob or 0.0)
+        if log.characters:
+            steps.append((end, logprob))
+    return (*steps[:-1], (len(text), logprob)) if steps else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
