@@ -215,7 +215,8 @@ def test_the_table_on_the_command_line(
     assert lines[-1].split()[:2] == ["8:8", "529"]
     assert "needs a text" in evaluate("--table")["error"]["message"]
     assert (
-        "leave out --kv-policy" in evaluate("--table", text, "--kv-policy", "x")["error"]["message"]
+        "leave out --kv-policy"
+        in evaluate("--table", text, "--kv-policy", "h2o")["error"]["message"]
     )
 
 

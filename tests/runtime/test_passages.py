@@ -12,6 +12,7 @@ import pytest
 
 from kvq_runtime.engine import Engine
 from kvq_runtime.sequence.passages import (
+    FIRST_TOKENS,
     LEAST_BEFORE,
     LEAST_TOKENS,
     Passage,
@@ -26,6 +27,8 @@ from sequences import advance
 from shelf import Shelf
 
 HEAD, FIRST, SECOND, TEXT = prompt(5, 1), prompt(150, 2), prompt(90, 3), prompt(40, 4)
+# Tokens of a passage right behind the head that are computed as the text's first ones.
+NEXT_TO_HEAD = FIRST_TOKENS - len(HEAD)
 KV = {"fp": 1e-3, "8:8": 2e-2, "4:4": 2e-1}
 
 
@@ -83,7 +86,7 @@ def test_a_passage_that_was_read_before_is_right_wherever_it_stands(
     # SECOND stood behind 155 tokens: it is known before and behind other texts.
     for other in ([*HEAD, *SECOND, *TEXT], [*HEAD, *TEXT, *TEXT, *SECOND, *TEXT]):
         actual, stale = read(one_layer, other, (SECOND,), kv)
-        assert stale == len(SECOND) + len(other) - other.index(SECOND[0]) - len(SECOND)
+        assert stale == len(other) - max(FIRST_TOKENS, other.index(SECOND[0]))
         assert far(actual, read(one_layer, other, (), kv)[0]) < KV[kv]
 
 
@@ -147,7 +150,7 @@ def test_the_last_token_is_computed_and_short_texts_are(engine: Engine) -> None:
         with opened(engine) as session:
             session.prefill(ids, passages=passages)
             stale = session.sequence.encoding.staleness.stale
-            assert stale == (len(FIRST) if ids[-1] == FIRST[-1] else 0)
+            assert stale == (len(FIRST) - NEXT_TO_HEAD if ids[-1] == FIRST[-1] else 0)
             assert session.sequence.encoding.logits is not None
 
 
@@ -155,13 +158,16 @@ def test_a_copy_that_saw_only_the_beginning_does_for_its_own_place_alone() -> No
     rows = np.zeros((1, 40, 1, 4), np.float16)
     early, late = (Passage(rows, rows, before) for before in (LEAST_BEFORE - 1, LEAST_BEFORE))
     assert [early.does_after(n) for n in (0, LEAST_BEFORE - 1, 500)] == [False, True, False]
-    assert [late.does_after(n) for n in (0, 1, LEAST_BEFORE, 500)] == [False, True, True, True]
+    assert [late.does_after(n) for n in (0, 1, LEAST_BEFORE, 500)] == [True] * 4
 
 
 def test_a_copy_is_made_again_where_it_does_not_do(engine: Engine) -> None:
     store = stored(engine)
     read(engine, [*HEAD, *FIRST, *TEXT], (FIRST,))
-    for ids, stale in (([*TEXT, *TEXT, *FIRST, *TEXT], 0), ([*HEAD, *FIRST, *TEXT], 190)):
+    for ids, stale in (
+        ([*TEXT, *TEXT, *FIRST, *TEXT], 0),
+        ([*HEAD, *FIRST, *TEXT], 190 - NEXT_TO_HEAD),
+    ):
         assert read(engine, ids, (FIRST,))[1] == stale
         passage = store.find("", FIRST)
         assert passage is not None

@@ -31,6 +31,8 @@ Half = NDArray[np.float16]
 # A passage that is copied with fewer tokens before it has seen little but the text's first tokens,
 # which attention falls back on. Such a copy does only for its own place.
 LEAST_BEFORE = 64
+# A text's first tokens are computed, since attention falls back on them.
+FIRST_TOKENS = 16
 # Taking over fewer tokens than this costs about as much as computing them.
 LEAST_TOKENS = 32
 # Memory of the copies of one model.
@@ -55,7 +57,7 @@ class Passage:
 
     def does_after(self, tokens: int) -> bool:
         """Decides whether it may be taken over where so many tokens stand before it."""
-        return tokens == self.before or (tokens > 0 and self.before >= LEAST_BEFORE)
+        return self.before >= LEAST_BEFORE or tokens == self.before
 
 
 class PassageStore:
@@ -164,7 +166,7 @@ class PromptPassages:
             passage = self._store.find(self._owner, self._prompt[place.start : place.stop])
             if passage is not None and passage.does_after(place.start):
                 # The last token of a prompt must be computed, for its logits.
-                end = min(end, len(self._prompt) - 1)
+                first, end = max(first, FIRST_TOKENS), min(end, len(self._prompt) - 1)
                 if end - first < (1 if first == self._taken_to else LEAST_TOKENS):
                     continue
                 return Piece(end, place, passage) if first == start else Piece(first)

@@ -29,6 +29,7 @@ from kvq_apps.completion.document import Position, TextDocument
 from kvq_apps.completion.prompts import MOST_OWNERS, OwnedPrompts
 from kvq_apps.names.engine import Engine
 from kvq_lab.typing_sessions import PROGRAM
+from kvq_runtime.sequence.passages import FIRST_TOKENS
 from kvq_runtime.sequence.passes import forward_all
 from kvq_runtime.serving import pool
 from kvq_runtime.session.session import Session
@@ -352,7 +353,7 @@ def test_parts_of_other_files_are_read_once_for_all_files(engine: Engine) -> Non
     alone = completions(engine).complete(TextDocument("import re\n"), (1, 0))
     assert alone.encoded_tokens < 20
     other = completer.complete(TextDocument("import re\n"), (1, 0), others=others[::-1])
-    assert other.encoded_tokens <= alone.encoded_tokens
+    assert other.encoded_tokens <= alone.encoded_tokens + FIRST_TOKENS
     assert other.reused_tokens > 150
     completer.close()
 
