@@ -165,8 +165,7 @@ class PromptPassages:
                 continue
             passage = self._store.find(self._owner, self._prompt[place.start : place.stop])
             if passage is not None and passage.does_after(place.start):
-                # The last token of a prompt must be computed, for its logits.
-                first, end = max(first, FIRST_TOKENS), min(end, len(self._prompt) - 1)
+                first = max(first, FIRST_TOKENS)
                 if end - first < (1 if first == self._taken_to else LEAST_TOKENS):
                     continue
                 return Piece(end, place, passage) if first == start else Piece(first)

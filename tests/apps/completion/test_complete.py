@@ -324,20 +324,23 @@ def test_a_cancelled_request_leaves_the_next_one_right(
     completer.close()
 
 
-@pytest.mark.parametrize("others", [(), OTHERS], ids=("alone", "with others"))
-def test_each_of_two_files_stays_in_the_cache(
-    engine: Engine, others: list[tuple[str, str]]
-) -> None:
+@pytest.mark.parametrize("case", ["alone", "with others", "each with the other"])
+def test_each_of_two_files_stays_in_the_cache(engine: Engine, case: str) -> None:
     """Going to and fro costs nothing where there is a session for each, and a reading otherwise."""
-    documents = [TextDocument(TEXT), TextDocument(TEXT.upper().replace("COUNT", "sum of")[::-1])]
-    places = [PLACE, (2, 0)]
+    texts = [TEXT, TEXT.upper().replace("COUNT", "sum of")[::-1]]
+    others = {
+        "alone": [(), ()],
+        "with others": [OTHERS, OTHERS],
+        "each with the other": [[("second.py", texts[1])], [("first.py", texts[0])]],
+    }[case]
+    requests = list(zip(map(TextDocument, texts), [PLACE, (2, 0)], others, strict=True))
     for files in (1, 2):
         completer = completions(engine, files=files)
-        for document, place in zip(documents, places, strict=True):
-            assert completer.complete(document, place, others=others).encoded_tokens > 40
+        for document, place, parts in requests:
+            assert completer.complete(document, place, others=parts).encoded_tokens > 40
         costs = [
-            completer.complete(document, place, others=others).encoded_tokens
-            for document, place in zip(documents, places, strict=True)
+            completer.complete(document, place, others=parts).encoded_tokens
+            for document, place, parts in requests
         ]
         assert min(costs) > 40 if files == 1 else max(costs) <= 1
         completer.close()
