@@ -242,7 +242,7 @@ def test_edits_that_come_later_are_offered() -> None:
         edit_of(wrong, logprob=-1.0),
         edit_of(later[0], logprob=-5.0),
     ]
-    service = ScriptedService({"    return title": [("s", -1.0)], "f(title": [("s", -1.0)]}, edits)
+    service = ScriptedService({"    return title": [("s", -0.3)], "f(title": [("s", -0.3)]}, edits)
     replay = replayed(service)
     assert [hunk.ahead for hunk in replay.hunks] == [{1, 2}, {2}, set(), set()]
     count = tally(replay.hunks)

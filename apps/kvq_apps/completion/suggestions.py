@@ -25,8 +25,8 @@ _DOCSTRING = re.compile(r"""\s*(\"{3}|'{3}).+\1\s*$""")
 _OPENERS, _COMMENTS = (":", "{"), ("#", "//", "/*", "*", '"', "'")
 MIN_CHARACTERS = 2
 _WORD_AT_END = re.compile(r"\w+$")
-# The least log-probability of what is shown to somebody who did not ask.
-LIKELY_COMPLETION = -1.4
+# The least log-probability of what is shown to somebody who did not ask: a probability of 0.7.
+LIKELY_COMPLETION = -0.36
 _CLOSERS = {")": "(", "]": "[", "}": "{"}
 
 

@@ -45,7 +45,7 @@ class Infill(BaseHTTPRequestHandler):
         answer_json = {
             "content": "path)\n",
             "x_kvq": {
-                "prompt_tokens": 90, "cached_tokens": 88, "steps": [[4, -0.5], [6, -4.0]]
+                "prompt_tokens": 90, "cached_tokens": 88, "steps": [[4, -0.2], [6, -4.0]]
             },
         }  # fmt: skip
         # A server that does not make its answers distinct.
@@ -69,7 +69,7 @@ def test_a_running_server_completes_and_may_die_in_the_middle() -> None:
     Infill.waits.set()
     completion = served.complete(document, (1, 9), cancel=lambda: False)
     assert [draft.text for draft in completion.drafts] == ["path)"]
-    assert completion.drafts[0].steps == ((4, -0.5), (6, -4.0))
+    assert completion.drafts[0].steps == ((4, -0.2), (6, -4.0))
     assert [draft.text for draft in completion.likely_part().drafts] == ["path"]
     assert (completion.reused_tokens, completion.encoded_tokens, completion.why_not) == (
         88,
