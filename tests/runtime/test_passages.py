@@ -15,7 +15,7 @@ from kvq_runtime.sequence.passages import (
     FIRST_TOKENS,
     LEAST_BEFORE,
     LEAST_TOKENS,
-    Passage,
+    PassageCopy,
     PassageStore,
     PromptPassages,
     store_of,
@@ -113,14 +113,14 @@ def test_what_was_copied_first_is_what_a_pass_stores(engine: Engine) -> None:
             session.prefill(ids, passages=(FIRST, SECOND))
             (cache,) = session.sequence.cache.parts
             states.append([cache.tail(layer, 0) for layer in range(2)])
-    for computed, taken in zip(*states, strict=True):
-        np.testing.assert_array_equal(computed[2], taken[2])
+    for computed, copied in zip(*states, strict=True):
+        np.testing.assert_array_equal(computed[2], copied[2])
         for side in (0, 1):
-            assert far(taken[side], computed[side]) < 3e-3
+            assert far(copied[side], computed[side]) < 3e-3
             # Keys are rotated back and again in float16; values are as they were.
             stop = len(HEAD) + len(FIRST) + len(SECOND)
             if side == 1:
-                np.testing.assert_array_equal(computed[1][:stop], taken[1][:stop])
+                np.testing.assert_array_equal(computed[1][:stop], copied[1][:stop])
 
 
 def test_an_edit_brings_a_known_passage_into_the_middle(one_layer: Engine) -> None:
@@ -130,14 +130,14 @@ def test_an_edit_brings_a_known_passage_into_the_middle(one_layer: Engine) -> No
     assert known is not None
     with opened(one_layer) as session:
         session.prefill([*HEAD, *text])
-        wanted = [*HEAD, *text[:60], *SECOND, *text[60:]]
-        session.align(wanted, edits=True)
-        helpers = session.helpers(passages=session.passages(wanted, (SECOND,)))
+        edited = [*HEAD, *text[:60], *SECOND, *text[60:]]
+        session.align(edited, edits=True)
+        helpers = session.helpers(passages=session.passages(edited, (SECOND,)))
         while session.sequence.due():
             run(session.reading(helpers=helpers))
         assert session.stats().edits.taken_tokens == len(SECOND)
         actual = logits(session)
-    assert far(actual, read(one_layer, wanted)[0]) < 1e-3
+    assert far(actual, read(one_layer, edited)[0]) < 1e-3
 
 
 def test_the_last_token_is_computed_and_short_texts_are(engine: Engine) -> None:
@@ -156,7 +156,7 @@ def test_the_last_token_is_computed_and_short_texts_are(engine: Engine) -> None:
 
 def test_a_copy_that_saw_only_the_beginning_does_for_its_own_place_alone() -> None:
     rows = np.zeros((1, 40, 1, 4), np.float16)
-    early, late = (Passage(rows, rows, before) for before in (LEAST_BEFORE - 1, LEAST_BEFORE))
+    early, late = (PassageCopy(rows, rows, before) for before in (LEAST_BEFORE - 1, LEAST_BEFORE))
     assert [early.does_after(n) for n in (0, LEAST_BEFORE - 1, 500)] == [False, True, False]
     assert [late.does_after(n) for n in (0, 1, LEAST_BEFORE, 500)] == [True] * 4
 
@@ -176,7 +176,7 @@ def test_a_copy_is_made_again_where_it_does_not_do(engine: Engine) -> None:
 
 def test_the_store_keeps_to_its_bytes_and_to_owners() -> None:
     rows = np.zeros((2, 32, 1, 4), np.float16)
-    passage = Passage(rows, rows, before=100)
+    passage = PassageCopy(rows, rows, before=100)
     store = PassageStore(3 * passage.num_bytes)
     for number in range(4):
         store.add("me", [number] * 32, passage)
@@ -188,7 +188,7 @@ def test_the_store_keeps_to_its_bytes_and_to_owners() -> None:
     store.add("me", [0] * 32, passage)
     assert (len(store), store.used_bytes) == (3, 3 * passage.num_bytes)
     large = np.zeros((2, 500, 1, 4), np.float16)
-    store.add("me", [9] * 500, Passage(large, large, before=100))
+    store.add("me", [9] * 500, PassageCopy(large, large, before=100))
     assert store.find("me", [9] * 500) is None
     assert len(store) == 3
 
@@ -205,5 +205,5 @@ def test_places_stand_one_after_the_other() -> None:
     store = PassageStore()
     ids = [*TEXT, *SECOND, *FIRST, *SECOND]
     config: Any = None
-    found = PromptPassages(store, config, ids, (SECOND, FIRST, SECOND, TEXT))
-    assert [tuple(place) for place in found._places] == [(40, 130), (130, 280), (280, 370)]
+    passages = PromptPassages(store, config, ids, (SECOND, FIRST, SECOND, TEXT))
+    assert [tuple(place) for place in passages._places] == [(40, 130), (130, 280), (280, 370)]

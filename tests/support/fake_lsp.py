@@ -37,13 +37,13 @@ class KnownLines:
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText],
+        other_parts: Sequence[NamedText] = (),
         **_: object,
     ) -> Completion:
         line, column = place
         row = document.line(line)
         before, after = row[:column], row[column:]
-        names = [name for name, _ in others]
+        names = [name for name, _ in other_parts]
         _append({"before": before, "after": after, "pid": os.getpid(), "others": names})
         drafts = tuple(Suggestion(text=text, logprob=-1.0) for text in _goes_on(before, after))
         return Completion(

@@ -27,7 +27,7 @@ class GatedCompleter:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[int, int]]] = []
         self.expected: list[tuple[str, tuple[int, int]]] = []
-        self.others: list[Sequence[NamedText]] = []
+        self.other_parts: list[Sequence[NamedText]] = []
         self.begun = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
@@ -41,10 +41,10 @@ class GatedCompleter:
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText],
+        other_parts: Sequence[NamedText] = (),
         cancel: Callable[[], bool],
     ) -> Completion:
-        self.others.append(others)
+        self.other_parts.append(other_parts)
         self.calls.append((document.text, place))
         self.begun.release()
         while not self.gate.wait(0.005):
@@ -62,7 +62,7 @@ class GatedCompleter:
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText],
+        other_parts: Sequence[NamedText] = (),
         cancel: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> bool:

@@ -146,18 +146,18 @@ class CompletionEngine:
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText] = (),
+        other_parts: Sequence[NamedText] = (),
         cancel: Cancel = never_cancelled,
     ) -> Completion:
         """Returns suggestions for `place` (line, code points) up to the line's end.
 
         Where a block begins there is one suggestion, its body as far as `BLOCK_TOKENS` allow.
-        `others` are parts of other files that the model reads first, the least useful one first.
+        `other_parts` are of other files, which the model reads first, the least useful one first.
         """
         since = perf_counter()
         context = cursor_context(document, place)
         job, changed = self._submit(
-            document, place, others, "completion", self._tokens, context.indent
+            document, place, other_parts, "completion", self._tokens, context.indent
         )
         texts, logs = [""] * self._drafts, [list[TokenLog]() for _ in range(self._drafts)]
         report = None
@@ -186,7 +186,7 @@ class CompletionEngine:
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText] = (),
+        other_parts: Sequence[NamedText] = (),
         cancel: Cancel = never_cancelled,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> bool:
@@ -195,7 +195,7 @@ class CompletionEngine:
         `progress` gets (done, total) tokens meanwhile. The pool encodes stale tokens again in idle
         time.
         """
-        job, changed = self._submit(document, place, others, "batch", 0)
+        job, changed = self._submit(document, place, other_parts, "batch", 0)
         for _ in self._events(job, changed, cancel):
             progress(*job.progress)
         return not job.cancelled
@@ -257,7 +257,7 @@ class CompletionEngine:
         self,
         document: TextDocument,
         place: tuple[int, int],
-        others: Sequence[NamedText],
+        other_parts: Sequence[NamedText],
         priority: str,
         tokens: int,
         indent: int = 0,
@@ -270,7 +270,7 @@ class CompletionEngine:
         if indent:
             choices, rows, tokens = 1, max(rows, self._draft_rows // 2), BLOCK_TOKENS
         prefix, suffix = document.text_around(place, self._room * NEAR_CHARACTERS)
-        ids, begin_with, passages = self._prompt(prefix, suffix, others)
+        ids, begin_with, passages = self._prompt(prefix, suffix, other_parts)
         request = GenerationRequest(
             prompts=(tuple(ids),),
             healed=((tuple(ids), begin_with),),
@@ -313,7 +313,7 @@ class CompletionEngine:
                 return
 
     def _prompt(
-        self, prefix: str, suffix: str, others: Sequence[NamedText]
+        self, prefix: str, suffix: str, other_parts: Sequence[NamedText]
     ) -> tuple[list[int], bytes, tuple[tuple[int, ...], ...]]:
         """Returns ids of a prompt that fits, the bytes that the answer must begin with, passages.
 
@@ -323,8 +323,8 @@ class CompletionEngine:
         if self._frozen_file is not None:
             prefix, suffix, typed = self._frozen_file.split(prefix, suffix)
             room -= MOST_TYPED
-        others = others if self._frozen_file is None else ()
-        fitted = self._prompts.fit(prefix, suffix, room, others)
+        other_parts = other_parts if self._frozen_file is None else ()
+        fitted = self._prompts.fit(prefix, suffix, room, other_parts)
         whole = [*fitted.ids, *self._tokenizer.encode(typed)]
         # Typing may have stopped inside what the tokenizer writes as one token.
         ids, begin_with = heal(self._tokenizer, whole)

@@ -71,7 +71,7 @@ class RemoteCompleter:
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText] = (),
+        other_parts: Sequence[NamedText] = (),
         cancel: Callable[[], bool],
     ) -> Completion:
         """Returns suggestions for `place`. Raises `BackendError` where no server answers."""
@@ -83,7 +83,7 @@ class RemoteCompleter:
         }  # fmt: skip
         if context.indent:
             body |= {"n_predict": BLOCK_TOKENS, "n_cmpl": 1, "stop": [], "n_indent": context.indent}
-        answers = self._request(_text_fields(document, place, others) | body, cancel)
+        answers = self._request(_text_fields(document, place, other_parts) | body, cancel)
         if answers is None:
             return Completion(drafts=(), why_not="cancelled")
         texts = ((_text(answer, context.indent), _steps(answer)) for answer in answers)
@@ -103,7 +103,7 @@ class RemoteCompleter:
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText] = (),
+        other_parts: Sequence[NamedText] = (),
         cancel: Callable[[], bool],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> bool:
@@ -112,7 +112,7 @@ class RemoteCompleter:
         The server reports no progress. A server that does not answer is no error here: the next
         completion reports it.
         """
-        text = _text_fields(document, place, others)
+        text = _text_fields(document, place, other_parts)
         body = text | {"n_predict": 0, "x_kvq": {"exact": self._exact}}
         with suppress(BackendError):
             return self._request(body, cancel) is not None
@@ -157,11 +157,11 @@ class RemoteCompleter:
 
 
 def _text_fields(
-    document: TextDocument, place: tuple[int, int], others: Sequence[NamedText]
+    document: TextDocument, place: tuple[int, int], other_parts: Sequence[NamedText]
 ) -> dict[str, Any]:
     """Returns the text before and after a place, and of other files, as fields of a request."""
     prefix, suffix = document.text_around(place, NEAR)
-    extra = [{"filename": name, "text": text} for name, text in others]
+    extra = [{"filename": name, "text": text} for name, text in other_parts]
     return {"input_prefix": prefix, "input_suffix": suffix, "input_extra": extra}
 
 

@@ -75,7 +75,7 @@ class Completer(Protocol):
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText],
+        other_parts: Sequence[NamedText] = (),
         cancel: Callable[[], bool],
     ) -> Completion: ...
 
@@ -84,7 +84,7 @@ class Completer(Protocol):
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText],
+        other_parts: Sequence[NamedText] = (),
         cancel: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> bool: ...
@@ -486,7 +486,7 @@ class LanguageServer:
         chosen = self._next_place()
         if chosen is None:
             return False
-        document, place, others = chosen
+        document, place, other_parts = chosen
         progress: WorkDoneProgress | None = None
 
         def report(done: int, total: int) -> None:
@@ -499,7 +499,7 @@ class LanguageServer:
 
         try:
             return not completer.read(
-                document, place, others=others, cancel=self._has_work, progress=report
+                document, place, other_parts=other_parts, cancel=self._has_work, progress=report
             )
         except Exception as error:  # noqa: BLE001  told in the log; completions go on
             self._log(f"idle time was not used: {format_error(error)}")
@@ -522,10 +522,10 @@ class LanguageServer:
                 return None
             document, (line, column) = open_document.document.copy(), open_document.place
             place = min(line, document.num_lines - 1), column
-            others = self._others(uri, document, place)
-        return None if len(document.line(place[0])) > MOST_LINE else (document, place, others)
+            other_parts = self._other_parts(uri, document, place)
+        return None if len(document.line(place[0])) > MOST_LINE else (document, place, other_parts)
 
-    def _others(
+    def _other_parts(
         self, uri: str, document: TextDocument, place: tuple[int, int]
     ) -> tuple[NamedText, ...]:
         """Returns parts of other open files for a completion; the lock is held.
@@ -541,12 +541,13 @@ class LanguageServer:
             if other != uri and self._why_not(other, open_document) is None
         }
         state = uri, tuple((other, file.version) for other, file in files.items())
-        before, line, others = self._related
+        before, line, other_parts = self._related
         if before != state or abs(line - place[0]) > SAME_LINES:
             blocks = chain.from_iterable(file.blocks(other) for other, file in files.items())
-            others = related(blocks, document, place, others if before[:1] == state[:1] else ())
-            self._related = state, place[0], others
-        return others
+            kept = other_parts if before[:1] == state[:1] else ()
+            other_parts = related(blocks, document, place, kept)
+            self._related = state, place[0], other_parts
+        return other_parts
 
     def _has_work(self) -> bool:
         """Tells whether work waits for the worker."""
@@ -560,12 +561,14 @@ class LanguageServer:
                 return
             # Changes that the reading thread makes meanwhile do not concern this request.
             document = open_document.document.copy()
-            others = self._others(request.uri, document, request.place)
+            other_parts = self._other_parts(request.uri, document, request.place)
         place = request.place
         if request.selected is not None:
             place = request.selected.insert_into(document, self._encoding)
         try:
-            completion = completer.complete(document, place, others=others, cancel=request.is_over)
+            completion = completer.complete(
+                document, place, other_parts=other_parts, cancel=request.is_over
+            )
         except Exception as error:  # noqa: BLE001  told in the log, never in a pop-up
             self._log(f"completion failed: {format_error(error)}")
             completion = Completion(drafts=(), why_not=format_error(error))

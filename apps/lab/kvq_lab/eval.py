@@ -247,9 +247,9 @@ def _fim(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int:
 
     def measure(opened: "Opened", progress: "Progress") -> "Measurement":
         samples = infilling.read_samples(files, seed=seed)[:limit]
-        others = files if arguments.other_files else ()
+        other_files = files if arguments.other_files else ()
         room = context_tokens - tokens
-        gaps = infilling.gaps(engine.tokenizer, samples, room, tokens, others)
+        gaps = infilling.gaps(engine.tokenizer, samples, room, tokens, other_files)
         return infilling.infilling(opened[0], engine.tokenizer, gaps, tokens, progress, passes)
 
     return judge(engine, arguments, context_tokens, 0, measure)

@@ -119,9 +119,11 @@ def gaps(
     chosen: list[Gap] = []
     for sample in samples:
         if files:
-            others = [block for file in files if file != sample.file for block in blocks[file]]
+            other_blocks = [
+                block for file in files if file != sample.file for block in blocks[file]
+            ]
             document = TextDocument(f"{sample.prefix}\n{sample.suffix}")
-            extra = related(others, document, (sample.prefix.count("\n"), 0))
+            extra = related(other_blocks, document, (sample.prefix.count("\n"), 0))
             ids = prompts.fit(sample.prefix, sample.suffix, prompt_tokens, extra).ids
         else:
             ids = infill_prompt(tokenizer, sample.prefix, sample.suffix, prompt_tokens)

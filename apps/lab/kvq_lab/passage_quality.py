@@ -33,7 +33,7 @@ from kvq_runtime.sequence.hunks import common_prefix
 PASSAGES, IN_A_PROMPT = 8, 4
 # Beginnings of a file that are completed have so many tokens at most, and passages no fewer.
 FILE_TOKENS, LEAST_PASSAGE_TOKENS = 400, 64
-READ, TAKEN, ALONE = "read", "taken over", "without them"
+READ, FROM_STORE, ALONE = "read", "taken over", "without them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ def taking_over(
     `read` computes the prompt at this width, `without them` the file alone. `prefix_tokens` are
     those that the nearest earlier prompt shares from its beginning, which any engine keeps.
     """
-    usage, rows = PeakCacheUsage(), list[_Outcome]()
+    usage, rows = PeakCacheUsage(), list[_PromptOutcome]()
     warmup = PASSAGES // IN_A_PROMPT
     prefixes: list[int] = []
     for number, prompt in enumerate(prompts):
@@ -106,19 +106,19 @@ def taking_over(
             _answer(open_session, usage, prompt, prompt.ids, prompt.passages)
         else:
             exact = _answer(open_exact, PeakCacheUsage(), prompt, prompt.ids)
-            answer = partial(_answer, open_session, usage, prompt)
+            read = partial(_answer, open_session, usage, prompt)
             answers = {
-                READ: answer(prompt.ids),
-                TAKEN: answer(prompt.ids, prompt.passages),
-                ALONE: answer(prompt.alone),
+                READ: read(prompt.ids),
+                FROM_STORE: read(prompt.ids, prompt.passages),
+                ALONE: read(prompt.alone),
             }
-            rows += [_Outcome(way, exact, given) for way, given in answers.items()]
+            rows += [_PromptOutcome(way, exact, answer) for way, answer in answers.items()]
             earlier = (common_prefix(before.ids, prompt.ids) for before in prompts[:number])
             prefixes.append(max(earlier))
         progress(number + 1, len(prompts))
-    table = [_row([row for row in rows if row.way == way]) for way in (READ, TAKEN, ALONE)]
+    table = [_row([row for row in rows if row.way == way]) for way in (READ, FROM_STORE, ALONE)]
     return usage.measurement(
-        float(np.mean([row.nats.mean() for row in rows if row.way == TAKEN])),
+        float(np.mean([row.nats.mean() for row in rows if row.way == FROM_STORE])),
         "nats",
         len(prompts) - warmup,
         prompt_tokens=float(np.mean([len(prompt.ids) for prompt in prompts[warmup:]])),
@@ -128,7 +128,7 @@ def taking_over(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
+class _PromptAnswer:
     """Holds log-probabilities [n, V] after a prompt, a first line, and what they cost.
 
     `nats` is the mean negative log-probability of what really follows.
@@ -142,10 +142,10 @@ class _Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _PromptOutcome:
     way: str
-    exact: _Answer
-    answer: _Answer
+    exact: _PromptAnswer
+    answer: _PromptAnswer
 
     @property
     def nats(self) -> Floats:
@@ -156,7 +156,7 @@ class _Outcome:
         return float((self.answer.rows.argmax(1) == self.exact.rows.argmax(1)).mean())
 
 
-def _row(outcomes: Sequence[_Outcome]) -> dict[str, object]:
+def _row(outcomes: Sequence[_PromptOutcome]) -> dict[str, object]:
     nats = [float(row.nats.mean()) for row in outcomes]
     error = float(np.std(nats, ddof=1) / len(nats) ** 0.5) if len(nats) > 1 else float("nan")
     same_line = [row.answer.line == row.exact.line for row in outcomes]
@@ -178,7 +178,7 @@ def _answer(
     prompt: PassagePrompt,
     ids: list[int],
     passages: Sequence[list[int]] = (),
-) -> _Answer:
+) -> _PromptAnswer:
     with open_session() as session:
         started = perf_counter()
         session.prefill(ids, passages=passages)
@@ -191,7 +191,7 @@ def _answer(
         usage.record(session)
     following = np.arange(len(prompt.following) - 1), prompt.following[1:]
     nats = -float(rows[following].mean())
-    return _Answer(rows=rows, nats=nats, line=line, computed=computed, seconds=seconds)
+    return _PromptAnswer(rows=rows, nats=nats, line=line, computed=computed, seconds=seconds)
 
 
 def _file_ids(tokenizer: Tokenizer, name: str, text: str) -> list[int]:

@@ -86,15 +86,15 @@ class Encoding(Generic[C]):
         logits: Logits | None,
         *,
         predicted: bool = False,
-        taken: bool = False,
+        from_passage: bool = False,
     ) -> None:
         """Notes that tokens `first` to `stop` are cached; `logits` are those of the last one.
 
-        They were computed, or only `predicted`, or `taken` from another text.
+        They were computed, or only `predicted`, or came `from_passage`, of another text.
         """
-        self.taken_tokens += (stop - first) * taken
-        if predicted or taken or len(self.staleness.ages):
-            self.staleness.mark_encoded(first, stop, predicted=predicted, taken=taken)
+        self.taken_tokens += (stop - first) * from_passage
+        if predicted or from_passage or len(self.staleness.ages):
+            self.staleness.mark_encoded(first, stop, predicted=predicted, from_passage=from_passage)
         self.logits = logits if stop == self.cache.tokens else None
 
     def trim(self, num_tokens: int) -> None:

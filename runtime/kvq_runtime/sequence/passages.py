@@ -40,7 +40,7 @@ DEFAULT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passage:
+class PassageCopy:
     """Holds keys and values of a passage, float16 [L, n, Hk, D]; the keys are not rotated.
 
     `before` tokens stood before it where it was copied.
@@ -70,13 +70,13 @@ class PassageStore:
     def __init__(self, limit_bytes: int = DEFAULT_BYTES) -> None:
         self.used_bytes = 0
         self._limit_bytes = limit_bytes
-        self._passages: OrderedDict[tuple[str, bytes], Passage] = OrderedDict()
+        self._passages: OrderedDict[tuple[str, bytes], PassageCopy] = OrderedDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._passages)
 
-    def find(self, owner: str, ids: Sequence[int]) -> Passage | None:
+    def find(self, owner: str, ids: Sequence[int]) -> PassageCopy | None:
         """Returns the passage of these tokens, None if there is none."""
         key = _key(owner, ids)
         with self._lock:
@@ -85,7 +85,7 @@ class PassageStore:
                 self._passages.move_to_end(key)
             return passage
 
-    def add(self, owner: str, ids: Sequence[int], passage: Passage) -> None:
+    def add(self, owner: str, ids: Sequence[int], passage: PassageCopy) -> None:
         """Adds or replaces a passage; one above the limit is not kept."""
         key = _key(owner, ids)
         with self._lock:
@@ -108,7 +108,7 @@ def store_of(backend: PagedBackend) -> PassageStore:
     return _stores.setdefault(backend, PassageStore())
 
 
-class Place(NamedTuple):
+class PassagePlace(NamedTuple):
     """Says where a passage stands in a prompt: its first token, and the token after its last."""
 
     start: int
@@ -123,8 +123,8 @@ class Piece(NamedTuple):
     """
 
     stop: int
-    place: Place | None = None
-    passage: Passage | None = None
+    place: PassagePlace | None = None
+    passage: PassageCopy | None = None
 
 
 def without_passages(prompt: Sequence[int], passages: Sequence[Sequence[int]]) -> list[int]:
@@ -196,7 +196,9 @@ class PromptPassages:
         cache.append(keys, values, np.arange(start, stop), forms, at=at)
         self._taken_to = stop
 
-    def copy(self, cache: Any, place: Place, start: int, stop: int, *, rope_long: bool) -> None:
+    def copy(
+        self, cache: Any, place: PassagePlace, start: int, stop: int, *, rope_long: bool
+    ) -> None:
         """Copies tokens `start` to `stop` of the passage at `place`, which were just computed.
 
         They must still be in floating point. Where they are not, the passage is not copied.
@@ -210,7 +212,7 @@ class PromptPassages:
         self._copied.append(self._rows(cache, rows, rope_long=rope_long))
         if stop == place.stop:
             keys, values = map(np.hstack, zip(*self._copied, strict=True))
-            passage = Passage(keys, values, before=place.start)
+            passage = PassageCopy(keys, values, before=place.start)
             self._store.add(self._owner, self._prompt[place.start : stop], passage)
             self._copied.clear()
 
@@ -233,9 +235,9 @@ class PromptPassages:
         return np.stack(keys), np.stack(values)
 
 
-def _places(prompt: list[int], passages: Sequence[Sequence[int]]) -> list[Place]:
+def _places(prompt: list[int], passages: Sequence[Sequence[int]]) -> list[PassagePlace]:
     """Returns the places of the passages that stand in `prompt` one after the other."""
-    places, after = list[Place](), 0
+    places, after = list[PassagePlace](), 0
     for passage in passages:
         ids = list(passage)
         if len(ids) < LEAST_TOKENS:
@@ -248,7 +250,7 @@ def _places(prompt: list[int], passages: Sequence[Sequence[int]]) -> list[Place]
                 start = len(prompt)
         if start < len(prompt):
             after = start + len(ids)
-            places.append(Place(start, after))
+            places.append(PassagePlace(start, after))
     return places
 
 

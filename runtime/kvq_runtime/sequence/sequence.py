@@ -333,7 +333,7 @@ class TokenSequence(Generic[C]):
         began = perf_counter()
         stop = min(piece.stop, start + self.chunk_tokens)
         passages.take(self.cache, piece, start, stop, at=at, rope_long=self.rope_long)
-        self.encoding.mark_encoded(start, stop, None, taken=True)
+        self.encoding.mark_encoded(start, stop, None, from_passage=True)
         return perf_counter() - began
 
     @contextmanager

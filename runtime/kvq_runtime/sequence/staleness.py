@@ -150,13 +150,13 @@ class Staleness:
         self._set(ages)
 
     def mark_encoded(
-        self, start: int, stop: int, *, predicted: bool = False, taken: bool = False
+        self, start: int, stop: int, *, predicted: bool = False, from_passage: bool = False
     ) -> None:
-        """Notes that tokens `start` to `stop` were computed, only `predicted`, or `taken`.
+        """Notes that tokens `start` to `stop` were computed, `predicted` or `from_passage`.
 
-        What was taken from another text has something else on its left, as after one edit.
+        What comes from another text has something else on its left, as after one edit.
         """
-        age = PREDICTED if predicted else 1 if taken else self._age_after(start)
+        age = PREDICTED if predicted else 1 if from_passage else self._age_after(start)
         if start < len(self.ages) or age:
             ages = np.zeros(max(stop, len(self.ages)), np.int32)
             ages[: len(self.ages)] = self.ages

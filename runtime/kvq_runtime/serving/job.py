@@ -176,9 +176,9 @@ class Job:
             done, remaining = remaining, len(slot.session.sequence.due())
             self._encoded += done - remaining
             self.progress = (self.progress[0] + done - remaining, self.progress[1])
-        taken = slot.session.sequence.encoding.taken_tokens - taken_before
-        self._cached, self._moved = self._cached + taken, self._moved + taken
-        self._encoded -= taken
+        from_passages = slot.session.sequence.encoding.taken_tokens - taken_before
+        self._cached, self._moved = self._cached + from_passages, self._moved + from_passages
+        self._encoded -= from_passages
 
     def _score(
         self, slot: Slot, ids: Sequence[int], index: int, chunk_tokens: int

@@ -287,8 +287,8 @@ class Answering(Generic[C]):
         taken_before = self.sequence.encoding.taken_tokens
         seconds = yield from self.sequence.advancing(max_tokens, prediction, reader, passages)
         seconds += yield from self._helpers.drafting.reading()
-        taken = self.sequence.encoding.taken_tokens - taken_before
-        count = due_before - self.sequence.pending_tokens - taken
+        from_passages = self.sequence.encoding.taken_tokens - taken_before
+        count = due_before - self.sequence.pending_tokens - from_passages
         if count:
             self._measure(self.sequence.cache.tokens, count, seconds)
         return seconds

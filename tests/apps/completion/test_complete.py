@@ -52,7 +52,9 @@ def count_words(path):
 PLACE = (11, 16)
 LINES_BEFORE = 5
 # Parts of other files.
-OTHERS = [(f"{name}.py", f"def {name}(value):\n    return value\n" * 9) for name in ("abc", "xyz")]
+OTHER_PARTS = [
+    (f"{name}.py", f"def {name}(value):\n    return value\n" * 9) for name in ("abc", "xyz")
+]
 
 
 @pytest.fixture(scope="module")
@@ -328,18 +330,18 @@ def test_a_cancelled_request_leaves_the_next_one_right(
 def test_each_of_two_files_stays_in_the_cache(engine: Engine, case: str) -> None:
     """Going to and fro costs nothing where there is a session for each, and a reading otherwise."""
     texts = [TEXT, TEXT.upper().replace("COUNT", "sum of")[::-1]]
-    others = {
+    parts_of_both = {
         "alone": [(), ()],
-        "with others": [OTHERS, OTHERS],
+        "with others": [OTHER_PARTS, OTHER_PARTS],
         "each with the other": [[("second.py", texts[1])], [("first.py", texts[0])]],
     }[case]
-    requests = list(zip(map(TextDocument, texts), [PLACE, (2, 0)], others, strict=True))
+    requests = list(zip(map(TextDocument, texts), [PLACE, (2, 0)], parts_of_both, strict=True))
     for files in (1, 2):
         completer = completions(engine, files=files)
         for document, place, parts in requests:
-            assert completer.complete(document, place, others=parts).encoded_tokens > 40
+            assert completer.complete(document, place, other_parts=parts).encoded_tokens > 40
         costs = [
-            completer.complete(document, place, others=parts).encoded_tokens
+            completer.complete(document, place, other_parts=parts).encoded_tokens
             for document, place, parts in requests
         ]
         assert min(costs) > 40 if files == 1 else max(costs) <= 1
@@ -350,12 +352,12 @@ def test_parts_of_other_files_are_read_once_for_all_files(engine: Engine) -> Non
     """A second file finds what the first one read, in another order and behind another part."""
     padding = ("padding.py", "".join(f"value_{number} = {number}\n" for number in range(20)))
     completer = completions(engine, files=2)
-    others = [(name, text.replace("value", "number")) for name, text in OTHERS]
-    first = completer.complete(TextDocument(TEXT), PLACE, others=[padding, *others])
+    other_parts = [(name, text.replace("value", "number")) for name, text in OTHER_PARTS]
+    first = completer.complete(TextDocument(TEXT), PLACE, other_parts=[padding, *other_parts])
     assert first.reused_tokens == 0
     alone = completions(engine).complete(TextDocument("import re\n"), (1, 0))
     assert alone.encoded_tokens < 20
-    other = completer.complete(TextDocument("import re\n"), (1, 0), others=others[::-1])
+    other = completer.complete(TextDocument("import re\n"), (1, 0), other_parts=other_parts[::-1])
     assert other.encoded_tokens <= alone.encoded_tokens + FIRST_TOKENS
     assert other.reused_tokens > 150
     completer.close()
@@ -364,7 +366,7 @@ def test_parts_of_other_files_are_read_once_for_all_files(engine: Engine) -> Non
 def test_where_edits_keep_nothing_no_other_file_is_read(engine: Engine) -> None:
     completer = completions(engine, exact=True)
     alone = completer.complete(TextDocument(TEXT), PLACE)
-    again = completer.complete(TextDocument(TEXT), PLACE, others=OTHERS)
+    again = completer.complete(TextDocument(TEXT), PLACE, other_parts=OTHER_PARTS)
     assert again.encoded_tokens <= 1
     assert again.reused_tokens + again.encoded_tokens == alone.encoded_tokens
     completer.close()

@@ -34,19 +34,21 @@ def test_the_blocks_most_like_the_text_at_the_cursor_are_chosen() -> None:
     text = (
         filler("alpha", 100) + "def total(invoice):\n    return invoice.amount\n" + filler("z", 60)
     )
-    others = [
+    other_blocks = [
         *blocks_of("b.py", TextDocument(filler("alpha", 200))),
         *blocks_of("c.py", TextDocument("class Invoice:\n    amount: int\n    invoice: str\n")),
         *blocks_of("d.py", TextDocument(filler("gamma", 30))),
     ]
-    at_total = related(others, TextDocument("def total(invoice):\n    return invoice.am"), (1, 20))
+    at_total = related(
+        other_blocks, TextDocument("def total(invoice):\n    return invoice.am"), (1, 20)
+    )
     assert [name for name, _ in at_total] == ["c.py"]
-    at_alpha = related(others, TextDocument(text), (30, 0))
+    at_alpha = related(other_blocks, TextDocument(text), (30, 0))
     assert [name for name, _ in at_alpha] == ["b.py"] * MOST_BLOCKS
     # The most alike come in the order of their files, so that a moving cursor changes little.
     numbers = [int(part.split()[2]) for _, part in at_alpha]
     assert numbers == sorted(numbers)
-    assert related(others, TextDocument("nothing alike"), (0, 3)) == ()
+    assert related(other_blocks, TextDocument("nothing alike"), (0, 3)) == ()
     assert related([], TextDocument(text), (30, 0)) == ()
 
 

@@ -280,8 +280,8 @@ def test_other_buffers_are_read_unless_that_is_off(
     editor.open(tmp_path / "main.py", "name, loudly = \n")
     editor.keys("A gre")
     editor.until(VISIBLE, True)
-    others = editor.calls()[-1]["others"]
-    assert others == [f"{tmp_path.name}/greetings.py"] * reads
+    files = editor.calls()[-1]["others"]
+    assert files == [f"{tmp_path.name}/greetings.py"] * reads
 
 
 def test_a_server_that_died_comes_back_for_every_buffer(

@@ -120,8 +120,10 @@ def test_the_newest_request_wins_and_each_gets_one_answer(
 class OneStep(GatedCompleter):
     """Does not hear of a cancel before its step is over."""
 
-    def complete(self, document: TextDocument, place: tuple[int, int], **others: Any) -> Completion:
-        return super().complete(document, place, **others | {"cancel": lambda: False})
+    def complete(
+        self, document: TextDocument, place: tuple[int, int], **options: Any
+    ) -> Completion:
+        return super().complete(document, place, **options | {"cancel": lambda: False})
 
 
 def test_of_rapid_requests_the_newest_alone_is_completed() -> None:
@@ -403,24 +405,24 @@ def test_parts_of_other_open_files_are_read_first(completer: GatedCompleter) -> 
     with closing(ThreadClient(lambda: completer)) as client:
         client.start("invoice.amount + invoice.\n" + "\n" * 40)
         client.ready(0, 0)
-        assert completer.others[-1] == ()
+        assert completer.other_parts[-1] == ()
         client.open(total, "file:///project/bills.py")
         client.open(total, "file:///project/.env")
         client.open("nothing = alike\n", "file:///project/other.py")
         client.complete(0, 25)
-        assert completer.others[-1] == (("project/bills.py", total),)
+        assert completer.other_parts[-1] == (("project/bills.py", total),)
         # They stay while somebody types near one place, and go with their file.
         client.change(2, 0, 0, 25, "")
         client.complete(9, 0)
-        assert completer.others[-1] == (("project/bills.py", total),)
+        assert completer.other_parts[-1] == (("project/bills.py", total),)
         client.complete(30, 0)
-        assert completer.others[-1] == ()
+        assert completer.other_parts[-1] == ()
         client.change(3, 0, 0, 0, "total(invoice.amount)")
         client.complete(0, 3)
-        assert completer.others[-1] == (("project/bills.py", total),)
+        assert completer.other_parts[-1] == (("project/bills.py", total),)
         client.send("workspace/didChangeConfiguration", {"settings": {"otherFiles": False}})
         client.complete(1, 0)
-        assert completer.others[-1] == ()
+        assert completer.other_parts[-1] == ()
 
 
 def test_a_long_file_is_completed_like_any_other(completer: GatedCompleter) -> None:
@@ -500,11 +502,11 @@ class IdleReader(GatedCompleter):
         document: TextDocument,
         place: tuple[int, int],
         *,
-        others: Sequence[NamedText],
+        other_parts: Sequence[NamedText] = (),
         cancel: Callable[[], bool],
         progress: Callable[[int, int], None],
     ) -> bool:
-        super().read(document, place, others=others, cancel=cancel, progress=progress)
+        super().read(document, place, other_parts=other_parts, cancel=cancel, progress=progress)
         for left in range(PIECES, 0, -1):
             progress(PIECES - left, PIECES)
             self.waits.release()

@@ -200,8 +200,8 @@ def test_infill_drops_the_far_context_first(tiny: Server) -> None:
 def test_how_likely_each_beginning_of_an_infill_is(tiny: Server) -> None:
     body = {"input_prefix": "x = ", "input_suffix": "\n", "n_predict": 6, "temperature": 0}
     assert "steps" not in ask(tiny, "/infill", body).json["x_kvq"]
-    wanted = {"x_kvq": {"steps": True}, "n_cmpl": 2}
-    for reply in ask(tiny, "/infill", body | wanted).json:
+    steps_of_two = {"x_kvq": {"steps": True}, "n_cmpl": 2}
+    for reply in ask(tiny, "/infill", body | steps_of_two).json:
         steps = reply["x_kvq"]["steps"]
         ends, sums = zip(*steps, strict=True)
         assert ends[-1] == len(reply["content"])
@@ -226,9 +226,9 @@ def test_other_files_are_read_once_for_all_files(tiny: Server) -> None:
     other = {"input_prefix": "for name in", "input_suffix": ":\n", "input_extra": extra[:0:-1]}
     exact = ask(tiny, "/infill", body | other | {"x_kvq": {"exact": True}}).json["x_kvq"]
     assert exact["cached_tokens"] < 20
-    found = ask(tiny, "/infill", body | other | {"input_prefix": "while name in"}).json["x_kvq"]
-    assert found["prompt_tokens"] - found["cached_tokens"] < 30
-    assert found["prompt_tokens"] > 150
+    counts = ask(tiny, "/infill", body | other | {"input_prefix": "while name in"}).json["x_kvq"]
+    assert counts["prompt_tokens"] - counts["cached_tokens"] < 30
+    assert counts["prompt_tokens"] > 150
 
 
 def test_a_model_that_cannot_infill_is_named(served: Server) -> None:
