@@ -13,9 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvq_apps.completion.document import LineChange, TextDocument
+from kvq_apps.completion.document import LineChange, NamedText, TextDocument
 from kvq_apps.completion.edit_history import EditedLines, NextEdit
-from kvq_apps.completion.prompts import NamedText
 from kvq_apps.completion.suggestions import Completion, Suggestion
 from kvq_apps.lsp.language_server import LanguageServer
 

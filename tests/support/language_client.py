@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from environment import environment_in
-from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.document import NamedText, TextDocument
 from kvq_apps.completion.edit_history import EditedLines, NextEdit
-from kvq_apps.completion.prompts import NamedText
 from kvq_apps.completion.suggestions import Completion, Steps, Suggestion
 from kvq_apps.lsp.connection import RpcError, read_frames
 from kvq_apps.lsp.language_server import Completer, LanguageServer

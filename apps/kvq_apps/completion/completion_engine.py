@@ -13,11 +13,11 @@ from typing import Any
 
 from kvq.errors import UsageError, argument
 from kvq.settings import cache_folder
-from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.document import NamedText, TextDocument
 from kvq_apps.completion.edit_history import EditedLines, NextEdit
 from kvq_apps.completion.frozen_file import MOST_TYPED, FrozenFile
 from kvq_apps.completion.next_edit import NextEditor
-from kvq_apps.completion.prompts import GapPrompts, NamedText
+from kvq_apps.completion.prompts import GapPrompts
 from kvq_apps.completion.suggestions import (
     BLOCK_TOKENS,
     DEFAULT_DRAFTS,

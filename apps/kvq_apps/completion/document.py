@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+# A file's name and a text of it.
+NamedText = tuple[str, str]
 Encoding = Literal["utf-8", "utf-16", "utf-32"]
 _UNITS = {"utf-8": ("utf-8", 1), "utf-16": ("utf-16-le", 2), "utf-32": ("utf-32-le", 4)}
 # A part of a text begins at a multiple of this many lines.

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
-from kvq_apps.completion.document import TextDocument
-from kvq_apps.completion.prompts import NamedText
+from kvq_apps.completion.document import NamedText, TextDocument
 
 BLOCK_LINES = 40
 # Lines before and after the cursor whose names count.

@@ -9,6 +9,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import NamedTuple
 
+from kvq_apps.completion.document import NamedText
 from kvq_apps.completion.token_blocks import BlockTokenizer
 from kvq_models.infilling import (
     CHARACTERS_PER_TOKEN,
@@ -23,10 +24,6 @@ _NO_LIMIT = 1 << 40
 MOST_OWNERS = 8
 # The ids of so many parts of other files are kept.
 MOST_FILES = 64
-
-
-# A file's name and a text of it.
-NamedText = tuple[str, str]
 
 
 class FittedPrompt(NamedTuple):

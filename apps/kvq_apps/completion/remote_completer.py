@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 
 from kvq.errors import BackendError, UsageError, argument, reason_of
 from kvq.json_values import is_array, is_object
-from kvq_apps.completion.document import TextDocument
+from kvq_apps.completion.document import NamedText, TextDocument
 from kvq_apps.completion.edit_history import NextEdit
-from kvq_apps.completion.prompts import NamedText
 from kvq_apps.completion.suggestions import (
     BLOCK_TOKENS,
     DEFAULT_DRAFTS,

@@ -18,10 +18,9 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from kvq import __version__
 from kvq.json_values import is_array, is_object
-from kvq_apps.completion.document import Encoding, LineChange, TextDocument
+from kvq_apps.completion.document import Encoding, LineChange, NamedText, TextDocument
 from kvq_apps.completion.edit_history import EditedLines, EditHistory, NextEdit
 from kvq_apps.completion.other_files import related
-from kvq_apps.completion.prompts import NamedText
 from kvq_apps.completion.suggestions import Completion
 from kvq_apps.lsp.connection import (
     CANCELLED,

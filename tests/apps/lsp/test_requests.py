@@ -14,8 +14,7 @@ from typing import Any, cast
 import pytest
 
 from kvq_apps.completion.completion_engine import CompletionEngine
-from kvq_apps.completion.document import TextDocument
-from kvq_apps.completion.prompts import NamedText
+from kvq_apps.completion.document import NamedText, TextDocument
 from kvq_apps.completion.suggestions import Completion
 from kvq_apps.names.engine import Engine
 from kvq_lab.typing_sessions import PROGRAM
