@@ -268,6 +268,8 @@ class LanguageServer:
             self._supersede(item["uri"])
             text = str(item["text"])
             self._documents[item["uri"]] = OpenDocument.of(text, int(item["version"]))
+            # Its version may be that of an earlier text.
+            self._related = (), 0, ()
             # An editor that reports the focus opens other documents only to look into them.
             if not self._tells_focus or self._focused == item["uri"]:
                 self._focus(item["uri"])
