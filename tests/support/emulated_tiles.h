@@ -70,8 +70,9 @@ inline void store(int number, void* to, long stride) {
 inline void zero(int to) {
     std::memset(tile(to).bytes, 0, sizeof(Tile::bytes));
 }
-// Signed bytes of `first` times unsigned ones of `second`, four by four.
-inline void dot_signed_unsigned(int to, int first, int second) {
+// Signed bytes of `first` times bytes of `second`, four by four.
+template <class Byte>
+inline void dot(int to, int first, int second) {
     Tile &c = tile(to), &a = tile(first), &b = tile(second);
     check(to != first && to != second && first != second, "a tile is named twice");
     check(c.rows == a.rows && c.row_bytes == b.row_bytes && a.row_bytes == 4 * b.rows &&
@@ -83,7 +84,8 @@ inline void dot_signed_unsigned(int to, int first, int second) {
             int32_t sum;
             std::memcpy(&sum, c.bytes[m] + 4 * n, 4);
             for (int k = 0; k < a.row_bytes; k++)
-                sum += static_cast<int8_t>(a.bytes[m][k]) * b.bytes[k / 4][4 * n + k % 4];
+                sum += static_cast<int8_t>(a.bytes[m][k]) *
+                       static_cast<Byte>(b.bytes[k / 4][4 * n + k % 4]);
             sum += more;
             std::memcpy(c.bytes[m] + 4 * n, &sum, 4);
         }
@@ -101,10 +103,12 @@ inline void release() {
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbsud
+#undef _tile_dpbssd
 #undef _tile_release
 #define _tile_loadconfig emulated_tiles::load_config
 #define _tile_loadd emulated_tiles::load
 #define _tile_stored emulated_tiles::store
 #define _tile_zero emulated_tiles::zero
-#define _tile_dpbsud emulated_tiles::dot_signed_unsigned
+#define _tile_dpbsud emulated_tiles::dot<uint8_t>
+#define _tile_dpbssd emulated_tiles::dot<int8_t>
 #define _tile_release emulated_tiles::release

@@ -24,8 +24,10 @@ namespace {
 constexpr size_t kUnitBytesLow = 32 << 10, kUnitBytesHigh = 512 << 10;
 constexpr size_t kUnits = 64;
 constexpr int kRowBlock = 48;
-static_assert(kRowBlock <= kMostTileRows, "all rows of one call of multiply have tiles");
+static_assert(kRowBlock % kMostTileRows == 0, "rows fill tiles");
 static_assert(kRowBlock % kOctetRows == 0, "each call of multiply begins with an octet");
+// Rows of one call of multiply at most, which unpacks a panel's codes for all of them.
+constexpr int kCallRows = 4 * kRowBlock;
 // Far enough ahead to hide a miss behind sixteen rows of work: a matter of memory's delay, not of the
 // caches, and as good or better than 2, 4 and 16 KiB on an AMD and on an Intel processor.
 constexpr int64_t kAheadBytes = 8 << 10;
@@ -233,11 +235,10 @@ private:
 
     void multiply(int view, int panel, const RoundedRows& x, int first, int count, float* tops,
                   float* deviations) {
-        constexpr int kRows = kRowBlock;
-        alignas(64) float out[kRows * kPanelRows];
+        alignas(64) float out[kCallRows * kPanelRows];
         const uint8_t* bytes = call_.panels + panel * layout_.panel_bytes;
-        for (int done = 0; done < count; done += kRows) {
-            const int rows = std::min(kRows, count - done);
+        for (int done = 0; done < count; done += kCallRows) {
+            const int rows = std::min(kCallRows, count - done);
             table_.multiply(layout_, view, bytes, x, first + done, rows, out);
             for (int m = 0; m < rows; m++) {
                 const int t = first + done + m;
@@ -255,18 +256,29 @@ private:
         const int row = panel * kPanelRows;
         const int begin = std::max(0, call_.first_row - row);
         const int end = std::min(kPanelRows, call_.matrix.rows - row);
-        const size_t at = size_t(t) * call_.matrix.rows + row;
+        float* out = call_.out + size_t(t) * call_.matrix.rows + row;
+        // Vectors, where the compiler knows how many there are.
+        if (begin == 0 && end == kPanelRows)
+            put(y, out, row, 0, kPanelRows, deviation);
+        else
+            put(y, out, row, begin, end, deviation);
+        return ranked ? largest(y, end) : 0.0f;
+    }
+
+    inline __attribute__((always_inline)) void put(float* y, float* out, int row, int begin, int end,
+                                                   float* deviation) const {
         if (call_.bias)
             for (int i = begin; i < end; i++) y[i] += call_.bias[row + i];
-        if (call_.residual)
-            for (int i = begin; i < end; i++) y[i] += call_.residual[at + i];
+        if (call_.residual) {
+            const float* residual = call_.residual + (out - call_.out);
+            for (int i = begin; i < end; i++) y[i] += residual[i];
+        }
         if (deviation) {
             *deviation = 0;
             for (int i = begin; i < end; i++)
-                *deviation = std::max(*deviation, std::fabs(y[i] - call_.out[at + i]));
+                *deviation = std::max(*deviation, std::fabs(y[i] - out[i]));
         }
-        std::memcpy(call_.out + at + begin, y + begin, sizeof(float) * (end - begin));
-        return ranked ? largest(y, end) : 0.0f;
+        std::memcpy(out + begin, y + begin, sizeof(float) * (end - begin));
     }
 
     // Of a panel's first `count`: four at a time, which the compiler turns into vectors.

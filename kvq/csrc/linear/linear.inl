@@ -81,20 +81,22 @@ void round_block(const float* x, int columns, int block, int8_t* levels, float& 
     const Floats inverse = set1(127.0f / top);
     Ints total = set1(0);
     for (int i = 0; i < block; i += kLanes) {
-        const Ints level = to_int(round(load_to(x, i, columns) * inverse));
+        const Ints level = to_nearest(load_to(x, i, columns) * inverse);
         total = total + level;
         store_bytes(levels + i, level);
     }
     sum = static_cast<float>(reduce_add(total));
 }
 
-// The sums of four sub-blocks' levels, in the order that Words has their constants.
-void sum_four(const int8_t* levels, int sub, int16_t* sums) {
+// The sums of sub-blocks' levels: those of each four in the order that Words has their constants.
+template <int Sub>
+void sum_subs(const int8_t* levels, size_t count, int16_t* sums) {
     constexpr int kOrder[] = {0, 2, 1, 3};
-    for (int i : kOrder) {
-        int sum = 0;
-        for (int c = 0; c < sub; c++) sum += levels[i * sub + c];
-        *sums++ = static_cast<int16_t>(sum);
+    for (size_t i = 0; i < count; i++) {
+        const int8_t* from = levels + Sub * (i / 4 * 4 + kOrder[i % 4]);
+        int16_t sum = 0;
+        for (int c = 0; c < Sub; c++) sum = static_cast<int16_t>(sum + from[c]);
+        sums[i] = sum;
     }
 }
 
@@ -106,8 +108,8 @@ void round_row(const PanelLayout& layout, const float* values, int columns, cons
     for (int b = 0; b < layout.blocks; b++)
         round_block(values + b * block, columns - b * block, block, levels + b * block,
                     x.scales[first + b], x.sums[first + b]);
-    for (size_t i = 0; i < layout.subs(); i += 4)
-        sum_four(levels + i * sub, sub, x.sub_sums + subs + i);
+    if (sub == 32) sum_subs<32>(levels, layout.subs(), x.sub_sums + subs);
+    if (sub == 16) sum_subs<16>(levels, layout.subs(), x.sub_sums + subs);
 }
 
 void norm_row(const float* x, const float* weight, int columns, float epsilon, float* out) {

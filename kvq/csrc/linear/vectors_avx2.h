@@ -66,7 +66,7 @@ inline float reduce_add(Floats x) {
 inline Floats to_float(Ints x) {
     return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
 }
-inline Ints to_int(Floats x) {
+inline Ints to_nearest(Floats x) {
     return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)};
 }
 inline Ints set1(int32_t x) {

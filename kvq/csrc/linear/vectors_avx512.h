@@ -57,7 +57,7 @@ inline float reduce_add(Floats a) {
 inline Floats to_float(Ints a) {
     return {_mm512_cvtepi32_ps(a.v)};
 }
-inline Ints to_int(Floats a) {
+inline Ints to_nearest(Floats a) {
     return {_mm512_cvtps_epi32(a.v)};
 }
 inline Ints set1(int32_t x) {
@@ -163,6 +163,27 @@ inline Ints first_words(Words w) {
 }
 inline Ints second_words(Words w) {
     return {_mm512_srai_epi32(w.v, 16)};
+}
+// What the codes of a lane's four columns are multiplied by, of 8 bits, and what is added to each.
+struct LaneFactors {
+    __m512i even, odd, more;
+    LaneFactors(Ints scale, int beyond) {
+        const __m512i bytes = _mm512_and_si512(scale.v, _mm512_set1_epi32(255));
+        even = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 16));
+        odd = _mm512_slli_epi16(even, 8);
+        const __m512i add = _mm512_mullo_epi16(scale.v, _mm512_set1_epi32(beyond));
+        more = _mm512_mask_blend_epi16(0xaaaaaaaa, add, _mm512_slli_epi32(add, 16));
+    }
+};
+// Codes times factors, sixteen bits each: their lower bytes and their upper ones.
+template <bool kMore>
+inline void store_scaled(uint8_t* low, uint8_t* high, __m512i codes, const LaneFactors& factors) {
+    __m512i even = _mm512_maddubs_epi16(codes, factors.even);
+    __m512i odd = _mm512_maddubs_epi16(codes, factors.odd);
+    if (kMore) even = _mm512_add_epi16(even, factors.more), odd = _mm512_add_epi16(odd, factors.more);
+    constexpr __mmask64 kOdd = 0xaaaaaaaaaaaaaaaa;
+    _mm512_storeu_si512(low, _mm512_mask_blend_epi8(kOdd, even, _mm512_slli_epi16(odd, 8)));
+    _mm512_storeu_si512(high, _mm512_mask_blend_epi8(kOdd, _mm512_srli_epi16(even, 8), odd));
 }
 inline Ints add_products(Ints total, Words w, const int16_t* pair) {
     int32_t bits;

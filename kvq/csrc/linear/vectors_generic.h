@@ -72,8 +72,8 @@ inline float reduce_add(Floats a) {
 inline Floats to_float(Ints a) {
     return lanes([&](int i) { return static_cast<float>(a.v[i]); });
 }
-inline Ints to_int(Floats a) {  // of whole numbers within int32
-    return int_lanes([&](int i) { return static_cast<int32_t>(a.v[i]); });
+inline Ints to_nearest(Floats a) {  // ties to even, within int32
+    return int_lanes([&](int i) { return static_cast<int32_t>(std::nearbyint(a.v[i])); });
 }
 inline Ints set1(int32_t x) {
     return int_lanes([&](int) { return x; });
@@ -222,6 +222,21 @@ inline Ints first_words(const Words& w) {
 }
 inline Ints second_words(const Words& w) {
     return int_lanes([&](int i) { return w.v[2 * i + 1]; });
+}
+// What the codes of a lane's four columns are multiplied by, of 8 bits, and what is added to each.
+struct LaneFactors {
+    Ints scale, more;
+    LaneFactors(const Ints& scale, int beyond) : scale(scale), more(scale * set1(beyond)) {}
+};
+// Codes times factors, sixteen bits each: their lower bytes and their upper ones.
+template <bool kMore>
+inline void store_scaled(uint8_t* low, uint8_t* high, const Codes& codes,
+                         const LaneFactors& factors) {
+    for (int i = 0; i < 64; i++) {
+        const int more = kMore ? factors.more.v[i / 4] : 0;
+        const int value = codes.v[i] * factors.scale.v[i / 4] + more;
+        low[i] = static_cast<uint8_t>(value), high[i] = static_cast<uint8_t>(value >> 8);
+    }
 }
 // total + first word * pair[0] + second word * pair[1].
 inline Ints add_products(const Ints& total, const Words& w, const int16_t* pair) {

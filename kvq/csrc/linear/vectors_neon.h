@@ -66,7 +66,7 @@ inline float reduce_add(Floats x) {
 inline Floats to_float(Ints x) {
     return floats([&](int i) { return vcvtq_f32_s32(x.v[i]); });
 }
-inline Ints to_int(Floats x) {
+inline Ints to_nearest(Floats x) {
     return ints([&](int i) { return vcvtnq_s32_f32(x.v[i]); });
 }
 inline Ints set1(int32_t x) {
