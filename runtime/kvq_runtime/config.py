@@ -46,6 +46,8 @@ class Sampling:
         frequency_penalty: Subtracted from a token's logit for each time it is among the recent
             ones. 0: off.
         logit_bias: Maps token ids to numbers that are added to their logits. -inf forbids a token.
+        infill_ends: Tokens that end an infilling. One of them is chosen where they are likely, or
+            where no other token is likely enough. Empty: off.
 
     Raises:
         UsageError: For a value outside its range. The message names the possible ones.
@@ -60,6 +62,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    infill_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more")

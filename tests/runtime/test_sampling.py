@@ -78,6 +78,32 @@ def test_equal_logits_keep_the_order_of_their_ids() -> None:
 
 
 @pytest.mark.parametrize(
+    ("probabilities", "ends", "expected"),
+    [
+        # three of four candidates are sure; a quarter is needed then, and 0.2 of 0.9 is less
+        ([0.2, 0.4, 0.1, 0.3], (7,), [0, 4 / 7, 0, 3 / 7]),
+        # an end of 0.1 weighs 3 x 4 x 0.1 against 0.9
+        ([0.2, 0.4, 0.1, 0.3], (2,), [0, 0, 1, 0]),
+        # of two ends the likelier one
+        ([0.2, 0.4, 0.1, 0.3], (2, 0), [1, 0, 0, 0]),
+        # an end of 0.05 weighs 3 x 4 x 0.05 against 0.95, and stays among the candidates
+        ([0.5, 0.35, 0.05, 0.1], (2,), [50 / 90, 35 / 90, 5 / 90, 0]),
+        # no token reaches 0.2: the first end, though it is no candidate
+        ([0.19, 0.19, 0.19, 0.19, 0.19, 0.05], (7, 8), [0, 0, 0, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_an_infilling_goes_on_only_while_it_is_sure(
+    probabilities: list[float], ends: tuple[int, ...], expected: list[float]
+) -> None:
+    logits = np.full(9, -np.inf, np.float32)
+    logits[: len(probabilities)] = np.log(probabilities)
+    actual = distribution(logits, plain(infill_ends=ends), [])
+    np.testing.assert_allclose(actual, expected + [0] * (9 - len(expected)), atol=1e-6)
+    greedy = distribution(logits, plain(infill_ends=ends, temperature=0), [])
+    assert np.argmax(greedy) == np.argmax(probabilities)
+
+
+@pytest.mark.parametrize(
     "sampling", [plain(), plain(temperature=0.7, top_k=3), plain(top_p=0.85), plain(min_p=0.3)]
 )
 def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:

@@ -28,7 +28,6 @@ _SAMPLERS: Mapping[str, Mapping[str, float]] = {
 }
 # Samplers that do nothing here, since the fields that switch them on are refused.
 _IDLE_SAMPLERS = ("dry", "typ_p", "typical_p", "xtc", "top_n_sigma", "adaptive_p")
-# It joins tokens of a common beginning, which is not possible here.
 _INFILL_SAMPLER = "infill"
 
 
@@ -49,24 +48,27 @@ def sampling_of(fields: Fields, model: ModelView) -> Sampling:
         frequency_penalty=fields.number("frequency_penalty", -2, 2, default.frequency_penalty),
         logit_bias=_logit_bias(fields, model),
     )
-    return replace(sampling, **_without_samplers(fields))
+    return replace(sampling, **_by_samplers(fields, model))
 
 
-def _without_samplers(fields: Fields) -> Mapping[str, Any]:
+def _by_samplers(fields: Fields, model: ModelView) -> Mapping[str, Any]:
     """Returns what switches off the samplers that a list of `samplers` leaves out.
 
-    The order of the list has no effect, and neither has a list with the sampler `infill`.
+    The order of the list has no effect. `infill` is off where there is no list.
     """
     names = fields.texts("samplers", _MOST_SAMPLERS)
     known = (*_SAMPLERS, *_IDLE_SAMPLERS, _INFILL_SAMPLER)
     if not {*names} <= {*known}:
         fields.refuse_with("samplers", f"samplers may have these names: {', '.join(known)}")
-    if _INFILL_SAMPLER in names:
-        fields.ignore("samplers")
-    if not names or _INFILL_SAMPLER in names:
+    if not names:
         return {}
     absent = (values for name, values in _SAMPLERS.items() if name not in names)
-    return {name: value for values in absent for name, value in values.items()}
+    chosen: dict[str, Any] = {name: value for values in absent for name, value in values.items()}
+    if _INFILL_SAMPLER in names:
+        tokenizer = model.tokenizer
+        control = tokenizer.fim.ids() if tokenizer.fim else ()
+        chosen["infill_ends"] = tuple(dict.fromkeys((*tokenizer.eos_ids, *control)))
+    return chosen
 
 
 def _logit_bias(fields: Fields, model: ModelView) -> Mapping[int, float]:

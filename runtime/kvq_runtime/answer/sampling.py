@@ -3,6 +3,9 @@
 The filters run in llama.cpp's order: logit bias, penalties, top-k, top-p, min-p, temperature. Top-p
 and min-p therefore look at probabilities before the temperature.
 
+An infilling goes on only while it is sure (`Sampling.infill_ends`). This has the rules of llama.cpp's
+sampler `infill`, without one: that counts tokens with a common beginning together.
+
 Without top-k every token of the vocabulary may survive. So many are not sorted: the survivors stay
 in the order of ids, and top-p finds its edge in a histogram.
 """
@@ -34,6 +37,9 @@ Ids = NDArray[np.int64]
 # nothing.
 _STEPS, _SPAN = 4096, 64.0
 _GROUP = 32
+# An infilling ends where its ends are this many times as likely as all other candidates together,
+# for each candidate. Other tokens need this probability.
+_END_WEIGHT, _LEAST_SURE = 3.0, 0.2
 
 
 def sample(
@@ -98,7 +104,10 @@ def candidates(
     if allowed is not None:
         places, probabilities = _filtered(logits[allowed], sampling)
         return allowed[places], probabilities
-    return _filtered(logits, sampling)
+    ids, probabilities = _filtered(logits, sampling)
+    if sampling.infill_ends and not sampling.greedy:
+        return _sure(ids, probabilities, sampling.infill_ends)
+    return ids, probabilities
 
 
 def ranked(
@@ -147,6 +156,24 @@ def _filtered(logits: Floats, sampling: Sampling) -> tuple[Ids, NDArray[np.float
     else:
         ids = _nucleus(logits, sampling.top_p, sampling.min_p)
     return ids, _softmax(logits[ids], sampling.temperature)
+
+
+def _sure(
+    ids: Ids, probabilities: NDArray[np.float64], ends: Sequence[int]
+) -> tuple[Ids, NDArray[np.float64]]:
+    """Returns the candidates that an infilling may go on with, or one of its `ends` alone."""
+    is_end = np.isin(ids, ends)
+    end_mass = float(probabilities[is_end].sum())
+    is_sure = probabilities >= _LEAST_SURE
+    texts = int((is_sure & ~is_end).sum())
+    if not texts or _END_WEIGHT * end_mass * len(ids) > 1 - end_mass:
+        likeliest_end = ids[np.argmax(probabilities * is_end)] if end_mass else ends[0]
+        return np.array([likeliest_end], np.int64), np.ones(1)
+    kept = is_sure | is_end
+    ids, is_end, probabilities = ids[kept], is_end[kept], probabilities[kept]
+    probabilities = probabilities / probabilities.sum()
+    kept = is_end | (probabilities >= 1 / (texts + 1))
+    return ids[kept], probabilities[kept] / probabilities[kept].sum()
 
 
 def _biased(logits: Floats, sampling: Sampling) -> Floats:

@@ -400,7 +400,7 @@ NAMED: dict[str, Any] = {
     "dynatemp_exponent": 1.0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": 64,
     "dry_sequence_breakers": ["*"], "xtc_threshold": 0.1, "mirostat_tau": 5, "mirostat_eta": 0.1,
     "n_keep": 4, "id_slot": 0, "timings_per_token": True, "sse_ping_interval": 9,
-    "t_max_prompt_ms": 500, "samplers": ["top_k", "top_p", "infill"], "made_up": {"a": 1},
+    "t_max_prompt_ms": 500, "made_up": {"a": 1},
 }  # fmt: skip
 
 
@@ -466,6 +466,9 @@ def test_samplers_that_are_left_out_are_off(rule: Rule) -> None:
             "top_k": 0, "temperature": 0.2, "top_p": 1, "min_p": 0, "repeat_penalty": 1,
         }),
         (["penalties"], {"temperature": 1, "presence_penalty": 1, "repeat_penalty": 1.5}),
+        (["top_k", "infill"], {
+            "top_k": 7, "temperature": 1, "top_p": 1, "infill_ends": (*rule.tokenizer.eos_ids,),
+        }),
         ([], {"temperature": 0.2, "top_k": 7, "top_p": default.top_p, "presence_penalty": 1}),
     ):  # fmt: skip
         sampling = sampling_of(Fields({**sent, "samplers": names}), view)
