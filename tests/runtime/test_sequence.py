@@ -14,7 +14,14 @@ from kvq.errors import BackendError, UsageError
 from kvq_runtime.answer.drafter import Draft, DraftContext, Drafter, Round
 from kvq_runtime.answer.generation import GenerationOptions, Vocabulary
 from kvq_runtime.config import Sampling, SessionConfig
-from kvq_runtime.sequence.hunks import COMPARED_TOKENS, MOST_HUNKS, hunks, one_by_one
+from kvq_runtime.sequence.hunks import (
+    COMPARED_TOKENS,
+    MOST_GAP_TOKENS,
+    MOST_HUNKS,
+    hunks,
+    one_by_one,
+    with_moved_gap,
+)
 from kvq_runtime.sequence.passes import Work, run
 from kvq_runtime.sequence.sequence import TokenSequence
 from kvq_runtime.session.session import Session
@@ -156,6 +163,48 @@ def test_hunks_make_one_text_of_another(
     assert made == after
     assert len(edits) <= MOST_HUNKS
     assert [hunk.start for hunk in edits] == sorted(hunk.start for hunk in edits)
+
+
+GAP = 77
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), length=st.sampled_from([40, 400, 3000]))
+def test_what_lies_between_an_old_and_a_new_gap_is_new(data: st.DataObject, length: int) -> None:
+    """And the edits still make one text of the other, whatever else was changed."""
+    text = np.random.default_rng(length).integers(100, 5000, length).tolist()
+    old_place, new_place = (data.draw(st.integers(0, length)) for _ in range(2))
+    before = [*text[:old_place], GAP, *text[old_place:]]
+    after = [*text[:new_place], GAP, *text[new_place:]]
+    for _ in range(data.draw(st.integers(0, 3))):
+        place = data.draw(st.integers(0, len(after) - 1))
+        if after[place] != GAP:
+            after[place : place + 1] = data.draw(st.lists(st.integers(0, 50), max_size=4))
+    changes = with_moved_gap(before, hunks(before, after), GAP)
+    made, kept = list(before), set(range(len(before)))
+    for hunk in changes:
+        kept -= {*range(hunk.start, hunk.stop)}
+    for hunk in one_by_one(changes):
+        made[hunk.start : hunk.stop] = hunk.new_ids
+    assert made == after
+    if len(hunks(before, after)) < 2:
+        return
+    # As places of the old text: tokens beside the new gap, up to where the old one was.
+    if new_place > old_place:
+        between = range(max(old_place + 1, new_place + 1 - MOST_GAP_TOKENS), new_place + 1)
+    else:
+        between = range(new_place, min(old_place, new_place + MOST_GAP_TOKENS))
+    assert not kept & {*between}
+    # All that lies beyond is as it was.
+    changed = sum(len(hunk.new_ids) for hunk in hunks(before, after))
+    assert len(kept) >= len(before) - len(between) - changed - 16
+
+
+def test_a_gap_that_stays_moves_nothing() -> None:
+    before = [*range(100, 200), GAP, *range(200, 300)]
+    after = [*before[:50], 1, 2, *before[50:]]
+    changes = hunks(before, after)
+    assert with_moved_gap(before, changes, GAP) == changes == [(50, 50, [1, 2])]
 
 
 def test_hunks_leave_out_what_is_alike() -> None:

@@ -99,6 +99,7 @@ class CompletionEngine:
         self._tokenizer = engine.tokenizer
         fim = infill_tokens(self._tokenizer)
         self._stop_ids = frozenset({*engine.model.stop_ids, fim.prefix, fim.suffix, fim.middle})
+        self._gap = None if fim.suffix_first else fim.suffix
         self._prompts = GapPrompts(self._tokenizer)
         self._writer = writer
         options: dict[str, Any] = {
@@ -285,6 +286,7 @@ class CompletionEngine:
             logprobs=True,
             transient=True,
             edits=self._frozen_file is None,
+            gap=self._gap,
             passages=passages,
             writer=self._writer,
         )

@@ -52,6 +52,12 @@ class GapPrompts:
         """Returns the tokens that end an infilled text: the model's ends, and infilling tokens."""
         return frozenset((*self._tokenizer.eos_ids, *infill_tokens(self._tokenizer).ids()))
 
+    @property
+    def gap_id(self) -> int | None:
+        """Returns the token that stands at the gap, None where prompts begin with the suffix."""
+        fim = infill_tokens(self._tokenizer)
+        return None if fim.suffix_first else fim.suffix
+
     def encode_whole(self, prefix: str, suffix: str, most: int) -> list[int]:
         """Encodes both texts in full; of more than `most` ids perhaps not all are returned."""
         infill_tokens(self._tokenizer)

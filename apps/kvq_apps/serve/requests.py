@@ -325,6 +325,7 @@ def infill_request(fields: Fields, model: ModelView) -> AnswerRequest:
         truncated=fitted.truncated,
         transient=True,
         edits=not exact,
+        gap=model.gaps.gap_id,
         passages=() if exact else fitted.passages,
         logprobs=generation.logprobs or steps,
     )

@@ -19,6 +19,8 @@ COMPARED_TOKENS = 256
 LEAST_KEPT_TOKENS = 8
 # More changes than this make another text, not an edit of the same one.
 MOST_HUNKS = 16
+# Where the gap of an editor's prompt moves, at most so many tokens beside it are computed again.
+MOST_GAP_TOKENS = 1024
 # Odd, so that a hash depends on all of its tokens. Overflow is intended.
 _FACTOR = 6364136223846793005
 
@@ -53,6 +55,35 @@ def hunks(before: Ids, after: Ids, *, window: int = COMPARED_TOKENS) -> list[Hun
             changes.append(Hunk(start + done_old, start + at_old, new[done_new:at_new].tolist()))
         done_old, done_new = at_old + size, at_new + size
     return changes if len(changes) <= MOST_HUNKS else [Hunk(start, start + len(old), new.tolist())]
+
+
+def with_moved_gap(before: Ids, changes: collections.abc.Sequence[Hunk], gap: int) -> list[Hunk]:
+    """Returns the edits with what lies between the old and the new place of token `gap` as new.
+
+    These tokens stood behind the gap and stand before it now, or the other way round. So their keys
+    and values are of another role, and a text that is filled in comes out worse with them. Of more
+    than `MOST_GAP_TOKENS` it is those next to the new place.
+    """
+    old = np.asarray(before, np.int64)
+    leaves = next((hunk for hunk in changes if gap in old[hunk.start : hunk.stop]), None)
+    comes = next((hunk for hunk in changes if gap in hunk.new_ids), None)
+    if leaves is None or comes is None or leaves is comes:
+        return list(changes)
+    if comes.start > leaves.start:
+        start, stop = max(leaves.stop, comes.start - MOST_GAP_TOKENS), comes.stop
+    else:
+        start, stop = comes.start, min(leaves.start, comes.stop + MOST_GAP_TOKENS)
+    between = [hunk for hunk in changes if hunk is not leaves
+               and (hunk.start < stop or hunk is comes) and (hunk.stop > start or hunk is comes)]  # fmt: skip
+    start = min(start, between[0].start)
+    stop = max(stop, between[-1].stop)
+    new: list[int] = []
+    at = start
+    for hunk in between:
+        new += [*old[at : hunk.start].tolist(), *hunk.new_ids]
+        at = hunk.stop
+    moved = Hunk(start, stop, new + old[at:stop].tolist())
+    return sorted([*(hunk for hunk in changes if hunk not in between), moved])
 
 
 def one_by_one(changes: Iterable[Hunk]) -> Iterator[Hunk]:

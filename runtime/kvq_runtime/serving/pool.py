@@ -323,6 +323,7 @@ class SessionPool(Generic[S]):
                 reuse=request.reuse,
                 transient=request.transient,
                 edits=request.edits,
+                gap=request.gap,
                 predict=request.predict,
                 passages=request.passages,
             )

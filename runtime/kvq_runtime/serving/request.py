@@ -60,6 +60,8 @@ class GenerationRequest:
             request.
         edits: What follows a change of an earlier prompt is kept as it was computed (PIE), not only
             what stands before it.
+        gap: Token that stands where an editor's text has its gap. With `edits`, what lies between
+            the gap's old and new place is computed again. None: there is no such token.
         passages: Parts of the prompt that may be taken over from other prompts of the owner, see
             `Session.prefill`.
         predict: What of the prompt is predicted, as in `Engine.session`. None: as the server does.
@@ -93,6 +95,7 @@ class GenerationRequest:
     shown: frozenset[int] = frozenset()
     draft: bool | Callable[[], Drafter] = True
     edits: bool = False
+    gap: int | None = None
     passages: tuple[tuple[int, ...], ...] = ()
     predict: str | None = None
     distinct: bool = False

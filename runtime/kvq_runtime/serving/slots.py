@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import KvqError
-from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks
+from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks, with_moved_gap
 from kvq_runtime.sequence.passages import without_passages
 from kvq_runtime.sequence.prediction import OFF
 from kvq_runtime.sequence.staleness import next_tokens
@@ -169,6 +169,7 @@ class Slots:
         reuse: bool,
         transient: bool = False,
         edits: bool = False,
+        gap: int | None = None,
         predict: str | None = None,
         passages: Sequence[Sequence[int]] = (),
     ) -> Slot | None:
@@ -182,7 +183,7 @@ class Slots:
         of a text that it is an edit of, else an empty slot, else any other. With `edits` another
         text may take the place of a text that it is an edit of, where that saves much reading.
         Predicted tokens are shared only with a text that would be predicted too, and moved ones
-        with a text that may be edited; `predict` and `passages` are as in a request.
+        with a text that may be edited; `gap`, `predict` and `passages` are as in a request.
         """
         predicted = self.all[0].session.predicts if predict is None else predict != OFF
         outside = as_ids(without_passages(ids, passages) if passages else ids)
@@ -204,6 +205,10 @@ class Slots:
         if edits and not transient and slot.changes is None:
             shared = common_prefix(slot.tokens, prompt.ids)
             slot.changes = [Hunk(shared, len(slot.tokens), prompt.ids[shared:].tolist())]
+        if edits and transient and gap is not None:
+            tokens = as_ids(slot.session.tokens)
+            changes = hunks(tokens, prompt.ids) if slot.changes is None else slot.changes
+            slot.changes = with_moved_gap(tokens, changes, gap)
         slot.transient, slot.busy = transient, True
         slot.without_passages = outside if transient else None
         return slot
