@@ -54,8 +54,8 @@ VECTORS_HERE = (
 )
 # (rows, columns): less than a panel, odd everything, several blocks of every size.
 SHAPES = ((5, 7), (33, 449))
-# From a tile of sixteen on: one, two and three tiles, whole and not, rows that are left over, and more
-# than one call has.
+# From a tile of sixteen on: one, two and three tiles, whole and not, rows that are left over, and
+# more than one call has.
 ROWS = (16, 17, 32, 35, 47, 48, 49, 63, 100, 209)
 
 

@@ -73,8 +73,10 @@ def with_moved_gap(before: Ids, changes: collections.abc.Sequence[Hunk], gap: in
         start, stop = max(leaves.stop, comes.start - MOST_GAP_TOKENS), comes.stop
     else:
         start, stop = comes.start, min(leaves.start, comes.stop + MOST_GAP_TOKENS)
-    between = [hunk for hunk in changes if hunk is not leaves
-               and (hunk.start < stop or hunk is comes) and (hunk.stop > start or hunk is comes)]  # fmt: skip
+    between = [
+        hunk for hunk in changes
+        if hunk is comes or (hunk is not leaves and hunk.start < stop and hunk.stop > start)
+    ]  # fmt: skip
     start = min(start, between[0].start)
     stop = max(stop, between[-1].stop)
     new: list[int] = []
