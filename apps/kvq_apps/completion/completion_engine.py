@@ -99,7 +99,6 @@ class CompletionEngine:
         self._tokenizer = engine.tokenizer
         fim = infill_tokens(self._tokenizer)
         self._stop_ids = frozenset({*engine.model.stop_ids, fim.prefix, fim.suffix, fim.middle})
-        self._gap = None if fim.suffix_first else fim.suffix
         self._prompts = GapPrompts(self._tokenizer)
         self._writer = writer
         options: dict[str, Any] = {
@@ -286,7 +285,7 @@ class CompletionEngine:
             logprobs=True,
             transient=True,
             edits=self._frozen_file is None,
-            gap=self._gap,
+            gap=self._prompts.gap_id,
             passages=passages,
             writer=self._writer,
         )

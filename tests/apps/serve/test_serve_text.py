@@ -153,6 +153,19 @@ def test_llama_vims_requests_are_understood(tiny: Server) -> None:
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
 
 
+def test_a_gap_that_jumps_is_followed_by_reading_what_lies_between(tiny: Server) -> None:
+    """That text was behind the gap and is before it; what lies beyond keeps its cache."""
+    lines = [f"value_{number} = {number}\n" for number in range(24)]
+
+    def read(place: int) -> int:
+        body = {"input_prefix": "".join(lines[:place]), "input_suffix": "".join(lines[place:])}
+        return ask(tiny, "/infill", body | {"n_predict": 1}).json["timings"]["prompt_n"]
+
+    whole = read(4)
+    assert whole // 3 < read(14) < 2 * whole // 3
+    assert read(14) < whole // 8
+
+
 def test_an_editors_next_infill_is_an_edit_of_the_text_before(tiny: Server) -> None:
     """Only what changed is read again; `exact` reads all that follows."""
     lines = [f"value_{number} = {number}\n" for number in range(12)]
