@@ -64,7 +64,7 @@ def _by_samplers(fields: Fields, model: ModelView) -> Mapping[str, Any]:
         return {}
     absent = (values for name, values in _SAMPLERS.items() if name not in names)
     chosen: dict[str, Any] = {name: value for values in absent for name, value in values.items()}
-    if _INFILL_SAMPLER in names:
+    if _INFILL_SAMPLER in names and not fields.flag("ignore_eos"):
         tokenizer = model.tokenizer
         control = tokenizer.fim.ids() if tokenizer.fim else ()
         chosen["infill_ends"] = tuple(dict.fromkeys((*tokenizer.eos_ids, *control)))

@@ -3,8 +3,8 @@
 The filters run in llama.cpp's order: logit bias, penalties, top-k, top-p, min-p, temperature. Top-p
 and min-p therefore look at probabilities before the temperature.
 
-An infilling goes on only while it is sure (`Sampling.infill_ends`). The rules are
-those of llama.cpp's sampler `infill`, but tokens with a common beginning are not joined.
+An infilling goes on only while it is sure (`Sampling.infill_ends`). The rules are those of
+llama.cpp's sampler `infill`, but tokens with a common beginning are not joined.
 
 Without top-k every token of the vocabulary may survive. So many are not sorted: the survivors stay
 in the order of ids, and top-p finds its edge in a histogram.

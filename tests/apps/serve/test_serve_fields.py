@@ -473,6 +473,8 @@ def test_samplers_that_are_left_out_are_off(rule: Rule) -> None:
     ):  # fmt: skip
         sampling = sampling_of(Fields({**sent, "samplers": names}), view)
         assert {name: getattr(sampling, name) for name in changes} == changes
+    endless = sampling_of(Fields({"samplers": ["infill"], "ignore_eos": True}), view)
+    assert endless.infill_ends == ()
     with pytest.raises(RequestError, match="samplers may have these names: penalties, top_k"):
         sampling_of(Fields({"samplers": ["greedy"]}), view)
 
