@@ -191,9 +191,10 @@ class ClassCache:
         self._check_rows(tokens, parents, view, at)
         if silent:
             self._check_silent(silent)
-        if any(self.storage.missing(tokens)):
+        if not self.storage.begin(tokens, parents, view=view, at=at, silent=silent):
             self._make_room(tokens)
-        self.storage.begin(tokens, parents, view=view, at=at, silent=silent)
+            if not self.storage.begin(tokens, parents, view=view, at=at, silent=silent):
+                raise CacheError(f"no room was made for {tokens} tokens")
 
     def _check_silent(self, layers: Sequence[int]) -> None:
         if mixers := self._stateful_mixers:

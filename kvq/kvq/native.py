@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 EVIDENCE_FACTS = 8
 _MOST = 1 << 31
+# Statuses of the C ABI: the call was done; the pool must give something up first.
+_OK, _SHORT = 0, 1
 _CLOSED: Any = closed(lambda: CacheError("this cache was closed: open another one"))
 VIEWS = {"full": 0, "hi": 1}
 # The device of caches that lie in the processor's memory.
@@ -152,15 +154,18 @@ class NativeCache:
         view: str = "full",
         at: int | None = None,
         silent: Sequence[int] = (),
-    ) -> None:
+    ) -> bool:
+        """Adds rows to the branch; returns False where room must be made for them first."""
         rows = None if parents is None else _int32_array(parents)
         first = -1 if at is None else at
         quiet = None
         if silent:
             layers = self.arena.shape.num_layers
             quiet = (c_uint8 * layers)(*(layer in silent for layer in range(layers)))
-        self._call("begin", tokens, rows, VIEWS[view], first, quiet)
+        if self._call("begin", tokens, rows, VIEWS[view], first, quiet, allowed=_SHORT):
+            return False
         self._stats.branch_rows += tokens
+        return True
 
     def attend(
         self,
@@ -248,13 +253,18 @@ class NativeCache:
         actions = np.ascontiguousarray(actions, np.int32)
         self._call("demote", pointer(actions), len(actions), self._counted)
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        """`kvq_cache_NAME` of this cache. Raises `CacheError`."""
+    def _call(self, name: str, *arguments: Any, allowed: int = _OK) -> int:
+        """Calls `kvq_cache_NAME` of this cache and returns its status, 0 or `allowed`.
+
+        Raises `CacheError` for another status.
+        """
         for number in arguments:
             if isinstance(number, int) and not -_MOST <= number < _MOST:
                 raise _beyond(number)
-        if status := getattr(self._library, f"kvq_cache_{name}")(self.handle, *arguments):
+        status = getattr(self._library, f"kvq_cache_{name}")(self.handle, *arguments)
+        if status not in (_OK, allowed):
             raise _refusal(status)
+        return status
 
     def demote_entering(self, widths: NDArray[np.uint8]) -> None:
         widths = np.ascontiguousarray(widths, np.uint8)

@@ -68,11 +68,11 @@ def measure(setup: Setup, job: ReplayJob) -> dict[str, Any]:
         server = ours.url or ""
         if not _takes_tools(server, turns[0]):
             turns = [replace(turn, tools=[]) for turn in turns]
-        ids = [_prompt_ids(server, turn) for turn in turns]
+        prompts = [_prompt_ids(server, turn) for turn in turns]
         fitting = [
             (turn, prompt)
-            for turn, prompt in zip(turns, ids, strict=True)
-            if len(prompt) + job.answer_tokens <= job.context
+            for turn, prompt in zip(turns, prompts, strict=True)
+            if prompt is not None and len(prompt) + job.answer_tokens <= job.context
         ]
         turns, ids = [turn for turn, _ in fitting], [prompt for _, prompt in fitting]
         replies = {EXACT: _replayed(server, turns, job, setup, EXACT)}
@@ -172,9 +172,14 @@ def _takes_tools(address: str, turn: AgentTurn) -> bool:
     return True
 
 
-def _prompt_ids(address: str, turn: AgentTurn) -> list[int]:
-    """Returns the tokens of the prompt that the model's template makes of `turn`."""
-    prompt = _ask(address, "/apply-template", _body(turn))["prompt"]
+def _prompt_ids(address: str, turn: AgentTurn) -> list[int] | None:
+    """Returns the tokens of `turn`'s prompt by the model's template; None where it is too long."""
+    try:
+        prompt = _ask(address, "/apply-template", _body(turn))["prompt"]
+    except BackendError as error:
+        if '"context_length_exceeded"' not in str(error):
+            raise
+        return None
     body = {"content": prompt, "parse_special": True, "add_special": False}
     return _ask(address, "/tokenize", body)["tokens"]
 

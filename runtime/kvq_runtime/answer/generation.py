@@ -7,7 +7,8 @@ runs these tokens and comes back with the next logits.
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Protocol
+from operator import attrgetter
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -293,6 +294,9 @@ class Generation:
     `UsageError` for a `begin_with` that no tokens spell, and for an empty stop string.
     """
 
+    # Why the answer ended, None while it goes on.
+    finish_reason = cast("str | None", property(attrgetter("_so_far.finish_reason")))
+
     def __init__(
         self,
         vocabulary: Vocabulary,
@@ -311,11 +315,6 @@ class Generation:
         self._generator = generator
         # False: no drafter may guess.
         self.drafts = options.draft
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Returns why the answer ended, None while it goes on."""
-        return self._so_far.finish_reason
 
     @property
     def room(self) -> int:

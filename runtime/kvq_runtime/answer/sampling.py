@@ -11,6 +11,7 @@ in the order of ids, and top-p finds its edge in a histogram.
 """
 
 from collections.abc import Sequence
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,9 @@ Ids = NDArray[np.int64]
 # nothing.
 _STEPS, _SPAN = 4096, 64.0
 _GROUP = 32
+# The probability of a token that is chosen alone.
+_CERTAIN = np.ones(1)
+_CERTAIN.flags.writeable = False
 # An infilling ends where its ends are this many times as likely as all other candidates together,
 # for each candidate. Other tokens need this probability.
 _END_WEIGHT, _LEAST_SURE = 3.0, 0.2
@@ -120,7 +124,7 @@ def ranked(
     scores = logits if allowed is None else logits[allowed]
     places = largest(scores, rank + 1) if rank + 1 < len(scores) else _descending(scores)
     place = places[min(rank, len(places) - 1)]
-    return np.array([place if allowed is None else allowed[place]], np.int64), np.ones(1)
+    return np.array([place if allowed is None else allowed[place]], np.int64), _CERTAIN
 
 
 def log_probability(logits: Floats, token: int) -> float:
@@ -145,11 +149,11 @@ def _scale(logits: Floats) -> tuple[float, float]:
 
 
 def _filtered(logits: Floats, sampling: Sampling) -> tuple[Ids, NDArray[np.float64]]:
-    best = int(np.argmax(logits))
-    if not np.isfinite(logits[best]):
+    best = int(logits.argmax())
+    if not isfinite(logits[best]):
         _refuse(float(logits[best]))
     if sampling.temperature == 0:
-        return np.array([best], np.int64), np.ones(1)
+        return np.array([best], np.int64), _CERTAIN
     if 0 < sampling.top_k < len(logits):
         ids = largest(logits, sampling.top_k)
         ids = ids[_nucleus(logits[ids], sampling.top_p, sampling.min_p)]
@@ -168,7 +172,7 @@ def _sure(
     texts = int((is_sure & ~is_end).sum())
     if not texts or _END_WEIGHT * end_mass * len(ids) > 1 - end_mass:
         likeliest_end = ids[np.argmax(probabilities * is_end)] if end_mass else ends[0]
-        return np.array([likeliest_end], np.int64), np.ones(1)
+        return np.array([likeliest_end], np.int64), _CERTAIN
     kept = is_sure | is_end
     ids, is_end, probabilities = ids[kept], is_end[kept], probabilities[kept]
     probabilities = probabilities / probabilities.sum()

@@ -130,14 +130,14 @@ class OnnxBackend(PagedBackend):
         """Implements `Backend.forward` by one run of the graph over the rows of all sequences."""
         rows, exact_rows = one_pass.rows, one_pass.exact_rows
         mode = rows[0].mode
-        feeds = _single_feeds(rows[0]) if len(rows) == 1 else _joint_feeds(rows)
+        feeds = _joint_feeds(rows) if len(rows) > 1 else _single_feeds(rows[0])
         for index, name in enumerate(self._caches):
             feeds[name] = np.array([sequence.cache.handles[index] for sequence in rows], np.int64)
         if self._has_long_rope:
             feeds["rope_long"] = np.array([one_pass.rope_long], np.int64)
         if self.ranks_by_halves and exact_rows:
             feeds["exact_rows"] = np.array([exact_rows], np.int64)
-        if mode != WHOLE:
+        if mode is not WHOLE:
             feeds |= self._mode_feeds(mode)
         if self._has_states:
             feeds |= _state_feeds(rows)

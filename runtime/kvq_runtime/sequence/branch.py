@@ -118,7 +118,7 @@ class Branch(AbstractContextManager["Branch[C]"], Generic[C]):
             self._cache.commit(rows)
             last = rows[-1] if rows else -1
             logits = self._row_logits.get(last) if self._whole else None
-            ids = [self._ids[row] for row in rows]
+            ids = list(map(self._ids.__getitem__, rows))
             states = (
                 [state for row in rows if (state := self._hidden_states[row]) is not None]
                 if self._state_width
@@ -170,7 +170,7 @@ class Branch(AbstractContextManager["Branch[C]"], Generic[C]):
         tells = self._state_width and not mode.predicted and (joined is None or logit_rows)
         self._predicted |= bool(mode.predicted)
         self._whole &= exact_rows == 0 and not mode.head_tokens
-        table = np.array(ids, np.int64)[:, None], np.ones((len(ids), 1), np.float32)
+        table = np.array(ids, np.int64)[:, None], np.array([[1.0]] * len(ids), np.float32)
         return self._make_request(
             rows=SequencePass(
                 cache=self._cache,

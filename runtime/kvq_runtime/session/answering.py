@@ -220,7 +220,7 @@ class Answering(Generic[C]):
             )
             began = perf_counter()
             accepted = generation.take(result.logits, draft, cancel=cancel)
-            branch.commit([*range(first), *[first + place for place in accepted.path]])
+            branch.commit([*range(first), *map(first.__add__, accepted.path)])
         sequence.append([accepted.token])
         if first:
             self._measure(tokens_before, first + len(accepted.path), result.seconds)

@@ -183,18 +183,19 @@ class NumpyCache:
         view: str = "full",
         at: int | None = None,
         silent: Sequence[int] = (),
-    ) -> None:
+    ) -> bool:
         rows = self.branch_rows
         if self._unattended:
             raise CacheError("begin() was called twice without commit() or rewind()")
         room = len(self._places) + rows + tokens
         if (
             not 1 <= tokens <= self.arena.pass_tokens
-            or any(self.missing(tokens))
             or (rows + tokens > self.arena.draft_tokens and (rows or parents is not None))
             or (not self.arena.plan.quantized and room > self.arena.tail_rows)
         ):
-            raise CacheError(f"no room was made for {tokens} tokens")
+            raise CacheError(f"no pass can bring {tokens} tokens here")
+        if any(self.missing(tokens)):
+            return False
         added = range(rows - 1, rows + tokens - 1) if parents is None else parents
         if any(not -1 <= parent < rows + i for i, parent in enumerate(added)):
             raise CacheError("a row's parent must be -1 or an earlier row of the branch")
@@ -205,6 +206,7 @@ class NumpyCache:
         self._probes.begin()
         for other in self._mixers:
             other.begin(tokens)
+        return True
 
     def _begin_at(self, at: int | None, rows: int) -> None:
         """The branch's first row is token `at` of a gap that holds all its rows; None: the end."""
