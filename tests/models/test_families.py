@@ -31,7 +31,7 @@ from kvq_export.config import ExportOptions, WeightFormat
 from kvq_lab.engine_transformers import cache_argument
 from kvq_models.reference import forward
 from kvq_models.registry import read_checkpoint
-from kvq_runtime.backends import Pass, SequencePass, missing
+from kvq_runtime.backends import SequencePass, missing
 from kvq_runtime.backends.paged import class_fields
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling
@@ -390,7 +390,7 @@ def run(family: Family, cache: Cache, ids: np.ndarray, weights: np.ndarray) -> n
     )
     rope_long = family.bundle.config.needs_long_rope(cache.context_tokens)
     cache.begin(len(ids))
-    logits = family.exact.backend.forward(Pass(rows=(rows,), rope_long=rope_long))[0]
+    logits = family.exact.backend.forward((rows,), rope_long=rope_long)[0]
     cache.commit(range(len(ids)))
     return logits
 

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kvq.reference.linear import BlockFormat
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.write.random_bundle import random_bundle
 from kvq_runtime.answer.generation import GenerationOptions, Step
-from kvq_runtime.backends import WHOLE, Mode, Pass, forward_chain, onnx
+from kvq_runtime.backends import WHOLE, Mode, SequencePass, forward_chain, onnx
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine, open_files
@@ -187,9 +188,9 @@ def test_sequences_share_the_passes_of_a_device(
         shared = list[int]()
         forward = engine.backend.forward
 
-        def counted(batch: Pass[Any]) -> Any:
-            shared.append(len(batch.rows))
-            return forward(batch)
+        def counted(rows: Sequence[SequencePass[Any]], *, rope_long: bool) -> Any:
+            shared.append(len(rows))
+            return forward(rows, rope_long=rope_long)
 
         monkeypatch.setattr(engine.backend, "forward", counted)
         options = GenerationOptions(max_tokens=5, sampling=GREEDY, stop_ids=frozenset())

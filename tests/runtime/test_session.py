@@ -1,6 +1,6 @@
 """A session's tokens, steps, cancelling, rollback and files, over a rule instead of a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -12,7 +12,7 @@ import pytest
 from kvq.config import KvPlan
 from kvq.errors import BackendError, BudgetError, SnapshotError, UsageError
 from kvq_runtime.answer.generation import GenerationOptions, Step, Vocabulary
-from kvq_runtime.backends import Pass
+from kvq_runtime.backends import SequencePass
 from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.sequence.passes import run, run_all
 from kvq_runtime.session.session import Session
@@ -59,7 +59,7 @@ def open_session(
     chunk_tokens: int = 4,
     seed: int = 0,
     capacity_tokens: int = 10_000,
-    on_pass: Callable[[Pass[RuleCache]], None] = lambda _: None,
+    on_pass: Callable[[Sequence[SequencePass[RuleCache]]], None] = lambda _: None,
     encode: Callable[..., list[int]] | None = None,
     **facts: object,
 ) -> Session[RuleCache]:
@@ -149,8 +149,8 @@ def test_generate_finishes_a_cancelled_prefill_or_yields_nothing() -> None:
 def test_a_failed_pass_leaves_the_session_as_it_was() -> None:
     most = 8
 
-    def breaks(one_pass: Pass[RuleCache]) -> None:
-        if one_pass.rows[0].positions[-1] > most:
+    def breaks(one_pass: Sequence[SequencePass[RuleCache]]) -> None:
+        if one_pass[0].positions[-1] > most:
             raise BackendError("the rule broke")
 
     session = open_session(on_pass=breaks)
@@ -208,7 +208,7 @@ def test_cancel_ends_after_the_step_at_hand() -> None:
 
 
 def answers_of_three(
-    on_pass: Callable[[Pass[RuleCache]], None],
+    on_pass: Callable[[Sequence[SequencePass[RuleCache]]], None],
 ) -> tuple[list[Session[RuleCache]], Iterator[Any]]:
     """Returns sessions of one model that have read a prompt, and their answers, two at a time."""
     backend = rule_backend()
@@ -225,7 +225,7 @@ def answers_of_three(
 
 def test_answers_that_share_passes_are_those_written_alone() -> None:
     rows: list[int] = []
-    _, answers = answers_of_three(lambda made: rows.append(len(made.rows)))
+    _, answers = answers_of_three(lambda made: rows.append(len(made)))
     actual = [(place, tokens_of(iter(steps))) for place, steps in answers]
     assert actual == [(1, rule([1, 3], 2)), (0, rule([1, 2], 5)), (2, rule([1, 4], 4))]
     assert rows == [2, 2, 2, 2]
@@ -234,7 +234,7 @@ def test_answers_that_share_passes_are_those_written_alone() -> None:
 def test_a_failed_pass_of_several_leaves_each_session_as_it_was() -> None:
     faults = iter([None, BackendError("out of order")])
 
-    def on_pass(_: Pass[RuleCache]) -> None:
+    def on_pass(_: Sequence[SequencePass[RuleCache]]) -> None:
         if fault := next(faults, None):
             raise fault
 

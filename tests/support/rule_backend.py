@@ -15,7 +15,7 @@ from kvq.class_cache import CacheUsage
 from kvq.config import KvPlan
 from kvq.errors import BudgetError
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import Mode, ModelFacts, Pass, SequencePass
+from kvq_runtime.backends import Mode, ModelFacts, SequencePass
 from kvq_runtime.config import SessionConfig, SessionRequest
 
 # The logit of the rule's token; all others are 0.
@@ -205,7 +205,7 @@ class RuleBackend:
         )
         self.rule = rule
         self.rule_of: dict[Mode, Callable[[Sequence[int]], int | NDArray[np.float32]]] = {}
-        self.on_pass: Callable[[Pass[RuleCache]], None] = lambda _: None
+        self.on_pass: Callable[[Sequence[SequencePass[RuleCache]]], None] = lambda _: None
         self.passes: list[list[list[int]]] = []
         self.caches: list[RuleCache] = []
         self._tokenizer = tokenizer
@@ -238,11 +238,13 @@ class RuleBackend:
     def check_mode(self, mode: Mode) -> None:
         """See `Backend.check_mode`; every mode is possible."""
 
-    def forward(self, one_pass: Pass[RuleCache]) -> list[NDArray[np.float32]]:
+    def forward(
+        self, rows: Sequence[SequencePass[RuleCache]], *, rope_long: bool = False
+    ) -> list[NDArray[np.float32]]:
         """See `Backend.forward`."""
-        self.on_pass(one_pass)
-        self.passes.append([rows.ids[:, 0].tolist() for rows in one_pass.rows])
-        return [self._logits(rows) for rows in one_pass.rows]
+        self.on_pass(rows)
+        self.passes.append([part.ids[:, 0].tolist() for part in rows])
+        return [self._logits(part) for part in rows]
 
     def _logits(self, rows: SequencePass[RuleCache]) -> NDArray[np.float32]:
         cache, ids = rows.cache, rows.ids[:, 0].tolist()

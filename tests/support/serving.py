@@ -34,7 +34,7 @@ from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.pieces import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.answer.generation import Vocabulary
-from kvq_runtime.backends import Pass
+from kvq_runtime.backends import SequencePass
 from kvq_runtime.config import SessionConfig
 from kvq_runtime.engine import Engine
 from kvq_runtime.serving.saving import SavedSessions
@@ -89,12 +89,12 @@ class GatedBackend(RuleBackend):
         self.shut = False
         self.gate.release(1000)
 
-    def _arrive(self, one_pass: Pass[RuleCache]) -> None:
+    def _arrive(self, one_pass: Sequence[SequencePass[RuleCache]]) -> None:
         self.arrivals += 1
         if self.shut:
             assert self.gate.acquire(timeout=PATIENCE_S)
-        self.owners.append([rows.cache for rows in one_pass.rows])
-        for rows in one_pass.rows:
+        self.owners.append([rows.cache for rows in one_pass])
+        for rows in one_pass:
             for token in rows.ids[:, 0].tolist():
                 if token in self.fails_on:
                     raise self.fails_on[token]

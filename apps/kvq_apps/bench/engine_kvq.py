@@ -22,7 +22,7 @@ from kvq.reference.delta import DeltaWeights
 from kvq_apps.bench.attention_graph import AttentionGraph
 from kvq_apps.bench.engines import KVQ, BenchSequence, Setting, draft_ids, logit_rows
 from kvq_models.config import ModelConfig
-from kvq_runtime.backends import Backend, Pass, missing, open_backend, sequence_pass
+from kvq_runtime.backends import Backend, missing, open_backend, sequence_pass
 from kvq_runtime.backends.paged import class_fields
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling
@@ -183,7 +183,7 @@ class KvqSequence(BenchSequence):
         """Runs a pass as a session does that samples by default."""
         rows = sequence_pass(self._cache, ids, rows_with_logits)
         rows = replace(rows, exact_rows=Sampling().exact_rows)
-        return self._backend.forward(Pass(rows=(rows,), rope_long=self._rope_long))[0]
+        return self._backend.forward((rows,), rope_long=self._rope_long)[0]
 
     def _forget(self, rows: int) -> None:
         """Ends a branch; a piece of a prompt is kept until `rollback`."""

@@ -29,7 +29,7 @@ from kvq_lab.workloads import Workload, other_text, workloads
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.drafter import Drafter
 from kvq_runtime.answer.generation import Step
-from kvq_runtime.backends import WHOLE, Backend, Mode, Pass
+from kvq_runtime.backends import WHOLE, Backend, Mode, SequencePass
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling
 from kvq_runtime.engine import Engine
@@ -95,15 +95,18 @@ class Replay:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def forward(self, step: Pass[Any]) -> list[NDArray[np.float32]]:
+    def forward(
+        self, rows: Sequence[SequencePass[Any]], *, rope_long: bool = False
+    ) -> list[NDArray[np.float32]]:
         """See `Backend.forward`; a row at position p chooses the text's token p + 1.
 
         One of less than the whole model does so as often as it is to be right.
         """
-        logits = [part.copy() for part in self._backend.forward(step)]
-        for rows, part in zip(step.rows, logits, strict=True):
-            for row, values in zip(rows.positions[rows.logit_rows].tolist(), part, strict=True):
-                hits = rows.mode == WHOLE or self._random.random() < self._right
+        logits = [part.copy() for part in self._backend.forward(rows, rope_long=rope_long)]
+        for sequence, part in zip(rows, logits, strict=True):
+            places = sequence.positions[sequence.logit_rows].tolist()
+            for row, values in zip(places, part, strict=True):
+                hits = sequence.mode == WHOLE or self._random.random() < self._right
                 if row + 1 < len(self.text):
                     values[self.text[row + 1] if hits else 0] = _CERTAIN
         return logits

@@ -377,24 +377,6 @@ def sequence_pass(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pass(Generic[C]):
-    """Holds one forward pass: the rows of S sequences, each over a cache of its own.
-
-    `rope_long`: use the long-context rotary frequencies of a model that has two sets. It is the
-    same for every pass of a session.
-    """
-
-    rows: tuple[SequencePass[C], ...]
-    rope_long: bool = False
-
-    @property
-    def exact_rows(self) -> int:
-        """Returns the number that serves every sequence of the pass, see `SequencePass`."""
-        counts = [sequence.exact_rows for sequence in self.rows if len(sequence.logit_rows)]
-        return max(counts) if counts and min(counts) else 0
-
-
 class Backend(Protocol[C]):
     """Computes forward passes of one model over any number of caches, which it opens itself.
 
@@ -460,13 +442,17 @@ class Backend(Protocol[C]):
         """Raises `BackendError` for a mode that this backend's passes cannot have."""
         ...
 
-    def forward(self, one_pass: Pass[C]) -> list[NDArray[np.float32]]:
+    def forward(
+        self, rows: Sequence[SequencePass[C]], *, rope_long: bool = False
+    ) -> list[NDArray[np.float32]]:
         """Computes one pass and writes the rows' keys and values into their caches.
 
         A sequence's result does not depend on the others of the pass.
 
         Args:
-            one_pass: The rows of all sequences. They were begun in caches that this backend opened.
+            rows: The rows of all sequences. They were begun in caches that this backend opened.
+            rope_long: Use the long-context rotary frequencies of a model that has two sets. It is
+                the same for every pass of a session.
 
         Returns:
             For each sequence float32 [R, V], the logits of its `logit_rows`.
@@ -501,7 +487,7 @@ def forward_chain(
     """
     cache.begin(len(ids))
     rows = sequence_pass(cache, ids, logit_rows)
-    logits = backend.forward(Pass(rows=(rows,), rope_long=rope_long))[0]
+    logits = backend.forward((rows,), rope_long=rope_long)[0]
     cache.commit(range(len(ids)))
     return logits
 

@@ -4,6 +4,7 @@ It needs no native library. Weights are restored to float32 on first use and kep
 parameter.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from kvq import native_library
 from kvq.cache import Cache
 from kvq_models.reference import forward
-from kvq_runtime.backends import ModelFiles, Pass
+from kvq_runtime.backends import ModelFiles, SequencePass
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle.bundle import Bundle
 
@@ -44,9 +45,11 @@ class FloatBackend(PagedBackend):
         """Returns whether these files hold a graph, or are a checkpoint."""
         return files.has_onnx or files.has_checkpoint
 
-    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+    def forward(
+        self, rows: Sequence[SequencePass[Cache]], *, rope_long: bool = False
+    ) -> list[NDArray[np.float32]]:
         """See `Backend.forward`; one sequence after the other."""
-        mode, config = one_pass.rows[0].mode, self.bundle.config
+        mode, config = rows[0].mode, self.bundle.config
         weight = self._weight if mode.view == "full" else self._half_weight
         if mode.view == "hi":  # a tied head reads the embedding by halves
             config = replace(config, tied_head=False)
@@ -54,18 +57,18 @@ class FloatBackend(PagedBackend):
             forward(
                 config,
                 weight,
-                rows.ids[:, 0],
-                rows.positions,
-                rows.cache,
-                rows.logit_rows,
-                (rows.ids, rows.weights),
-                long_rope=one_pass.rope_long,
+                sequence.ids[:, 0],
+                sequence.positions,
+                sequence.cache,
+                sequence.logit_rows,
+                (sequence.ids, sequence.weights),
+                long_rope=rope_long,
                 predicted=mode.predicted,
                 maps=self._maps if mode.fitted else None,
-                joined=rows.joined,
-                states=rows.hidden_states,
+                joined=sequence.joined,
+                states=sequence.hidden_states,
             )
-            for rows in one_pass.rows
+            for sequence in rows
         ]
         if mode.head_tokens:
             for part in logits:

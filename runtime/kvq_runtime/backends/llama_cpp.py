@@ -6,6 +6,7 @@ cache. Flash attention is always on, as a quantised cache of values needs it.
 """
 
 import logging
+from collections.abc import Sequence
 from weakref import WeakSet
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvq_runtime.backends import (
     Mode,
     ModelFacts,
     ModelFiles,
-    Pass,
+    SequencePass,
     llama_library,
     llama_trial,
 )
@@ -132,14 +133,16 @@ class LlamaCppBackend:
                 "backend; run a bundle with an ONNX graph"
             )
 
-    def forward(self, one_pass: Pass[LlamaCppCache]) -> list[NDArray[np.float32]]:
+    def forward(
+        self, rows: Sequence[SequencePass[LlamaCppCache]], *, rope_long: bool = False
+    ) -> list[NDArray[np.float32]]:
         """Implements `Backend.forward`; each sequence is a context and a pass of its own."""
-        if any(rows.ids.shape[1] != 1 or np.any(rows.weights != 1) for rows in one_pass.rows):
+        if any(part.ids.shape[1] != 1 or np.any(part.weights != 1) for part in rows):
             raise BackendError(
                 "mixed embeddings are not possible on the llama.cpp backend; run a bundle with "
                 "an ONNX graph"
             )
-        return [rows.cache.forward(rows) for rows in one_pass.rows]
+        return [part.cache.forward(part) for part in rows]
 
     def resident(self) -> None:
         """Returns None: nothing limits the experts in memory."""

@@ -16,7 +16,7 @@ from kvq import devices, native_library, native_linear
 from kvq.cache import Cache
 from kvq.errors import BackendError, BundleError, CacheError, argument
 from kvq.residency import Residency, Resident
-from kvq_runtime.backends import WHOLE, Mode, Pass, SequencePass, bounded_experts
+from kvq_runtime.backends import WHOLE, Mode, SequencePass, bounded_experts
 from kvq_runtime.backends.paged import PagedBackend
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.bundle.graph_check import cache_inputs
@@ -126,15 +126,19 @@ class OnnxBackend(PagedBackend):
                 "model again with this version of kvq"
             )
 
-    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+    def forward(
+        self, rows: Sequence[SequencePass[Cache]], *, rope_long: bool = False
+    ) -> list[NDArray[np.float32]]:
         """Implements `Backend.forward` by one run of the graph over the rows of all sequences."""
-        rows, exact_rows = one_pass.rows, one_pass.exact_rows
         mode = rows[0].mode
-        feeds = _joint_feeds(rows) if len(rows) > 1 else _single_feeds(rows[0])
+        if len(rows) > 1:
+            feeds, exact_rows = _joint_feeds(rows), _joint_exact_rows(rows)
+        else:
+            feeds, exact_rows = _single_feeds(rows[0]), rows[0].exact_rows
         for index, name in enumerate(self._caches):
             feeds[name] = np.array([sequence.cache.handles[index] for sequence in rows], np.int64)
         if self._has_long_rope:
-            feeds["rope_long"] = np.array([one_pass.rope_long], np.int64)
+            feeds["rope_long"] = np.array([rope_long], np.int64)
         if self.ranks_by_halves and exact_rows:
             feeds["exact_rows"] = np.array([exact_rows], np.int64)
         if mode is not WHOLE:
@@ -147,10 +151,9 @@ class OnnxBackend(PagedBackend):
             raise CacheError(f"the model could not be computed: {_message_of(error)}") from error
         if mode.head_tokens:
             logits = _all_tokens(logits, self.model.vocab_size)
-        counts = [len(sequence.logit_rows) for sequence in rows]
-        if logits.shape != (sum(counts), self.model.vocab_size):
+        if logits.shape != (len(feeds["logit_rows"]), self.model.vocab_size):
             raise CacheError(f"the graph gave logits of shape {logits.shape}; export it again")
-        return [logits] if len(rows) == 1 else np.split(logits, np.cumsum(counts)[:-1])
+        return [logits] if len(rows) == 1 else _split(logits, rows)
 
     def _run(
         self, feeds: Mapping[str, Any], rows: Sequence[SequencePass[Cache]], exact_rows: int
@@ -235,6 +238,12 @@ def _single_feeds(sequence: SequencePass[Cache]) -> dict[str, NDArray[Any]]:
     }
 
 
+def _joint_exact_rows(rows: Sequence[SequencePass[Cache]]) -> int:
+    """Returns how many of the largest logits serve every sequence, see `SequencePass`."""
+    counts = [sequence.exact_rows for sequence in rows if len(sequence.logit_rows)]
+    return max(counts) if counts and min(counts) else 0
+
+
 def _joint_feeds(rows: Sequence[SequencePass[Cache]]) -> dict[str, NDArray[Any]]:
     """Returns the graph's inputs for the rows of several sequences, one after the other."""
     counts = [len(sequence.ids) for sequence in rows]
@@ -271,6 +280,14 @@ def _state_feeds(rows: Sequence[SequencePass[Cache]]) -> dict[str, NDArray[Any]]
     feeds = {"state_rows": np.concatenate(last), "logit_rows": np.concatenate(logit_rows)}
     joined = [sequence.joined for sequence in rows if sequence.joined is not None]
     return feeds | ({"joined": np.concatenate(joined)} if joined else {})
+
+
+def _split(
+    logits: NDArray[np.float32], rows: Sequence[SequencePass[Cache]]
+) -> list[NDArray[np.float32]]:
+    """Returns the logits of each sequence."""
+    counts = [len(sequence.logit_rows) for sequence in rows]
+    return np.split(logits, np.cumsum(counts)[:-1])
 
 
 def _write_states(rows: Sequence[SequencePass[Cache]], states: NDArray[np.float32]) -> None:

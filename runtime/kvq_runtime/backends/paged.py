@@ -18,7 +18,7 @@ from kvq.formats import bytes_per_token
 from kvq.residency import Resident
 from kvq_models.config import ModelConfig
 from kvq_models.tokenizer import Tokenizer
-from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles, Pass
+from kvq_runtime.backends import Estimate, Mode, ModelFacts, ModelFiles, SequencePass
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.config import Sampling, SessionConfig, SessionRequest
 from kvq_runtime.machine import gpu
@@ -68,7 +68,9 @@ class PagedBackend(ABC):
         return type(self)(head, threads=self.threads)
 
     @abstractmethod
-    def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
+    def forward(
+        self, rows: Sequence[SequencePass[Cache]], *, rope_long: bool = False
+    ) -> list[NDArray[np.float32]]:
         """Implements `Backend.forward`."""
 
     def resident(self) -> Resident | None:

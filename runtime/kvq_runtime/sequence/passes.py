@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import BackendError
-from kvq_runtime.backends import Backend, C, Pass, SequencePass
+from kvq_runtime.backends import Backend, C, SequencePass
 
 Logits = NDArray[np.float32]
 T = TypeVar("T")
@@ -121,7 +121,7 @@ def _forward(requests: Sequence[PassRequest[C]]) -> list[PassResult]:
     """Makes one pass over the rows of all `requests` and returns the result of each."""
     started = perf_counter()
     rows, first = tuple(map(attrgetter("rows"), requests)), requests[0]
-    logits = first.backend.forward(Pass(rows=rows, rope_long=first.rope_long))
+    logits = first.backend.forward(rows, rope_long=first.rope_long)
     seconds = perf_counter() - started
     count = 0
     for part, sequence in zip(logits, rows, strict=True):

@@ -11,7 +11,7 @@ from kvq_apps.bench import serve_bench as serving
 from kvq_apps.bench.chats import ChatsJob
 from kvq_apps.bench.serve_bench import BOTH, CHAT, COMPLETIONS, ServeJob, p95
 from kvq_apps.cli import main
-from kvq_runtime.backends import Pass
+from kvq_runtime.backends import SequencePass
 from kvq_runtime.backends.onnx import OnnxBackend
 from shelf import Shelf
 
@@ -99,10 +99,12 @@ def test_chats_at_once_write_what_is_counted(
     passes: list[list[int]] = []
     forward = OnnxBackend.forward
 
-    def counted(backend: OnnxBackend, one_pass: Pass) -> list[np.ndarray]:
+    def counted(
+        backend: OnnxBackend, rows: tuple[SequencePass, ...], *, rope_long: bool
+    ) -> list[np.ndarray]:
         if len(looks) % 2:
-            passes.append([len(rows.ids) for rows in one_pass.rows])
-        return forward(backend, one_pass)
+            passes.append([len(part.ids) for part in rows])
+        return forward(backend, rows, rope_long=rope_long)
 
     monkeypatch.setattr(OnnxBackend, "forward", counted)
     words = ["--suite", "serve", "--shape", "tiny", "--chats", "4,1", "--context", "65"]

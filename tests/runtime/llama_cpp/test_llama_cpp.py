@@ -19,7 +19,7 @@ from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for
 from kvq_runtime import backends
 from kvq_runtime.answer.drafter import Draft, Drafter, Round
-from kvq_runtime.backends import Pass, SequencePass, sequence_pass
+from kvq_runtime.backends import SequencePass, sequence_pass
 from kvq_runtime.backends.llama_cache import STATE_PREFIX
 from kvq_runtime.config import Sampling, SessionRequest
 from kvq_runtime.engine import Engine
@@ -229,7 +229,7 @@ def push(engine: Engine, cache: Any, ids: np.ndarray, commit: int | None = None)
     """Makes one forward pass at the end of `cache` and returns the last token's logits."""
     cache.begin(len(ids))
     rows = sequence_pass(cache, np.asarray(ids), np.array([len(ids) - 1]))
-    logits = engine.backend.forward(Pass(rows=(rows,)))[0]
+    logits = engine.backend.forward((rows,))[0]
     cache.commit(range(len(ids) if commit is None else commit))
     return logits[0]
 
@@ -393,7 +393,7 @@ def test_mixed_embeddings_are_refused(engine: Engine) -> None:
         logit_rows=np.array([0]),
     )
     with pytest.raises(BackendError, match="mixed embeddings are not possible"):
-        engine.backend.forward(Pass(rows=(rows,)))
+        engine.backend.forward((rows,))
 
 
 def test_a_closed_engine_refuses_instead_of_crashing(make: Make) -> None:
