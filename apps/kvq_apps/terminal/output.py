@@ -14,7 +14,6 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIM, _NORMAL = "\x1b[2m", "\x1b[22m"
-BARS = "▁▂▃▄▅▆▇█"
 # 8-bit weights are advised where they keep so many more first choices, as a share of all.
 ADVISED_GAIN = 0.05
 
@@ -251,38 +249,11 @@ def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{len(names)} matrices {spelled}" for spelled, names in weights["formats"].items()
         )
         rows.append(("weights", f"{format_bytes(weights['bytes'])}: {kinds}"))
-        rows += _bits_by_layer(weights["formats"])
     if gguf is not None:
         num_bytes = manifest["files"]["model.gguf"]["bytes"]
         text = f"{format_bytes(num_bytes)}: {gguf['type']}, architecture {gguf['architecture']}"
         rows.append(("GGUF", f"{text}, {gguf['context_length']} tokens of context"))
     return rows
-
-
-def _bits_by_layer(formats: Mapping[str, list[str]]) -> list[tuple[str, str]]:
-    """Draws a bar for the mean bits of each layer's matrices, if they are not all equal."""
-    from kvq.reference.linear import WIDTHS, BlockFormat
-
-    layers: dict[int, list[int]] = {}
-    ends: dict[str, int] = {}
-    for spelled, names in formats.items():
-        bits = BlockFormat.parse(spelled).bits
-        for name in names:
-            first, _, rest = name.partition(".")
-            if first == "layers":
-                layers.setdefault(int(rest.partition(".")[0]), []).append(bits)
-            else:
-                ends[name] = bits
-    used = {bits for layer_bits in layers.values() for bits in layer_bits}
-    if len(used) < 2:
-        return []
-    low, high = min(*WIDTHS, *used), max(WIDTHS)
-    bars = "".join(
-        BARS[round((fmean(layers[layer]) - low) / (high - low) * (len(BARS) - 1))]
-        for layer in sorted(layers)
-    )
-    end_bits = ", ".join(f"{name} {bits}" for name, bits in ends.items())
-    return [("bits by layer", f"{bars}  from {BARS[0]} {low} to {BARS[-1]} {high}; {end_bits}")]
 
 
 def duration(seconds: float) -> str:
