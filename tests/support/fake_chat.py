@@ -92,7 +92,6 @@ class FakeClient:
         self.stale = self.predicted = 0
         self._faults = self.options.fail_times
         self.turns: list[Turn] = []
-        self._drafts: list[str] = []
 
     def _echo(self, turn: Turn) -> list[str]:
         return echo(turn, self.options.tokens)
@@ -141,7 +140,6 @@ class FakeClient:
         self.turns.append(replace(turn, messages=[replace(row) for row in turn.messages]))
         scripts = [iter(self._script(turn)) for _ in range(count)]
         reasons = ["cancelled"] * count
-        self._drafts = ["" for _ in scripts]
         while "cancelled" in reasons and not stream.cancelled():
             sleep(self.options.tok_ms / 1e3)
             for draft, script in enumerate(scripts):
@@ -150,12 +148,7 @@ class FakeClient:
                     reasons[draft] = "stop"
                 else:
                     stream.write(piece, draft)
-                    self._drafts[draft] += piece
         return reasons
-
-    def keep(self, draft: int) -> None:
-        """The tokens are those of this draft, too."""
-        self.tokens += _tokens_of(self._drafts[draft])
 
     def begin(self) -> None:
         """Forgets the tokens."""

@@ -292,10 +292,6 @@ class ChatClient(Protocol):
         """Writes `count` independent answers; returns why each ended, as `reply` does."""
         ...
 
-    def keep(self, draft: int) -> None:
-        """Goes on from one of the last drafts and forgets the others."""
-        ...
-
     def begin(self) -> None:
         """Forgets the conversation: the next turn belongs to another chat."""
         ...

@@ -115,9 +115,6 @@ class RemoteClient:
             )
         return [reasons.get(draft) or "cancelled" for draft in range(count)]
 
-    def keep(self, draft: int) -> None:
-        """Does nothing: the server finds its cached text by itself."""
-
     def _ask(
         self, turn: Turn, stream: Stream, extra_fields: Mapping[str, Any], *, reply_start: str = ""
     ) -> dict[int, str]:

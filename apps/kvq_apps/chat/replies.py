@@ -164,8 +164,6 @@ class Replies:
         self._engine.set_activity("choose a draft")
         number = await choice
         chosen = previous if number is None else shown[number]
-        if chosen is not None and chosen is not previous and "failed" not in states:
-            await self._engine.call(self._engine.client.keep, new.index(chosen))
         return chosen or new[0]
 
     def _drain_drafts(self, new: list[Message], first: int, update: StreamUpdate) -> None:

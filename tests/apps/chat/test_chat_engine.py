@@ -34,7 +34,6 @@ from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.drafter import Draft, Drafter, Round
 from kvq_runtime.config import Sampling
-from kvq_runtime.engine import Engine
 from serving import process
 from shelf import PLAIN, Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
@@ -323,23 +322,6 @@ def words(app: ChatApp) -> str:
     return " ".join(shown(app).split())
 
 
-def test_the_smallest_budget_is_the_same_for_a_chat(bundle: str) -> None:
-    """A chat has room for drafts side by side where its budget has: 64 rows, not 8."""
-    with Engine.open(bundle, threads=1, backend="float") as engine:
-        with pytest.raises(BudgetError) as refused:
-            engine.session(k_bits=4, v_bits=2, kv_budget="1KiB")
-        (least,) = re.findall(r"\((\d+) bytes\) can", str(refused.value))
-        with pytest.raises(BudgetError):
-            engine.session(k_bits=4, v_bits=2, kv_budget=int(least), draft_tokens=64)
-    with pytest.raises(BudgetError, match=re.escape(str(refused.value))):
-        local(bundle, kv_budget="1KiB").open()
-    client = local(bundle, kv_budget=least)
-    facts = client.open()
-    assert facts.kv_budget == int(least)
-    assert answer(client, "hello")[1].new_tokens == 8
-    client.close()
-
-
 def test_a_chat_opens_the_model_it_was_written_with(
     bundle: str, shelf: Shelf, tmp_path: Path
 ) -> None:
@@ -473,42 +455,11 @@ def drafted(client: LocalClient, *texts: str, count: int, max_tokens: int) -> li
     return [texts_of.get(number, "") for number in range(count)]
 
 
-def test_a_draft_written_side_by_side_is_kept_as_it_is(bundle: str) -> None:
+def test_drafts_differ_and_leave_nothing_in_the_next_answer(bundle: str) -> None:
     client = local(bundle)
     client.open()
-    drafts = drafted(client, "hello there", count=3, max_tokens=12)
-    assert len(set(drafts)) == 3
-    session = client._session
-    assert session is not None
-    before = session.tokens
-    client.keep(1)
-    # The prompt, then the draft, of which only the last token has not been through the model.
-    assert session.tokens[: len(before)] == before
-    kept = session.tokens[len(before) :]
-    engine = client._engine
-    assert engine is not None
-    # A character whose bytes are not all there yet is shown once they are.
-    assert drafts[1].startswith(engine.tokenizer.decode(list(kept[:4])).rstrip("\ufffd"))
-    assert (len(kept), session.pending_tokens) == (12, 1)
-    after = list(session.generate(6, sampling=GREEDY))
-    plain = engine.session(k_bits=4, v_bits=2)
-    plain.prefill([*before, *kept])
-    assert [step.token for step in plain.generate(6, sampling=GREEDY)] == [
-        step.token for step in after
-    ]
-    plain.close()
-    client.close()
-
-
-def test_long_drafts_come_one_after_the_other_and_nothing_is_kept_unasked(bundle: str) -> None:
-    client = local(bundle)
-    client.open()
-    long = drafted(client, "hello there", count=2, max_tokens=40)
-    assert len(set(long)) == 2
-    client.keep(0)
-    short = drafted(client, "hello there", count=2, max_tokens=8)
-    assert len(set(short)) == 2
-    # Asking on without keeping one forgets both.
+    drafts = drafted(client, "hello there", count=2, max_tokens=40)
+    assert len(set(drafts)) == 2
     text, stats = answer(client, "hello there")
     fresh = local(bundle)
     fresh.open()
@@ -647,7 +598,6 @@ def test_drafts_over_http() -> None:
         stream = Stream()
         assert client.drafts(turn("hi"), 2, stream) == ["stop", "length"]
         assert stream.take().texts == {0: "one", 1: "two"}
-        client.keep(1)
         assert requests[0]["n"] == 2
         with pytest.raises(BackendError, match="wrote 2 of 3 drafts, it does not stream several"):
             client.drafts(turn("hi"), 3, Stream())
