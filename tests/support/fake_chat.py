@@ -175,14 +175,6 @@ class FakeClient:
         stale, self.stale = self.stale, 0
         return stale
 
-    def refine(self, stream: Stream) -> int:
-        """A token at a time."""
-        while self.predicted and not stream.cancelled():
-            sleep(self.options.tok_ms / 1e3)
-            self.predicted -= 1
-            stream.report_stats(ReplyStats(predicted_tokens=self.predicted))
-        return self.predicted
-
     def save(self, path: Path) -> bool:
         """Writes the tokens and the plan."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -306,10 +306,6 @@ class ChatClient(Protocol):
         """Encodes again what edits left as it was; returns how many tokens that were."""
         ...
 
-    def refine(self, stream: Stream) -> int:
-        """Computes predicted tokens until it is cancelled; returns how many remain."""
-        ...
-
     def save(self, path: Path) -> bool:
         """Writes the conversation's KV cache to `path`; returns False for an empty one."""
         ...

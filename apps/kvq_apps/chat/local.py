@@ -219,15 +219,6 @@ class LocalClient:
             session.prefill(progress=stream.report_prefill, cancel=stream.cancelled, predict=OFF)
         return stale
 
-    def refine(self, stream: Stream) -> int:
-        """Computes piece by piece from the left, and reports the numbers after each."""
-        _, session = self._opened()
-        remaining = session.sequence.encoding.staleness.stale
-        while remaining and not stream.cancelled():
-            remaining = session.refresh(session.sequence.chunk_tokens, cancel=stream.cancelled)
-            stream.report_stats(self._stats(session.tokens, len(session.tokens), 0))
-        return remaining
-
     def save(self, path: Path) -> bool:
         _, session = self._opened()
         if not session.tokens:

@@ -165,10 +165,6 @@ class RemoteClient:
         """Does nothing: after an edit the server reads all that follows it."""
         return 0
 
-    def refine(self, stream: Stream) -> int:
-        """Does nothing: the server does so itself."""
-        return 0
-
     def save(self, path: Path) -> bool:
         """Does nothing: the server keeps the KV cache itself."""
         return False

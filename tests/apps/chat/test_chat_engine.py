@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from textual.pilot import Pilot
 
 from chat_pilot import meter, run, say, send, shown, until
+from kvq import native_library
 from kvq.errors import BackendError, BudgetError, ModelError, SnapshotError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps.chat import threads
@@ -35,7 +36,7 @@ from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.drafter import Draft, Drafter, Round
 from kvq_runtime.config import Sampling
 from serving import process
-from shelf import PLAIN, Shelf
+from shelf import EIGHT, PLAIN, Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
@@ -166,6 +167,21 @@ def test_of_an_edited_message_only_the_change_is_encoded(bundle: str) -> None:
     assert text == answer(fresh, edited)[0]
     client.close()
     fresh.close()
+
+
+@pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
+def test_exact_computes_what_was_predicted_of_a_prompt(shelf: Shelf) -> None:
+    path = str(shelf.bundle(EIGHT, num_hidden_layers=4))
+    options = {"predict": "50%", "kv": "8:8"}
+    client = LocalClient(path, engine_options={"threads": 1}, session_options=options)
+    client.open()
+    _, stats = answer(client, "The quick brown fox. " * 20, max_tokens=4)
+    assert stats.predicted_tokens > 50
+    session = client._session
+    assert session is not None
+    assert client.reread(Stream()) > stats.predicted_tokens
+    assert (session.stats().edits.predicted_tokens, session.exact) == (0, True)
+    client.close()
 
 
 def test_a_chat_is_sampled_as_the_model_asks(tmp_path: Path) -> None:
