@@ -14,7 +14,14 @@ from time import sleep
 
 from kvq.config import parse_budget, parse_kv
 from kvq.errors import BudgetError, ModelError, SnapshotError, UsageError
-from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
+from kvq_apps.chat.client import (
+    ChatClient,
+    ContextFullError,
+    EngineLostError,
+    Facts,
+    Stream,
+    Turn,
+)
 from kvq_apps.chat.messages import ReplyStats, ToolCall
 from kvq_runtime.sequence.hunks import common_prefix
 
@@ -69,7 +76,7 @@ def echo(turn: Turn, tokens: int) -> list[str]:
     return pieces[:tokens]
 
 
-class FakeClient:
+class FakeClient(ChatClient):
     """Answers with `script(turn)`, pieces of text, each a token, and calls of tools."""
 
     def __init__(
@@ -195,9 +202,6 @@ class FakeClient:
             )
         self.tokens = saved["tokens"]
         return self._measured(ReplyStats(), 0)
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
     def _prefill(self, prompt: list[int], stream: Stream) -> bool:
         total = len(prompt) - len(self.tokens)

@@ -10,7 +10,7 @@ from pathlib import Path
 from secrets import token_hex
 from threading import Lock
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from kvq.errors import KvqError, ModelError
 from kvq.formats import format_bytes
@@ -272,12 +272,12 @@ class ReplyWriter:
         self.ms = (now - self._began_s) * 1e3
 
 
-class ChatClient(Protocol):
-    """Describes an engine to chat with."""
+class ChatClient:
+    """Gives an engine to chat with. The defaults are of one that keeps no KV cache for the chat."""
 
     def open(self) -> Facts:
         """Gets ready; may take long. Raises `KvqError`."""
-        ...
+        raise NotImplementedError
 
     def reply(self, turn: Turn, stream: Stream) -> str:
         """Writes an answer into `stream`; returns why it ended.
@@ -286,34 +286,32 @@ class ChatClient(Protocol):
 
         Raises `ContextFullError` before anything else, `EngineLostError`, and other `KvqError`s.
         """
-        ...
+        raise NotImplementedError
 
     def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
         """Writes `count` independent answers; returns why each ended, as `reply` does."""
-        ...
+        raise NotImplementedError
 
     def begin(self) -> None:
         """Forgets the conversation: the next turn belongs to another chat."""
-        ...
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
         """Changes the KV settings and encodes the conversation again. Raises `KvqError`."""
-        ...
+        raise NotImplementedError
 
     def reread(self, stream: Stream) -> int:
         """Encodes again what edits left as it was; returns how many tokens that were."""
-        ...
+        return 0
 
     def save(self, path: Path) -> bool:
         """Writes the conversation's KV cache to `path`; returns False for an empty one."""
-        ...
+        return False
 
     def restore(self, path: Path) -> ReplyStats:
         """Loads the KV cache saved at `path`; returns its numbers. Raises `SnapshotError`."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Frees everything."""
-        ...

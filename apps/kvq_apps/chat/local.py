@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq.errors import UsageError
-from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, ReplyWriter, Stream, Turn
+from kvq_apps.chat.client import (
+    ChatClient,
+    ContextFullError,
+    Facts,
+    NoChatError,
+    ReplyWriter,
+    Stream,
+    Turn,
+)
 from kvq_apps.chat.messages import Message, ReplyStats, with_results
 from kvq_apps.chat.visible import storable
 from kvq_apps.terminal.output import kv_text
@@ -29,7 +37,7 @@ _REPORTED = (
 )
 
 
-class LocalClient:
+class LocalClient(ChatClient):
     """Opens `model` with the options of `Engine.open` and `Engine.session`."""
 
     def __init__(
