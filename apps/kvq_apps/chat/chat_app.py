@@ -46,7 +46,7 @@ from kvq_apps.chat.screens import (
     Welcome,
 )
 from kvq_apps.chat.transcript import TranscriptView
-from kvq_apps.chat.visible import visible
+from kvq_apps.terminal.output import visible
 from kvq_apps.settings.flags import format_error
 from kvq_apps.thinking import HIDE
 

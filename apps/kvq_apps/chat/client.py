@@ -15,9 +15,7 @@ from typing import Any
 from kvq.errors import KvqError, ModelError
 from kvq.formats import format_bytes
 from kvq_apps.chat.messages import Message, ReplyStats, ToolCall
-from kvq_apps.chat.visible import storable
-from kvq_apps.terminal import cache_report
-from kvq_apps.terminal.output import kv_text
+from kvq_apps.terminal.output import bits_text, cache_sentence, kv_text, storable
 from kvq_apps.thinking import AUTO
 from kvq_models.thinking import Piece, ThinkingReader, ThinkingWriter, Thought
 from kvq_models.tools import CallPiece, Reader
@@ -57,7 +55,7 @@ class Facts:
     """Describes the model a client runs. `k_bits` and `kv_budget` are 0 where they are not known.
 
     `budget_tokens` is what the budget holds at these widths; `full_kv` and `full_tokens` describe
-    the full cache (`kvq_apps.terminal.cache_report`); 0 and empty where they are not known.
+    the full cache (`output.cache_facts`); 0 and empty where they are not known.
     `sampling` is the default of the model or its server. `lasting_name` opens this model again from
     any folder; empty where the client cannot do that. `calls_tools` is False for a model whose
     template has no known form of calls.
@@ -84,8 +82,8 @@ class Facts:
             return ""
         size, kv = format_bytes(self.kv_budget), kv_text(self.k_bits, self.v_bits)
         if not self.full_kv:
-            return f"cache of {size} at {cache_report.bits_text(kv)}"
-        sentence = cache_report.sentence(
+            return f"cache of {size} at {bits_text(kv)}"
+        sentence = cache_sentence(
             {
                 "kv": kv,
                 "context": self.context_tokens,

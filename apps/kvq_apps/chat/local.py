@@ -17,8 +17,7 @@ from kvq_apps.chat.client import (
     Turn,
 )
 from kvq_apps.chat.messages import Message, ReplyStats, with_results
-from kvq_apps.chat.visible import storable
-from kvq_apps.terminal.output import kv_text
+from kvq_apps.terminal.output import kv_text, storable
 from kvq_apps.thinking import AUTO, variables
 from kvq_models.thinking import Thinking, ThinkingWriter, assistant_message, split
 from kvq_models.tools import tool_form

@@ -17,7 +17,7 @@ from rich.text import Text
 from textual.strip import Strip
 
 from kvq_apps.chat.markdown_blocks import MarkdownBlock, markdown_parser
-from kvq_apps.chat.visible import visible
+from kvq_apps.terminal.output import visible
 
 Palette = Mapping[str, Style]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvq.json_values import is_object
-from kvq_apps.chat.visible import storable
+from kvq_apps.terminal.output import storable
 from kvq_models.thinking import split
 
 ROLES = ("system", "user", "assistant")

@@ -15,7 +15,7 @@ from textual.widgets import Static, TextArea
 
 from kvq_apps.chat.commands import Command, matching_commands
 from kvq_apps.chat.keys import KEYS, PROMPT_KEYS
-from kvq_apps.chat.visible import storable, visible
+from kvq_apps.terminal.output import storable, visible
 
 # A longer paste is shown as one word until it is sent.
 PASTE_LINES = 20

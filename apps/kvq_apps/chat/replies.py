@@ -14,7 +14,7 @@ from kvq_apps.chat.messages import Message, ReplyStats, state_after
 from kvq_apps.chat.meter import WARN_SHARE, context_share, why_cut
 from kvq_apps.chat.tool_calls import MOST_ROUNDS, ToolCalls
 from kvq_apps.chat.tool_servers import ServerTool
-from kvq_apps.chat.visible import storable
+from kvq_apps.terminal.output import storable
 from kvq_apps.settings.flags import format_error
 from kvq_models.thinking import split
 

@@ -21,7 +21,7 @@ from kvq_apps.chat.client import Facts
 from kvq_apps.chat.history import ChatSummary, chat_line
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.transcript import TranscriptView
-from kvq_apps.chat.visible import visible
+from kvq_apps.terminal.output import visible
 
 Find = Callable[[str], Awaitable[list[ChatSummary]]]
 EXAMPLES = (

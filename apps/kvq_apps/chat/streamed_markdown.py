@@ -13,7 +13,7 @@ from textual.strip import Strip
 
 from kvq_apps.chat.markdown import Palette, code_line, draw
 from kvq_apps.chat.markdown_blocks import BlockScanner, MarkdownBlock
-from kvq_apps.chat.visible import visible
+from kvq_apps.terminal.output import visible
 
 TAIL_INTERVAL_S = 0.066
 HIGHLIGHT_INTERVAL_S = 0.25

@@ -30,7 +30,7 @@ from kvq_apps.chat.messages import Message
 from kvq_apps.chat.meter import kv_part
 from kvq_apps.chat.plain import PlainChat
 from kvq_apps.chat.remote import RemoteClient
-from kvq_apps.chat.visible import storable
+from kvq_apps.terminal.output import storable
 from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.drafter import Draft, Drafter, Round
