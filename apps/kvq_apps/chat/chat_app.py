@@ -31,7 +31,8 @@ from kvq_apps.chat.chat_settings import ChatSettings
 from kvq_apps.chat.client import ChatClient
 from kvq_apps.chat.controller import ChatController, ClientFor
 from kvq_apps.chat.history import ChatSummary, History, chat_title
-from kvq_apps.chat.messages import Message, answer_text, code_fences
+from kvq_apps.chat.markdown_blocks import code_fences
+from kvq_apps.chat.messages import Message, answer_text
 from kvq_apps.chat.meter import meter_line
 from kvq_apps.chat.prompt import MenuView, PromptBox
 from kvq_apps.chat.replies import error_text

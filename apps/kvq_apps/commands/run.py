@@ -169,7 +169,7 @@ def _print_whole(text: str) -> None:
 
 def _first_fence(text: str) -> str | None:
     """Returns the first fenced block of code of a markdown text, or None."""
-    from kvq_apps.chat.messages import code_fences
+    from kvq_apps.chat.markdown_blocks import code_fences
 
     return next(iter(code_fences(text)), None)
 
