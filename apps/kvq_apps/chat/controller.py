@@ -21,6 +21,7 @@ from kvq_apps.chat.history import History, SavedChat
 from kvq_apps.chat.kv_files import KvFiles
 from kvq_apps.chat.messages import Message, ReplyStats
 from kvq_apps.chat.replies import RETRY_HINT, Replies, error_text
+from kvq_apps.chat.screens import DraftsScreen
 from kvq_apps.chat.threads import FRAME_S, EngineLink, HistoryLink
 from kvq_apps.chat.tool_servers import ToolServers
 from kvq_apps.names.model_names import NotPulledError
@@ -286,7 +287,9 @@ class ChatController:
         number: int | None = (ids.index(message.id) + step) % len(ids)
         if message.role == "assistant":
             self.engine.set_activity("choose a draft")
-            number = await self.view.open_drafts(siblings, number)
+            number = await self.view.push_screen(
+                DraftsScreen(siblings, number), wait_for_dismiss=True
+            )
         if number is not None and ids[number] != message.id:
             await self._choose(ids[number])
 

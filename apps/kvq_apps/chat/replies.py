@@ -3,7 +3,6 @@
 Only the engine counts tokens: its count of the whole conversation gives characters per token.
 """
 
-from asyncio import ensure_future
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from kvq.errors import KvqError
 from kvq_apps.chat.client import ContextFullError, EngineLostError, StreamUpdate, Turn
 from kvq_apps.chat.messages import Message, ReplyStats, state_after
 from kvq_apps.chat.meter import WARN_SHARE, context_share, why_cut
+from kvq_apps.chat.screens import DraftsScreen
 from kvq_apps.chat.tool_calls import MOST_ROUNDS, ToolCalls
 from kvq_apps.chat.tool_servers import ServerTool
 from kvq_apps.terminal.output import storable
@@ -142,11 +142,12 @@ class Replies:
         context = [row for row in self._conversation.context() if row is not previous]
         new = self._conversation.begin_drafts(count - (previous is not None))
         shown = new if previous is None else [previous, *new]
-        choice = ensure_future(self._view.open_drafts(shown, len(shown) - len(new)))
+        screen = DraftsScreen(shown, len(shown) - len(new))
+        choice = self._view.push_screen(screen, wait_for_dismiss=True)
         choice.add_done_callback(lambda _: self._engine.cancel())
         states = ["failed"] * len(new)
         try:
-            show = partial(self._drain_drafts, new, len(shown) - len(new))
+            show = partial(self._drain_drafts, new, screen)
             turn = self._settings.turn(context)
             self._begin_answering()
             client = self._engine.client
@@ -159,18 +160,20 @@ class Replies:
         finally:
             for message, state in zip(new, states, strict=True):
                 self._conversation.finish(state, self._engine.stats, message)
-            self._view.drafts_finished(shown)
+            screen.finish(shown)
         self._engine.stream = None
         self._engine.set_activity("choose a draft")
         number = await choice
         chosen = previous if number is None else shown[number]
         return chosen or new[0]
 
-    def _drain_drafts(self, new: list[Message], first: int, update: StreamUpdate) -> None:
+    def _drain_drafts(
+        self, new: list[Message], screen: DraftsScreen, update: StreamUpdate
+    ) -> None:
         self._engine.record(update)
         for draft, text in update.texts.items():
             self._engine.activity = "answering"
-            self._view.feed_draft(first + draft, storable(text))
+            screen.feed(len(screen.columns) - len(new) + draft, storable(text))
             self._conversation.feed(storable(text), new[draft])
 
     async def _ask(self, edited: Sequence[Message], partial_reply: Message | None) -> str:
