@@ -626,10 +626,7 @@ class ChatApp(App[None]):
 
 
 def _run_in_terminal(words: Sequence[str]) -> str:
-    """Runs a program that has the terminal meanwhile; returns an error message or nothing.
-
-    Ctrl+C then belongs to the program.
-    """
+    """Runs a program, which has the terminal and Ctrl+C meanwhile; returns an error or nothing."""
     before = signal.signal(signal.SIGINT, lambda _number, _frame: None)
     try:
         status = subprocess.run(words, check=False).returncode  # noqa: S603

@@ -142,10 +142,7 @@ class Stream:
         self._stop: Callable[[], object] | None = None
 
     def write(self, text: str, draft: int = 0) -> None:
-        """Adds the next piece of a reply or of one of its drafts.
-
-        A CR LF split over two pieces counts as a CR.
-        """
+        """Adds a piece of a reply or a draft; a CR LF split over two pieces counts as a CR."""
         if not text:
             return
         with self._lock:
@@ -278,9 +275,7 @@ class ChatClient:
         raise NotImplementedError
 
     def reply(self, turn: Turn, stream: Stream) -> str:
-        """Writes an answer into `stream`; returns why it ended.
-
-        That is stop, length, cancelled, or of some servers tool_calls.
+        """Writes an answer into `stream`; returns stop, length, cancelled or tool_calls.
 
         Raises `ContextFullError` before anything else, `EngineLostError`, and other `KvqError`s.
         """

@@ -38,10 +38,7 @@ ClientFor = Callable[[str], ChatClient]
 
 
 class ChatController:
-    """Runs a chat: its engine, its history, the conversation and the queue of jobs.
-
-    `client_for` makes a client of another model.
-    """
+    """Runs a chat, one job after the other; `client_for` makes a client of another model."""
 
     def __init__(
         self,
@@ -99,10 +96,7 @@ class ChatController:
         await self._wake.wait()
 
     def _next_job(self) -> _Job | None:
-        """Returns the next job.
-
-        A lost engine is looked for before messages are answered.
-        """
+        """Returns the next job; a lost engine is looked for before messages are answered."""
         if self._jobs:
             return self._jobs.pop(0)
         if self.engine.lost:

@@ -436,10 +436,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
 
 
 def _write_ahead(db: sqlite3.Connection) -> None:
-    """Switches to the write-ahead log.
-
-    SQLite does not wait for a lock here, so this function does.
-    """
+    """Switches to the write-ahead log; waits for a lock itself, as SQLite does not here."""
     deadline = monotonic() + BUSY_TIMEOUT_S
     while True:
         try:

@@ -18,10 +18,7 @@ _HEADING = re.compile(r"^## (system|user|assistant)$", re.MULTILINE)
 
 
 def export_chat(path: Path, messages: Sequence[Message]) -> None:
-    """Writes a whole file or none: Markdown for `.md`, otherwise JSON lines.
-
-    Raises `DataError` when the file cannot be written.
-    """
+    """Writes a whole file or none: Markdown for `.md`, else JSON lines. Raises `DataError`."""
     as_text = _markdown if path.suffix.lower() in (".md", ".markdown") else as_lines
     content = as_text(messages)
     try:

@@ -189,10 +189,7 @@ class LocalClient(ChatClient):
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
-        """Opens a session with the new plan and encodes the tokens again.
-
-        The old session stays when the new one is refused or stopped.
-        """
+        """Encodes the tokens in a new session; the old one stays if that is refused or stopped."""
         engine, old = self._opened()
         changes = {"k_bits": k_bits, "v_bits": v_bits, "kv_budget": budget}
         options = self._session_options | {

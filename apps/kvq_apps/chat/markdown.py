@@ -122,10 +122,7 @@ def _wrapped(text: Text, width: int) -> list[Text]:
 
 
 def folded(text: Text, width: int) -> list[Text]:
-    """Folds code into lines of at most `width` cells, between words where possible.
-
-    Every character stays, spaces at a break included.
-    """
+    """Folds code into lines of `width` cells, between words if possible; every character stays."""
     plain, ends = text.plain, list[int]()
     start = 0
     while cell_len(plain[start : start + width + 1]) > width or len(plain) - start > width + 1:

@@ -125,10 +125,7 @@ class ReplyStats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Returns the mean number of new tokens per pass.
-
-        The first token comes from the prompt's pass.
-        """
+        """Returns the mean number of new tokens per pass; the first is of the prompt's pass."""
         passes = self.new_tokens - 1 - self.accepted_tokens
         return (self.new_tokens - 1) / passes if passes > 0 else 1.0
 

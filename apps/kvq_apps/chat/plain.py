@@ -30,10 +30,7 @@ Show = Callable[[str], None]
 
 
 class PlainChat:
-    """Runs one chat whose replies go to `show` and into the history.
-
-    `how_to_continue` says what to do about a reply that was cut.
-    """
+    """Runs a chat whose replies go to `show`; `how_to_continue` says what to do about a cut one."""
 
     def __init__(
         self, client: ChatClient, settings: ChatSettings, show: Show, how_to_continue: str

@@ -1,7 +1,4 @@
-"""The box a message is written in, and its menu of slash commands.
-
-Control characters are shown, not obeyed.
-"""
+"""The box a message is written in, and its menu of commands; control characters are shown."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -46,10 +46,7 @@ def error_text(error: Exception) -> str:
 
 
 class Replies:
-    """Answers at the end of the branch that `chat` shows.
-
-    `warned_full`: the user knows that the context is nearly full.
-    """
+    """Answers at the end of the branch that `chat` shows."""
 
     def __init__(self, chat: "ChatController") -> None:
         self._chat = chat
@@ -59,6 +56,7 @@ class Replies:
         self._settings = chat.settings
         self._tool_calls = ToolCalls(chat)
         self._tools: Mapping[str, ServerTool] = {}
+        # The user knows that the context is nearly full.
         self.warned_full = False
 
     async def answer(self, text: str) -> None:
@@ -112,10 +110,7 @@ class Replies:
     async def _stream_into(
         self, message: Message, edited: Sequence[Message], partial_reply: Message | None
     ) -> str:
-        """Streams an answer into the branch's last message, or continues `partial_reply`.
-
-        Returns its state.
-        """
+        """Streams into the last message, or continues `partial_reply`; returns its state."""
         state = "failed"
         try:
             state = await self._ask(edited, partial_reply)
@@ -249,10 +244,7 @@ class Replies:
         return bool(old)
 
     async def _summarise(self, old: list[Message], limit: int) -> bool:
-        """Lets the model summarise its oldest messages; only half of them if they do not fit.
-
-        The summary may take an eighth of a context of `limit` tokens.
-        """
+        """Lets the model summarise its oldest messages; only half of them if they do not fit."""
         conversation = self._conversation
         system = [row for row in conversation.context()[:1] if row.role == "system"]
         least, most = SUMMARY_TOKENS

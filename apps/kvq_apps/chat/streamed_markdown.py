@@ -21,10 +21,7 @@ PAUSE_FACTOR = 10
 
 
 class StreamedMarkdown(BlockScanner):
-    """Scans a streamed markdown text, and draws its tail again and again.
-
-    The lines of an open fence are reused.
-    """
+    """Scans a streamed text and draws its tail often; the lines of an open fence are reused."""
 
     def __init__(self) -> None:
         super().__init__()

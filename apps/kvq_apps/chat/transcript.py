@@ -183,10 +183,7 @@ class TranscriptView(ScrollView, can_focus=True):
         self._measure_view()
 
     def unfold(self, *, shown: bool) -> None:
-        """Shows thoughts and all of long messages, or folds both away.
-
-        The first row on screen stays.
-        """
+        """Shows thoughts and all of long messages, or folds both; the first row on screen stays."""
         self.unfolded = shown
         top = self._row_at(round(self.scroll_y))
         self._ends = None

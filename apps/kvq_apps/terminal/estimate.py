@@ -1,7 +1,4 @@
-"""Estimates from a model's files how much memory its weights and the cache of one session take.
-
-The backends compute the sizes, so a session with the same settings takes these bytes.
-"""
+"""Estimates the memory of a model's weights and one session's cache, as backends compute it."""
 
 from typing import Any
 

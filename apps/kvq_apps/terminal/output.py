@@ -121,10 +121,7 @@ def line(value: Any) -> str:
 
 
 def visible(text: str) -> str:
-    """Replaces what must not reach a terminal by control pictures (ESC: U+241B) or U+FFFD.
-
-    The length stays.
-    """
+    """Replaces each character that must not reach a terminal by a picture (U+241B) or U+FFFD."""
     return text if text.isascii() and text.isprintable() else text.translate(_VISIBLE)
 
 
