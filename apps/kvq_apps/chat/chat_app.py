@@ -46,8 +46,8 @@ from kvq_apps.chat.screens import (
     Welcome,
 )
 from kvq_apps.chat.transcript import TranscriptView
-from kvq_apps.terminal.output import visible
 from kvq_apps.settings.flags import format_error
+from kvq_apps.terminal.output import visible
 from kvq_apps.thinking import HIDE
 
 QUIT_WITHIN_S = 1.0

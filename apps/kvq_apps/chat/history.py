@@ -19,8 +19,8 @@ from typing import Any
 
 from kvq.errors import DataError
 from kvq_apps.chat.messages import Message, ToolCall
-from kvq_apps.terminal.output import storable, visible
 from kvq_apps.processes import is_alive
+from kvq_apps.terminal.output import storable, visible
 
 # One script per version; a database of version v gets the scripts after the first v.
 MIGRATIONS = (

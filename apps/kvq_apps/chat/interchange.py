@@ -10,8 +10,8 @@ from kvq.errors import DataError, argument, reason_of
 from kvq.files import replace_file
 from kvq.json_values import is_array, is_object
 from kvq_apps.chat.messages import ROLES, Message, ToolCall
-from kvq_apps.terminal.output import storable
 from kvq_apps.terminal import text_input
+from kvq_apps.terminal.output import storable
 
 _ROLES = (*ROLES, "tool")
 _HEADING = re.compile(r"^## (system|user|assistant)$", re.MULTILINE)

@@ -14,8 +14,8 @@ from kvq_apps.chat.meter import WARN_SHARE, context_share, why_cut
 from kvq_apps.chat.screens import DraftsScreen
 from kvq_apps.chat.tool_calls import MOST_ROUNDS, ToolCalls
 from kvq_apps.chat.tool_servers import ServerTool
-from kvq_apps.terminal.output import storable
 from kvq_apps.settings.flags import format_error
+from kvq_apps.terminal.output import storable
 from kvq_models.thinking import split
 
 if TYPE_CHECKING:
@@ -162,9 +162,7 @@ class Replies:
         chosen = previous if number is None else shown[number]
         return chosen or new[0]
 
-    def _drain_drafts(
-        self, new: list[Message], screen: DraftsScreen, update: StreamUpdate
-    ) -> None:
+    def _drain_drafts(self, new: list[Message], screen: DraftsScreen, update: StreamUpdate) -> None:
         self._engine.record(update)
         for draft, text in update.texts.items():
             self._engine.activity = "answering"

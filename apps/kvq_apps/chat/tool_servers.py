@@ -21,9 +21,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, cast
 
 from kvq.json_values import is_array, is_object
-from kvq_apps.terminal.output import storable
 from kvq_apps.settings import configuration
 from kvq_apps.settings.flags import format_error
+from kvq_apps.terminal.output import storable
 
 if TYPE_CHECKING:
     from mcp import Client
