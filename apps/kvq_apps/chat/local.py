@@ -192,7 +192,7 @@ class LocalClient(ChatClient):
         """Encodes the tokens in a new session; the old one stays if that is refused or stopped."""
         engine, old = self._opened()
         changes = {"k_bits": k_bits, "v_bits": v_bits, "kv_budget": budget}
-        options = self._session_options | {
+        options: dict[str, Any] = self._session_options | {
             name: value for name, value in changes.items() if value is not None
         }
         session = engine.session(**options)
