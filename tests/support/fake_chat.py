@@ -14,7 +14,14 @@ from time import sleep
 
 from kvq.config import parse_budget, parse_kv
 from kvq.errors import BudgetError, ModelError, SnapshotError, UsageError
-from kvq_apps.chat.client import ContextFullError, EngineLostError, Facts, Stream, Turn
+from kvq_apps.chat.client import (
+    ChatClient,
+    ContextFullError,
+    EngineLostError,
+    Facts,
+    Stream,
+    Turn,
+)
 from kvq_apps.chat.messages import ReplyStats, ToolCall
 from kvq_runtime.sequence.hunks import common_prefix
 
@@ -69,7 +76,7 @@ def echo(turn: Turn, tokens: int) -> list[str]:
     return pieces[:tokens]
 
 
-class FakeClient:
+class FakeClient(ChatClient):
     """Answers with `script(turn)`, pieces of text, each a token, and calls of tools."""
 
     def __init__(
@@ -92,7 +99,6 @@ class FakeClient:
         self.stale = self.predicted = 0
         self._faults = self.options.fail_times
         self.turns: list[Turn] = []
-        self._drafts: list[str] = []
 
     def _echo(self, turn: Turn) -> list[str]:
         return echo(turn, self.options.tokens)
@@ -141,7 +147,6 @@ class FakeClient:
         self.turns.append(replace(turn, messages=[replace(row) for row in turn.messages]))
         scripts = [iter(self._script(turn)) for _ in range(count)]
         reasons = ["cancelled"] * count
-        self._drafts = ["" for _ in scripts]
         while "cancelled" in reasons and not stream.cancelled():
             sleep(self.options.tok_ms / 1e3)
             for draft, script in enumerate(scripts):
@@ -150,12 +155,7 @@ class FakeClient:
                     reasons[draft] = "stop"
                 else:
                     stream.write(piece, draft)
-                    self._drafts[draft] += piece
         return reasons
-
-    def keep(self, draft: int) -> None:
-        """The tokens are those of this draft, too."""
-        self.tokens += _tokens_of(self._drafts[draft])
 
     def begin(self) -> None:
         """Forgets the tokens."""
@@ -182,14 +182,6 @@ class FakeClient:
         stale, self.stale = self.stale, 0
         return stale
 
-    def refine(self, stream: Stream) -> int:
-        """A token at a time."""
-        while self.predicted and not stream.cancelled():
-            sleep(self.options.tok_ms / 1e3)
-            self.predicted -= 1
-            stream.report_stats(ReplyStats(predicted_tokens=self.predicted))
-        return self.predicted
-
     def save(self, path: Path) -> bool:
         """Writes the tokens and the plan."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -210,9 +202,6 @@ class FakeClient:
             )
         self.tokens = saved["tokens"]
         return self._measured(ReplyStats(), 0)
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
     def _prefill(self, prompt: list[int], stream: Stream) -> bool:
         total = len(prompt) - len(self.tokens)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 from asyncio import AbstractEventLoop, get_running_loop
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic, time
@@ -31,12 +31,12 @@ from kvq_apps.chat.chat_settings import ChatSettings
 from kvq_apps.chat.client import ChatClient
 from kvq_apps.chat.controller import ChatController, ClientFor
 from kvq_apps.chat.history import ChatSummary, History, chat_title
-from kvq_apps.chat.messages import Message, answer_text, code_fences
+from kvq_apps.chat.markdown_blocks import code_fences
+from kvq_apps.chat.messages import Message, answer_text
 from kvq_apps.chat.meter import meter_line
 from kvq_apps.chat.prompt import MenuView, PromptBox
 from kvq_apps.chat.replies import error_text
 from kvq_apps.chat.screens import (
-    ChatList,
     ChatPicker,
     DraftsScreen,
     EntryScreen,
@@ -46,8 +46,8 @@ from kvq_apps.chat.screens import (
     Welcome,
 )
 from kvq_apps.chat.transcript import TranscriptView
-from kvq_apps.chat.visible import visible
 from kvq_apps.settings.flags import format_error
+from kvq_apps.terminal.output import visible
 from kvq_apps.thinking import HIDE
 
 QUIT_WITHIN_S = 1.0
@@ -108,7 +108,7 @@ class ChatApp(App[None]):
     ) -> None:
         super().__init__(driver_class=driver_class)
         self.transcript = Transcript(id="transcript")
-        self.sidebar = Sidebar(self._find, chat_title, hint="search; F2 renames, Del")
+        self.sidebar = Sidebar(self, chat_title, hint="search; F2 renames, Del")
         self.prompt = PromptBox(id="prompt")
         self.controller = ChatController(self, client, settings, client_for)
         self.session_lines: list[str] = []
@@ -262,22 +262,6 @@ class ChatApp(App[None]):
         self.transcript.finish()
         self.transcript.redraw_header(message)
 
-    def open_drafts(self, drafts: Sequence[Message], marked: int) -> Awaitable[int | None]:
-        """Shows replies side by side, fed until they are finished; returns the chosen number."""
-        return self.push_screen(DraftsScreen(drafts, marked), wait_for_dismiss=True)
-
-    def feed_draft(self, number: int, text: str) -> None:
-        for screen in self._drafts_screens():
-            screen.feed(number, text)
-
-    def drafts_finished(self, drafts: Sequence[Message]) -> None:
-        for screen in self._drafts_screens():
-            screen.finish(drafts)
-
-    def _drafts_screens(self) -> list[DraftsScreen]:
-        """Returns the screen of drafts, also when another screen covers it."""
-        return [screen for screen in self.screen_stack if isinstance(screen, DraftsScreen)]
-
     def set_theme(self, name: str) -> None:
         """Sets the last theme, unless the user's settings name one or it is not there."""
         if name in self.available_themes and self.controller.settings.theme is None:
@@ -322,10 +306,6 @@ class ChatApp(App[None]):
     @on(PromptBox.Changed)
     def _handle_changed(self) -> None:
         self.query_one(MenuView).draw(*self.prompt.offered())
-
-    @on(TranscriptView.BelowChanged)
-    def _handle_below_changed(self) -> None:
-        self.draw_meter()
 
     # Keys
 
@@ -386,12 +366,6 @@ class ChatApp(App[None]):
             view = screen.scroll
         scroll = view.scroll_page_down if step > 0 else view.scroll_page_up
         scroll(animate=False)
-
-    def action_top(self) -> None:
-        self.transcript.action_scroll_home()
-
-    def action_bottom(self) -> None:
-        self.transcript.action_scroll_end()
 
     def action_select(self, step: int) -> None:
         """Selects another message, to copy, edit or answer it again."""
@@ -504,20 +478,22 @@ class ChatApp(App[None]):
     def action_resume(self) -> None:
         self.pick("")
 
-    action_search = action_resume
-
     def pick(self, text: str) -> None:
         """Lists the chats that have `text`, to open one."""
         if isinstance(self.screen, ChatPicker) or not self.controller.history.is_open:
             return
 
-        self.push_screen(ChatPicker(self._find, text), self._open_chat)
+        self.push_screen(ChatPicker(self, text))
 
-    def _open_chat(self, chat_id: str | None) -> None:
-        if chat_id is not None and chat_id != self.controller.conversation.id:
+    def open_chat(self, chat_id: str) -> None:
+        """Goes on with a chat that the sidebar or the picker lists."""
+        if isinstance(self.screen, ChatPicker):
+            self.screen.dismiss()
+        self.prompt.focus()
+        if chat_id != self.controller.conversation.id:
             self.controller.do(partial(self.controller.resume_chat, chat_id))
 
-    async def _find(self, words: str) -> list[ChatSummary]:
+    async def find_chats(self, words: str) -> list[ChatSummary]:
         return await self._read(lambda history: history.search(words), [])
 
     async def _read(self, read: Callable[[History], T], default: T) -> T:
@@ -528,19 +504,6 @@ class ChatApp(App[None]):
         except KvqError as error:
             self.say(format_error(error), error=True)
             return default
-
-    @on(ChatList.Opened)
-    def _handle_opened(self, event: ChatList.Opened) -> None:
-        self.prompt.focus()
-        self._open_chat(event.chat_id)
-
-    @on(ChatList.Renaming)
-    def _handle_renaming(self, event: ChatList.Renaming) -> None:
-        self.ask_for_title(event.chat_id)
-
-    @on(ChatList.Deleting)
-    def _handle_deleting(self, event: ChatList.Deleting) -> None:
-        self.ask_to_delete(event.chat_id)
 
     @work
     async def ask_for_title(self, chat_id: str) -> None:
@@ -663,10 +626,7 @@ class ChatApp(App[None]):
 
 
 def _run_in_terminal(words: Sequence[str]) -> str:
-    """Runs a program that has the terminal meanwhile; returns an error message or nothing.
-
-    Ctrl+C then belongs to the program.
-    """
+    """Runs a program, which has the terminal and Ctrl+C meanwhile; returns an error or nothing."""
     before = signal.signal(signal.SIGINT, lambda _number, _frame: None)
     try:
         status = subprocess.run(words, check=False).returncode  # noqa: S603

@@ -10,14 +10,12 @@ from pathlib import Path
 from secrets import token_hex
 from threading import Lock
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from kvq.errors import KvqError, ModelError
 from kvq.formats import format_bytes
 from kvq_apps.chat.messages import Message, ReplyStats, ToolCall
-from kvq_apps.chat.visible import storable
-from kvq_apps.terminal import cache_report
-from kvq_apps.terminal.output import kv_text
+from kvq_apps.terminal.output import bits_text, cache_sentence, kv_text, storable
 from kvq_apps.thinking import AUTO
 from kvq_models.thinking import Piece, ThinkingReader, ThinkingWriter, Thought
 from kvq_models.tools import CallPiece, Reader
@@ -57,7 +55,7 @@ class Facts:
     """Describes the model a client runs. `k_bits` and `kv_budget` are 0 where they are not known.
 
     `budget_tokens` is what the budget holds at these widths; `full_kv` and `full_tokens` describe
-    the full cache (`kvq_apps.terminal.cache_report`); 0 and empty where they are not known.
+    the full cache (`output.cache_facts`); 0 and empty where they are not known.
     `sampling` is the default of the model or its server. `lasting_name` opens this model again from
     any folder; empty where the client cannot do that. `calls_tools` is False for a model whose
     template has no known form of calls.
@@ -84,8 +82,8 @@ class Facts:
             return ""
         size, kv = format_bytes(self.kv_budget), kv_text(self.k_bits, self.v_bits)
         if not self.full_kv:
-            return f"cache of {size} at {cache_report.bits_text(kv)}"
-        sentence = cache_report.sentence(
+            return f"cache of {size} at {bits_text(kv)}"
+        sentence = cache_sentence(
             {
                 "kv": kv,
                 "context": self.context_tokens,
@@ -144,10 +142,7 @@ class Stream:
         self._stop: Callable[[], object] | None = None
 
     def write(self, text: str, draft: int = 0) -> None:
-        """Adds the next piece of a reply or of one of its drafts.
-
-        A CR LF split over two pieces counts as a CR.
-        """
+        """Adds a piece of a reply or a draft; a CR LF split over two pieces counts as a CR."""
         if not text:
             return
         with self._lock:
@@ -272,56 +267,44 @@ class ReplyWriter:
         self.ms = (now - self._began_s) * 1e3
 
 
-class ChatClient(Protocol):
-    """Describes an engine to chat with."""
+class ChatClient:
+    """Gives an engine to chat with. The defaults are of one that keeps no KV cache for the chat."""
 
     def open(self) -> Facts:
         """Gets ready; may take long. Raises `KvqError`."""
-        ...
+        raise NotImplementedError
 
     def reply(self, turn: Turn, stream: Stream) -> str:
-        """Writes an answer into `stream`; returns why it ended.
-
-        That is stop, length, cancelled, or of some servers tool_calls.
+        """Writes an answer into `stream`; returns stop, length, cancelled or tool_calls.
 
         Raises `ContextFullError` before anything else, `EngineLostError`, and other `KvqError`s.
         """
-        ...
+        raise NotImplementedError
 
     def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
         """Writes `count` independent answers; returns why each ended, as `reply` does."""
-        ...
-
-    def keep(self, draft: int) -> None:
-        """Goes on from one of the last drafts and forgets the others."""
-        ...
+        raise NotImplementedError
 
     def begin(self) -> None:
         """Forgets the conversation: the next turn belongs to another chat."""
-        ...
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
         """Changes the KV settings and encodes the conversation again. Raises `KvqError`."""
-        ...
+        raise NotImplementedError
 
     def reread(self, stream: Stream) -> int:
         """Encodes again what edits left as it was; returns how many tokens that were."""
-        ...
-
-    def refine(self, stream: Stream) -> int:
-        """Computes predicted tokens until it is cancelled; returns how many remain."""
-        ...
+        return 0
 
     def save(self, path: Path) -> bool:
         """Writes the conversation's KV cache to `path`; returns False for an empty one."""
-        ...
+        return False
 
     def restore(self, path: Path) -> ReplyStats:
         """Loads the KV cache saved at `path`; returns its numbers. Raises `SnapshotError`."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Frees everything."""
-        ...

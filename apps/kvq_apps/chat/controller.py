@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 from kvq.errors import KvqError, UsageError
 from kvq_apps.chat import interchange
 from kvq_apps.chat.chat_settings import ChatSettings
-from kvq_apps.chat.client import ChatClient, Facts, StreamUpdate
+from kvq_apps.chat.client import ChatClient, Facts
 from kvq_apps.chat.conversation import ChatConversation
 from kvq_apps.chat.history import History, SavedChat
 from kvq_apps.chat.kv_files import KvFiles
 from kvq_apps.chat.messages import Message, ReplyStats
 from kvq_apps.chat.replies import RETRY_HINT, Replies, error_text
+from kvq_apps.chat.screens import DraftsScreen
 from kvq_apps.chat.threads import FRAME_S, EngineLink, HistoryLink
 from kvq_apps.chat.tool_servers import ToolServers
 from kvq_apps.names.model_names import NotPulledError
@@ -31,18 +32,13 @@ if TYPE_CHECKING:
     from kvq_apps.chat.chat_app import ChatApp
 
 SAVE_AFTER_S = 2.0
-# Nobody waits for the engine any more: the predicted tokens are computed.
-REFINE_AFTER_S = 0.3
 _NO_QUESTION = "there is nothing to answer yet; write a message first"
 _Job = Callable[[], Awaitable[None]]
 ClientFor = Callable[[str], ChatClient]
 
 
 class ChatController:
-    """Runs a chat: its engine, its history, the conversation and the queue of jobs.
-
-    `client_for` makes a client of another model.
-    """
+    """Runs a chat, one job after the other; `client_for` makes a client of another model."""
 
     def __init__(
         self,
@@ -64,8 +60,6 @@ class ChatController:
         self._jobs: list[_Job] = []
         self._wake = Event()
         self._busy = False
-        self._refining = False
-        self._refined = True
 
     @property
     def idle(self) -> bool:
@@ -88,55 +82,21 @@ class ChatController:
         await self._attempt(self._open_engine)
         while True:
             while (job := self._next_job()) is not None:
-                self._refined = False
                 await self._run(job)
             self._wake.clear()
             await self._wait_for_work()
 
     async def _wait_for_work(self) -> None:
-        """Waits for work.
-
-        After a while the predicted tokens of the conversation are computed, then the KV cache is
-        saved.
-        """
-        if self.engine.stats.predicted_tokens and not self._refined:
-            if not await self._woken_within(REFINE_AFTER_S):
-                await self._run(self._refine)
-            return
-        if self.engine.kv_changed and not await self._woken_within(SAVE_AFTER_S):
-            await self._run(self.kv_files.save)
+        """Waits for work; where none comes for a while, saves the KV cache first."""
+        if self.engine.kv_changed:
+            try:
+                await wait_for(self._wake.wait(), SAVE_AFTER_S)
+            except TimeoutError:
+                await self._run(self.kv_files.save)
         await self._wake.wait()
 
-    async def _woken_within(self, seconds: float) -> bool:
-        """Tells whether work comes within `seconds`."""
-        try:
-            await wait_for(self._wake.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
-
-    async def _refine(self) -> None:
-        """Computes predicted tokens until somebody asks for something."""
-        self._refining, self._refined, before = True, True, self.engine.stats
-        try:
-            remaining = await self.engine.follow(self._show_refining, self.engine.client.refine)
-        finally:
-            self._refining = False
-        stopped = self.engine.stream is not None and self.engine.stream.cancelled()
-        self._refined = not stopped
-        self.engine.stats = replace(before, predicted_tokens=self.engine.stats.predicted_tokens)
-        if not (stopped or remaining or self.engine.stats.predicted_tokens):
-            self.view.say(f"{before.predicted_tokens} predicted tokens are computed: all is exact")
-
-    def _show_refining(self, update: StreamUpdate) -> None:
-        self.engine.record(update)
-        self.engine.activity = "computing what was predicted"
-
     def _next_job(self) -> _Job | None:
-        """Returns the next job.
-
-        A lost engine is looked for before messages are answered.
-        """
+        """Returns the next job; a lost engine is looked for before messages are answered."""
         if self._jobs:
             return self._jobs.pop(0)
         if self.engine.lost:
@@ -169,8 +129,6 @@ class ChatController:
 
     def enqueue(self, text: str) -> None:
         self.queue.append(text)
-        if self._refining:
-            self.engine.cancel()
         self.view.changed()
         self._wake.set()
 
@@ -276,6 +234,8 @@ class ChatController:
         """Encodes again the tokens that edits left as they were computed before."""
         self.engine.require_facts()
         count = await self.engine.follow(self.engine.record, self.engine.client.reread)
+        if count:
+            self.engine.stats = replace(self.engine.stats, predicted_tokens=0)
         self.view.say(
             f"{count} tokens were encoded again" if count else "all of it is exact already"
         )
@@ -321,7 +281,9 @@ class ChatController:
         number: int | None = (ids.index(message.id) + step) % len(ids)
         if message.role == "assistant":
             self.engine.set_activity("choose a draft")
-            number = await self.view.open_drafts(siblings, number)
+            number = await self.view.push_screen(
+                DraftsScreen(siblings, number), wait_for_dismiss=True
+            )
         if number is not None and ids[number] != message.id:
             await self._choose(ids[number])
 

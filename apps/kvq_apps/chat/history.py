@@ -19,8 +19,8 @@ from typing import Any
 
 from kvq.errors import DataError
 from kvq_apps.chat.messages import Message, ToolCall
-from kvq_apps.chat.visible import storable, visible
 from kvq_apps.processes import is_alive
+from kvq_apps.terminal.output import storable, visible
 
 # One script per version; a database of version v gets the scripts after the first v.
 MIGRATIONS = (
@@ -436,10 +436,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
 
 
 def _write_ahead(db: sqlite3.Connection) -> None:
-    """Switches to the write-ahead log.
-
-    SQLite does not wait for a lock here, so this function does.
-    """
+    """Switches to the write-ahead log; waits for a lock itself, as SQLite does not here."""
     deadline = monotonic() + BUSY_TIMEOUT_S
     while True:
         try:

@@ -10,18 +10,15 @@ from kvq.errors import DataError, argument, reason_of
 from kvq.files import replace_file
 from kvq.json_values import is_array, is_object
 from kvq_apps.chat.messages import ROLES, Message, ToolCall
-from kvq_apps.chat.visible import storable
 from kvq_apps.terminal import text_input
+from kvq_apps.terminal.output import storable
 
 _ROLES = (*ROLES, "tool")
 _HEADING = re.compile(r"^## (system|user|assistant)$", re.MULTILINE)
 
 
 def export_chat(path: Path, messages: Sequence[Message]) -> None:
-    """Writes a whole file or none: Markdown for `.md`, otherwise JSON lines.
-
-    Raises `DataError` when the file cannot be written.
-    """
+    """Writes a whole file or none: Markdown for `.md`, else JSON lines. Raises `DataError`."""
     as_text = _markdown if path.suffix.lower() in (".md", ".markdown") else as_lines
     content = as_text(messages)
     try:

@@ -34,7 +34,7 @@ KEYS = (
     KeyRow("quit", "ctrl+q", "quit", "quit", shown=True),
     KeyRow("new", "ctrl+n", "new_chat", "new chat", shown=True),
     KeyRow("resume", "ctrl+r", "resume", "resume a chat", shown=True),
-    KeyRow("search", "ctrl+f", "search", "search in all chats"),
+    KeyRow("search", "ctrl+f", "resume", "search in all chats"),
     KeyRow("sidebar", "ctrl+b", "sidebar", "the chats beside, or not"),
     KeyRow("editor", "ctrl+g", "editor", "write in your editor"),
     KeyRow("redraw", "ctrl+l", "redraw", "draw the screen again"),
@@ -49,12 +49,12 @@ KEYS = (
     KeyRow("previous-draft", "alt+left_square_bracket,alt+p", "draft(-1)",
         "the same, the one before marked"),
     KeyRow("thoughts", "ctrl+o", "thoughts", "thoughts and long messages: show all, or fold"),
-    KeyRow("top", "home", "top", "to the first line", app=False),
-    KeyRow("bottom", "end", "bottom", "to the end, and follow it", app=False),
-    KeyRow("copy", "y", "copy", "copy the message", app=False),
-    KeyRow("copy-fence", "Y", "copy_fence", "copy its code", app=False),
-    KeyRow("edit", "e", "edit", "edit the message", app=False),
-    KeyRow("retry", "r", "retry", "another reply", app=False),
+    KeyRow("top", "home", "scroll_home", "to the first line", app=False),
+    KeyRow("bottom", "end", "scroll_end", "to the end, and follow it", app=False),
+    KeyRow("copy", "y", "app.copy", "copy the message", app=False),
+    KeyRow("copy-fence", "Y", "app.copy_fence", "copy its code", app=False),
+    KeyRow("edit", "e", "app.edit", "edit the message", app=False),
+    KeyRow("retry", "r", "app.retry", "another reply", app=False),
 )  # fmt: skip
 PROMPT_KEYS = ("send", "newline")
 
@@ -64,7 +64,7 @@ def bindings(*, app: bool) -> list[Binding]:
     return [
         Binding(
             row.keys,
-            row.action if app else f"app.{row.action}",
+            row.action,
             row.help,
             id=row.name,
             show=row.shown,

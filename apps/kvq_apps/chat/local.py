@@ -2,16 +2,22 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.errors import BudgetError, UsageError
-from kvq_apps.chat.client import ContextFullError, Facts, NoChatError, ReplyWriter, Stream, Turn
+from kvq.errors import UsageError
+from kvq_apps.chat.client import (
+    ChatClient,
+    ContextFullError,
+    Facts,
+    NoChatError,
+    ReplyWriter,
+    Stream,
+    Turn,
+)
 from kvq_apps.chat.messages import Message, ReplyStats, with_results
-from kvq_apps.chat.visible import storable
-from kvq_apps.terminal.output import kv_text
+from kvq_apps.terminal.output import kv_text, storable
 from kvq_apps.thinking import AUTO, variables
 from kvq_models.thinking import Thinking, ThinkingWriter, assistant_message, split
 from kvq_models.tools import tool_form
@@ -19,13 +25,10 @@ from kvq_models.tools import tool_form
 if TYPE_CHECKING:
     from kvq_apps.serve.tools import Tools
     from kvq_runtime.engine import Engine
-    from kvq_runtime.session.branch_answers import BranchAnswers
     from kvq_runtime.session.metrics import Rounds
     from kvq_runtime.session.session import Session
 
 
-# Up to so many tokens of drafts are written side by side; longer ones one after the other.
-DRAFT_TOKENS = 64
 # Numbers of a session that a reply's numbers have under the same names.
 _REPORTED = (
     *("ttft_ms", "decode_tok_s", "kv_bytes", "auxiliary_bytes", "edits.predicted_tokens"),
@@ -33,7 +36,7 @@ _REPORTED = (
 )
 
 
-class LocalClient:
+class LocalClient(ChatClient):
     """Opens `model` with the options of `Engine.open` and `Engine.session`."""
 
     def __init__(
@@ -47,8 +50,6 @@ class LocalClient:
         self._engine_options = engine_options
         self._session_options: dict[str, Any] = {**session_options}
         self._lasting_name = ""
-        self._branch_answers: BranchAnswers[Any] | None = None
-        self._open_drafts = ExitStack()
         self._rounds_before: Rounds | None = None
         self._engine: Engine | None = None
         self._thinking: Thinking | None = None
@@ -69,7 +70,7 @@ class LocalClient:
         engine.tokenizer.begin_chat()
         self._engine, self._lasting_name = engine, lasting_name(self._model)
         self._thinking = Thinking.of(engine.tokenizer)
-        self._session = self._new_session(self._session_options)
+        self._session = engine.session(**self._session_options)
         return self._facts()
 
     def reply(self, turn: Turn, stream: Stream) -> str:
@@ -80,27 +81,17 @@ class LocalClient:
         return self._answer(turn, prompt, stream)
 
     def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
-        """Writes drafts side by side where they are short enough, else one after the other."""
+        """Writes one draft after the other; the cache keeps what the next turn shares."""
         prompt, (_, session) = self._prompt(turn), self._opened()
         seed = secrets.randbits(32) if turn.seed is None else turn.seed
-        seeds = range(seed, seed + count)
-        if session.branches_fit(count, turn.max_tokens):
-            return self._answer_in_branches(turn, prompt, seeds, stream)
         reasons: list[str] = []
-        for draft, draft_seed in enumerate(seeds):
-            session.reseed(draft_seed)
+        for draft in range(count):
+            session.reseed(seed + draft)
             reasons.append(self._answer(turn, prompt, stream, draft))
         return reasons
 
-    def keep(self, draft: int) -> None:
-        """Keeps a draft of a branch; of drafts in turn the cache keeps what the last one shares."""
-        if self._branch_answers is not None:
-            self._branch_answers.kept = draft
-        self._settle()
-
     def _prompt(self, turn: Turn) -> list[int]:
         """Returns the tokens of `turn`. Raises `ContextFullError` where they do not fit."""
-        self._settle()
         engine, session = self._opened()
         last = turn.messages[-1]
         messages = turn.messages[:-1] if last.role == "assistant" else turn.messages
@@ -188,63 +179,23 @@ class LocalClient:
         writer.begin(self._thinking.text(reply_start))
         return writer
 
-    def _answer_in_branches(
-        self, turn: Turn, prompt: list[int], seeds: Sequence[int], stream: Stream
-    ) -> list[str]:
-        """Writes a token of each answer per pass; the answers stay until one is kept."""
-        from kvq_runtime.answer.generation import GenerationOptions
-        from kvq_runtime.sequence.passes import run
-
-        reasons = ["cancelled"] * len(seeds)
-        cached, (_, session) = self._encode(turn, prompt, stream), self._opened()
-        if cached is None:
-            return reasons
-        options = GenerationOptions(
-            max_tokens=turn.max_tokens, sampling=turn.sampling, shown=self._shown_tokens
-        )
-        writers = [self._reply_writer(prompt, stream, draft) for draft in range(len(seeds))]
-        self._branch_answers = self._open_drafts.enter_context(
-            session.branch_answers(seeds, options)
-        )
-        count, elapsed_s = 0, 0.0
-        while self._branch_answers.running and not stream.cancelled():
-            steps, seconds = run(self._branch_answers.stepping(stream.cancelled))
-            count, elapsed_s = count + len(steps), elapsed_s + seconds
-            for draft, step in steps:
-                writers[draft].token(step.text)
-                reasons[draft] = step.finish_reason or reasons[draft]
-            rate = count / elapsed_s if elapsed_s else 0.0
-            stream.report_stats(replace(self._stats(prompt, cached, count), decode_tok_s=rate))
-        for writer, reason in zip(writers, reasons, strict=True):
-            writer.end(reason)
-        return reasons
-
-    def _settle(self) -> None:
-        """Closes the drafts that are still open."""
-        self._branch_answers = None
-        self._open_drafts.close()
-
     def begin(self) -> None:
         """Opens a new session in place of the old one."""
-        self._settle()
-        self._opened()[1].close()
-        self._session = self._new_session(self._session_options)
+        engine, session = self._opened()
+        session.close()
+        self._session = engine.session(**self._session_options)
         self._rounds_before = None
 
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
-        """Opens a session with the new plan and encodes the tokens again.
-
-        The old session stays when the new one is refused or stopped.
-        """
-        self._settle()
-        _, old = self._opened()
+        """Encodes the tokens in a new session; the old one stays if that is refused or stopped."""
+        engine, old = self._opened()
         changes = {"k_bits": k_bits, "v_bits": v_bits, "kv_budget": budget}
-        options = self._session_options | {
+        options: dict[str, Any] = self._session_options | {
             name: value for name, value in changes.items() if value is not None
         }
-        session = self._new_session(options)
+        session = engine.session(**options)
         try:
             tokens = old.tokens
             done = not tokens or session.prefill(
@@ -266,24 +217,13 @@ class LocalClient:
         """Encodes again from the first stale token on."""
         from kvq_runtime.sequence.prediction import OFF
 
-        self._settle()
         _, session = self._opened()
         stale = session.sequence.drop_stale()
         if stale:
             session.prefill(progress=stream.report_prefill, cancel=stream.cancelled, predict=OFF)
         return stale
 
-    def refine(self, stream: Stream) -> int:
-        """Computes piece by piece from the left, and reports the numbers after each."""
-        _, session = self._opened()
-        remaining = session.sequence.encoding.staleness.stale
-        while remaining and not stream.cancelled():
-            remaining = session.refresh(session.sequence.chunk_tokens, cancel=stream.cancelled)
-            stream.report_stats(self._stats(session.tokens, len(session.tokens), 0))
-        return remaining
-
     def save(self, path: Path) -> bool:
-        self._settle()
         _, session = self._opened()
         if not session.tokens:
             return False
@@ -292,13 +232,11 @@ class LocalClient:
         return True
 
     def restore(self, path: Path) -> ReplyStats:
-        self._settle()
         _, session = self._opened()
         session.load(path)
         return replace(self._stats((), 0, 0), ttft_ms=0.0, decode_tok_s=0.0)
 
     def close(self) -> None:
-        self._settle()
         if self._session is not None:
             self._session.close()
         if self._engine is not None:
@@ -320,18 +258,6 @@ class LocalClient:
         assert self._engine is not None
         assert self._session is not None
         return self._engine, self._session
-
-    def _new_session(self, options: Mapping[str, Any]) -> "Session[Any]":
-        """Opens a session with room for drafts side by side, if the budget allows.
-
-        Otherwise drafts are written one after the other.
-        """
-        assert self._engine is not None
-        # A drafter would make its guesses as long as that room.
-        if "draft" not in options:
-            with suppress(BudgetError):
-                return self._engine.session(draft_tokens=DRAFT_TOKENS, **options)
-        return self._engine.session(**options)
 
     def _facts(self) -> Facts:
         engine, session = self._opened()

@@ -7,7 +7,6 @@ styled or shown as it is. Styles come by name from a palette, so themes decide a
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len, chop_cells
@@ -17,7 +16,7 @@ from rich.text import Text
 from textual.strip import Strip
 
 from kvq_apps.chat.markdown_blocks import MarkdownBlock, markdown_parser
-from kvq_apps.chat.visible import visible
+from kvq_apps.terminal.output import visible
 
 Palette = Mapping[str, Style]
 
@@ -123,10 +122,7 @@ def _wrapped(text: Text, width: int) -> list[Text]:
 
 
 def folded(text: Text, width: int) -> list[Text]:
-    """Folds code into lines of at most `width` cells, between words where possible.
-
-    Every character stays, spaces at a break included.
-    """
+    """Folds code into lines of `width` cells, between words if possible; every character stays."""
     plain, ends = text.plain, list[int]()
     start = 0
     while cell_len(plain[start : start + width + 1]) > width or len(plain) - start > width + 1:
@@ -317,55 +313,30 @@ def _append_link(text: Text, node: SyntaxTreeNode, palette: Palette, style: Styl
         text.append(f" ({target})", palette["quote"])
 
 
+_CODE_STYLES = {
+    ("Keyword",): "code-keyword",
+    ("Operator", "Word"): "code-keyword",
+    ("Name", "Tag"): "code-keyword",
+    ("Literal", "String"): "code-string",
+    ("Comment",): "code-comment",
+    ("Literal", "Number"): "code-number",
+    ("Name", "Function"): "code-name",
+    ("Name", "Class"): "code-name",
+    ("Name", "Decorator"): "code-name",
+    ("Name", "Builtin"): "code-name",
+}
+
+
 def _highlighted(lines: Sequence[str], language: str, palette: Palette) -> list[Text] | None:
-    """Returns one styled text per line of code, or None for an unknown language."""
+    """Returns one styled text per line of code, or None where no lexer keeps every character."""
     if not language or sum(map(len, lines)) > HIGHLIGHT_CHARACTERS:
         return None
-    lexer = _lexer(language)
-    if lexer is None:
-        return None
-    texts = [Text("", end="") for _ in lines]
-    row = 0
-    for kind, value in lexer.get_tokens("\n".join(lines)):
-        style = palette.get(_code_style(kind), Style.null())
-        for index, part in enumerate(value.split("\n")):
-            row += index > 0
-            if part and row < len(texts):
-                texts[row].append(part, style)
-    whole = [text.plain for text in texts] == list(lines)
-    return texts if whole else None
+    from rich.syntax import ANSISyntaxTheme, Syntax
 
-
-@cache
-def _lexer(language: str) -> Any:
-    from pygments.lexers import find_lexer_class_by_name
-    from pygments.util import ClassNotFound
-
-    try:
-        return find_lexer_class_by_name(language)(stripnl=False, ensurenl=False)
-    except (ClassNotFound, ValueError):
-        return None
-
-
-_CODE_STYLES = (
-    ("Token.Keyword", "code-keyword"),
-    ("Token.Operator.Word", "code-keyword"),
-    ("Token.Literal.String", "code-string"),
-    ("Token.Comment", "code-comment"),
-    ("Token.Literal.Number", "code-number"),
-    ("Token.Name.Function", "code-name"),
-    ("Token.Name.Class", "code-name"),
-    ("Token.Name.Decorator", "code-name"),
-    ("Token.Name.Tag", "code-keyword"),
-    ("Token.Name.Builtin", "code-name"),
-)
-
-
-@cache
-def _code_style(kind: Any) -> str:
-    """Returns the palette's name for a pygments token type."""
-    name = str(kind)
-    return next((style for prefix, style in _CODE_STYLES if name.startswith(prefix)), "code")
+    theme = ANSISyntaxTheme({kind: palette[style] for kind, style in _CODE_STYLES.items()})
+    code = Syntax("", language, theme=theme).highlight("\n".join(lines))
+    texts = code.split("\n", allow_blank=True)[: len(lines)]
+    return texts if [text.plain for text in texts] == list(lines) else None
 
 
 def strip_text(strip: Strip) -> str:

@@ -12,6 +12,8 @@ from functools import cache
 
 from markdown_it import MarkdownIt
 
+from kvq_apps.terminal.output import storable
+
 # A longer block ends at its next line, unless it is a fence; a longer line is cut.
 BLOCK_CHARACTERS = 32 * 1024
 LINE_CHARACTERS = 8 * 1024
@@ -126,6 +128,12 @@ class BlockScanner:
             blocks.append((start, block if blocks else replace(block, gap=self._gap)))
             begins_list = False
         return blocks
+
+
+def code_fences(text: str) -> list[str]:
+    """Returns the code of every fence in a markdown text, in order; an open one ends with it."""
+    tokens = _block_parser().parse(storable(text))
+    return [token.content.removesuffix("\n") for token in tokens if token.type == "fence"]
 
 
 def plain_blocks(text: str) -> list[MarkdownBlock]:

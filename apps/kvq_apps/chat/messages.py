@@ -6,17 +6,14 @@ keeps or drops the first.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvq.json_values import is_object
-from kvq_apps.chat.visible import storable
 from kvq_models.thinking import split
 
 ROLES = ("system", "user", "assistant")
-_FENCE = re.compile(r"(?P<indent> {0,3})(?P<mark>`{3,}|~{3,})(?P<info>.*)")
 
 # What the model reads in place of a result that never came.
 NO_RESULT = "error: this call did not run"
@@ -128,10 +125,7 @@ class ReplyStats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Returns the mean number of new tokens per pass.
-
-        The first token comes from the prompt's pass.
-        """
+        """Returns the mean number of new tokens per pass; the first is of the prompt's pass."""
         passes = self.new_tokens - 1 - self.accepted_tokens
         return (self.new_tokens - 1) / passes if passes > 0 else 1.0
 
@@ -139,23 +133,6 @@ class ReplyStats:
 def answer_text(message: Message) -> str:
     """Returns what a message says; of a reply without its thought."""
     return split(message.text)[1] if message.role == "assistant" else message.text
-
-
-def code_fences(text: str) -> list[str]:
-    """Returns the code of every fence in a markdown text, in order; an open one ends with it."""
-    fences: list[list[str]] = []
-    indent = mark = ""
-    for line in storable(text).removesuffix("\n").split("\n"):
-        fence = _FENCE.fullmatch(line)
-        if mark and fence and fence["mark"].startswith(mark) and not fence["info"].strip():
-            mark = ""
-        elif mark:
-            fences[-1].append(line.removeprefix(indent))
-        # After backticks another backtick means inline code, not a fence.
-        elif fence and not (fence["mark"][0] == "`" and "`" in fence["info"]):
-            indent, mark = fence["indent"], fence["mark"]
-            fences.append([])
-    return ["\n".join(lines) for lines in fences]
 
 
 def thought_line(stats: ReplyStats) -> str:

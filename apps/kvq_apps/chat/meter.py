@@ -41,10 +41,7 @@ def meter_line(
 
 
 def kv_part(facts: Facts, stats: ReplyStats) -> str:
-    """Shows the bytes held, the budget and the widths: `KV 1.2 MiB/64.0 MiB K4V2`.
-
-    A model that reads prompts adds its own bytes: `+ 3.0 MiB auxiliary`.
-    """
+    """Shows bytes, budget and widths: `KV 1.2 MiB/64.0 MiB K4V2 + 3.0 MiB auxiliary`."""
     widths = ""
     if facts.k_bits:
         text = output.kv_text(facts.k_bits, facts.v_bits)

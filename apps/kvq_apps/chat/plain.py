@@ -17,7 +17,6 @@ from kvq_apps.chat.history import History
 from kvq_apps.chat.messages import Message, ReplyStats, state_after
 from kvq_apps.chat.meter import why_cut
 from kvq_apps.chat.threads import Worker
-from kvq_apps.chat.visible import storable
 from kvq_apps.settings.flags import format_error
 from kvq_apps.terminal import output
 from kvq_apps.terminal.interrupt import INTERRUPTED, interruptible
@@ -31,10 +30,7 @@ Show = Callable[[str], None]
 
 
 class PlainChat:
-    """Runs one chat whose replies go to `show` and into the history.
-
-    `how_to_continue` says what to do about a reply that was cut.
-    """
+    """Runs a chat whose replies go to `show`; `how_to_continue` says what to do about a cut one."""
 
     def __init__(
         self, client: ChatClient, settings: ChatSettings, show: Show, how_to_continue: str
@@ -68,7 +64,7 @@ class PlainChat:
 
         Ctrl-C stops it. The text so far stays, as it does after an error.
         """
-        self.conversation.add("user", storable(text))
+        self.conversation.add("user", output.storable(text))
         turn = self._settings.turn(self.conversation.context())
         return self._reply(turn, self.conversation.add("assistant", ""))
 
@@ -120,7 +116,7 @@ class PlainChat:
         update = stream.take()
         if update.stats is not None:
             self.stats = update.stats
-        text = storable(update.text)
+        text = output.storable(update.text)
         self.conversation.feed(text)
         self._show_pieces(self._reader.feed(text))
 

@@ -1,7 +1,4 @@
-"""The box a message is written in, and its menu of slash commands.
-
-Control characters are shown, not obeyed.
-"""
+"""The box a message is written in, and its menu of commands; control characters are shown."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +12,7 @@ from textual.widgets import Static, TextArea
 
 from kvq_apps.chat.commands import Command, matching_commands
 from kvq_apps.chat.keys import KEYS, PROMPT_KEYS
-from kvq_apps.chat.visible import storable, visible
+from kvq_apps.terminal.output import storable, visible
 
 # A longer paste is shown as one word until it is sent.
 PASTE_LINES = 20

@@ -6,14 +6,14 @@ from contextlib import suppress
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import starmap
-from pathlib import Path
 from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvq.errors import BackendError, ModelError, SnapshotError, UsageError, argument, reason_of
+from kvq.errors import BackendError, ModelError, UsageError, argument, reason_of
 from kvq.json_values import is_object
 from kvq_apps.chat.client import (
+    ChatClient,
     ContextFullError,
     EngineLostError,
     Facts,
@@ -31,8 +31,11 @@ CONNECT_TIMEOUT_S = 10.0
 UNAVAILABLE = 503
 
 
-class RemoteClient:
-    """Talks to the server at `url`, such as http://127.0.0.1:8012."""
+class RemoteClient(ChatClient):
+    """Talks to the server at `url`, such as http://127.0.0.1:8012.
+
+    The server keeps the KV cache itself, and tells conversations apart by their text.
+    """
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
         try:
@@ -115,9 +118,6 @@ class RemoteClient:
             )
         return [reasons.get(draft) or "cancelled" for draft in range(count)]
 
-    def keep(self, draft: int) -> None:
-        """Does nothing: the server finds its cached text by itself."""
-
     def _ask(
         self, turn: Turn, stream: Stream, extra_fields: Mapping[str, Any], *, reply_start: str = ""
     ) -> dict[int, str]:
@@ -152,9 +152,6 @@ class RemoteClient:
         finally:
             connection.close()
 
-    def begin(self) -> None:
-        """Does nothing: the server tells conversations apart by their text."""
-
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
@@ -163,25 +160,6 @@ class RemoteClient:
             f"{self._url} decides its KV settings for everybody; restart it with "
             "`kvq serve --kv K:V --kv-budget SIZE`"
         )
-
-    def reread(self, stream: Stream) -> int:
-        """Does nothing: after an edit the server reads all that follows it."""
-        return 0
-
-    def refine(self, stream: Stream) -> int:
-        """Does nothing: the server does so itself."""
-        return 0
-
-    def save(self, path: Path) -> bool:
-        """Does nothing: the server keeps the KV cache itself."""
-        return False
-
-    def restore(self, path: Path) -> ReplyStats:
-        """Raises `SnapshotError`: the server keeps the KV cache itself."""
-        raise SnapshotError(f"{self._url} restores the KV itself")
-
-    def close(self) -> None:
-        """Does nothing: connections live for one request only."""
 
     def _connect(self) -> HTTPConnection:
         kind = HTTPSConnection if self._secure else HTTPConnection

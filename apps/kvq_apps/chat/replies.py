@@ -3,7 +3,6 @@
 Only the engine counts tokens: its count of the whole conversation gives characters per token.
 """
 
-from asyncio import ensure_future
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,10 +11,11 @@ from kvq.errors import KvqError
 from kvq_apps.chat.client import ContextFullError, EngineLostError, StreamUpdate, Turn
 from kvq_apps.chat.messages import Message, ReplyStats, state_after
 from kvq_apps.chat.meter import WARN_SHARE, context_share, why_cut
+from kvq_apps.chat.screens import DraftsScreen
 from kvq_apps.chat.tool_calls import MOST_ROUNDS, ToolCalls
 from kvq_apps.chat.tool_servers import ServerTool
-from kvq_apps.chat.visible import storable
 from kvq_apps.settings.flags import format_error
+from kvq_apps.terminal.output import storable
 from kvq_models.thinking import split
 
 if TYPE_CHECKING:
@@ -46,10 +46,7 @@ def error_text(error: Exception) -> str:
 
 
 class Replies:
-    """Answers at the end of the branch that `chat` shows.
-
-    `warned_full`: the user knows that the context is nearly full.
-    """
+    """Answers at the end of the branch that `chat` shows."""
 
     def __init__(self, chat: "ChatController") -> None:
         self._chat = chat
@@ -59,6 +56,7 @@ class Replies:
         self._settings = chat.settings
         self._tool_calls = ToolCalls(chat)
         self._tools: Mapping[str, ServerTool] = {}
+        # The user knows that the context is nearly full.
         self.warned_full = False
 
     async def answer(self, text: str) -> None:
@@ -112,10 +110,7 @@ class Replies:
     async def _stream_into(
         self, message: Message, edited: Sequence[Message], partial_reply: Message | None
     ) -> str:
-        """Streams an answer into the branch's last message, or continues `partial_reply`.
-
-        Returns its state.
-        """
+        """Streams into the last message, or continues `partial_reply`; returns its state."""
         state = "failed"
         try:
             state = await self._ask(edited, partial_reply)
@@ -142,11 +137,12 @@ class Replies:
         context = [row for row in self._conversation.context() if row is not previous]
         new = self._conversation.begin_drafts(count - (previous is not None))
         shown = new if previous is None else [previous, *new]
-        choice = ensure_future(self._view.open_drafts(shown, len(shown) - len(new)))
+        screen = DraftsScreen(shown, len(shown) - len(new))
+        choice = self._view.push_screen(screen, wait_for_dismiss=True)
         choice.add_done_callback(lambda _: self._engine.cancel())
         states = ["failed"] * len(new)
         try:
-            show = partial(self._drain_drafts, new, len(shown) - len(new))
+            show = partial(self._drain_drafts, new, screen)
             turn = self._settings.turn(context)
             self._begin_answering()
             client = self._engine.client
@@ -159,20 +155,18 @@ class Replies:
         finally:
             for message, state in zip(new, states, strict=True):
                 self._conversation.finish(state, self._engine.stats, message)
-            self._view.drafts_finished(shown)
+            screen.finish(shown)
         self._engine.stream = None
         self._engine.set_activity("choose a draft")
         number = await choice
         chosen = previous if number is None else shown[number]
-        if chosen is not None and chosen is not previous and "failed" not in states:
-            await self._engine.call(self._engine.client.keep, new.index(chosen))
         return chosen or new[0]
 
-    def _drain_drafts(self, new: list[Message], first: int, update: StreamUpdate) -> None:
+    def _drain_drafts(self, new: list[Message], screen: DraftsScreen, update: StreamUpdate) -> None:
         self._engine.record(update)
         for draft, text in update.texts.items():
             self._engine.activity = "answering"
-            self._view.feed_draft(first + draft, storable(text))
+            screen.feed(len(screen.columns) - len(new) + draft, storable(text))
             self._conversation.feed(storable(text), new[draft])
 
     async def _ask(self, edited: Sequence[Message], partial_reply: Message | None) -> str:
@@ -248,10 +242,7 @@ class Replies:
         return bool(old)
 
     async def _summarise(self, old: list[Message], limit: int) -> bool:
-        """Lets the model summarise its oldest messages; only half of them if they do not fit.
-
-        The summary may take an eighth of a context of `limit` tokens.
-        """
+        """Lets the model summarise its oldest messages; only half of them if they do not fit."""
         conversation = self._conversation
         system = [row for row in conversation.context()[:1] if row.role == "system"]
         least, most = SUMMARY_TOKENS

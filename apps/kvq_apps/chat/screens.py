@@ -1,8 +1,8 @@
 """What stands over the conversation, beside it, and in its place while it is empty."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from rich.console import Group
 from rich.padding import Padding
@@ -12,7 +12,6 @@ from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import Resize
-from textual.message import Message as Event
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
@@ -21,9 +20,11 @@ from kvq_apps.chat.client import Facts
 from kvq_apps.chat.history import ChatSummary, chat_line
 from kvq_apps.chat.messages import Message
 from kvq_apps.chat.transcript import TranscriptView
-from kvq_apps.chat.visible import visible
+from kvq_apps.terminal.output import visible
 
-Find = Callable[[str], Awaitable[list[ChatSummary]]]
+if TYPE_CHECKING:
+    from kvq_apps.chat.chat_app import ChatApp
+
 EXAMPLES = (
     ("What is a KV cache?", "ask something; Enter sends, Esc stops the reply"),
     ("/drafts 3", "then choose among three replies to it"),
@@ -62,27 +63,11 @@ class ChatList(Vertical):
     ]
     DEFAULT_CSS = "ChatList { height: auto; } ChatList OptionList { height: auto; }"
 
-    class Chosen(Event):
-        """Reports a chat; the subclass says what to do with it."""
-
-        def __init__(self, chat_id: str) -> None:
-            super().__init__()
-            self.chat_id = chat_id
-
-    class Opened(Chosen):
-        """Asks to go on with a chat."""
-
-    class Renaming(Chosen):
-        """Asks to rename a chat."""
-
-    class Deleting(Chosen):
-        """Asks to delete a chat."""
-
     def __init__(
-        self, find: Find, line: Callable[[ChatSummary], str], text: str = "", hint: str = ""
+        self, app: "ChatApp", line: Callable[[ChatSummary], str], text: str = "", hint: str = ""
     ) -> None:
         super().__init__()
-        self._find = find
+        self._chat_app = app
         self._line = line
         self._input = Input(text, placeholder=hint)
         self._options = OptionList(markup=False)
@@ -98,7 +83,7 @@ class ChatList(Vertical):
         """Searches again, since chats have changed. The marked chat stays marked."""
         marked = self._marked()
         seen: dict[str, ChatSummary] = {}
-        for chat in await self._find(self._input.value):
+        for chat in await self._chat_app.find_chats(self._input.value):
             seen.setdefault(chat.id, chat)
         self._options.clear_options()
         self._options.add_options(
@@ -117,11 +102,11 @@ class ChatList(Vertical):
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Opens the first chat on Enter."""
         event.stop()
-        self._post(self.Opened, self._first())
+        self._call(self._chat_app.open_chat, self._first())
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        self._post(self.Opened, event.option.id)
+        self._call(self._chat_app.open_chat, event.option.id)
 
     def action_focus_list(self) -> None:
         """Moves from the search line to the first chat."""
@@ -130,14 +115,14 @@ class ChatList(Vertical):
             self._options.action_first()
 
     def action_rename(self) -> None:
-        self._post(self.Renaming, self._marked() or self._first())
+        self._call(self._chat_app.ask_for_title, self._marked() or self._first())
 
     def action_delete(self) -> None:
-        self._post(self.Deleting, self._marked() or self._first())
+        self._call(self._chat_app.ask_to_delete, self._marked() or self._first())
 
-    def _post(self, event: type[Chosen], chat_id: str | None) -> None:
+    def _call(self, action: Callable[[str], object], chat_id: str | None) -> None:
         if chat_id is not None:
-            self.post_message(event(chat_id))
+            action(chat_id)
 
     def _first(self) -> str | None:
         options = self._options
@@ -175,23 +160,19 @@ class BoxScreen(ModalScreen[T | None]):
     """
 
 
-class ChatPicker(BoxScreen[str]):
-    """Finds a chat to resume by its words; returns its id."""
+class ChatPicker(BoxScreen[None]):
+    """Finds a chat to resume by its words."""
 
     DEFAULT_CSS = "ChatPicker OptionList { max-height: 20; }"
 
-    def __init__(self, find: Find, text: str) -> None:
+    def __init__(self, app: "ChatApp", text: str) -> None:
         super().__init__()
         hint = "words of a message; Enter opens the first chat"
-        self.chats = ChatList(find, chat_line, text, hint)
+        self.chats = ChatList(app, chat_line, text, hint)
 
     def compose(self) -> ComposeResult:
         with Vertical():
             yield self.chats
-
-    def on_chat_list_opened(self, event: ChatList.Opened) -> None:
-        event.stop()
-        self.dismiss(event.chat_id)
 
 
 class EntryScreen(BoxScreen[str]):
@@ -310,14 +291,14 @@ class DraftsScreen(ModalScreen[int | None]):
     def feed(self, number: int, text: str) -> None:
         """Adds text to a draft that is being written."""
         self._messages[number].text += text
-        if self.is_mounted:
+        if self.columns[number].is_attached:
             self.columns[number].feed(text)
 
     def finish(self, messages: Sequence[Message]) -> None:
         """Ends all drafts; `messages` say how each ended."""
         for column, draft, message in zip(self.columns, self._messages, messages, strict=True):
             draft.state = message.state
-            if column.is_mounted:
+            if column.is_attached:
                 column.finish()
                 column.redraw_header(draft)
 

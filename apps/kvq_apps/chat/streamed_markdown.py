@@ -13,7 +13,7 @@ from textual.strip import Strip
 
 from kvq_apps.chat.markdown import Palette, code_line, draw
 from kvq_apps.chat.markdown_blocks import BlockScanner, MarkdownBlock
-from kvq_apps.chat.visible import visible
+from kvq_apps.terminal.output import visible
 
 TAIL_INTERVAL_S = 0.066
 HIGHLIGHT_INTERVAL_S = 0.25
@@ -21,10 +21,7 @@ PAUSE_FACTOR = 10
 
 
 class StreamedMarkdown(BlockScanner):
-    """Scans a streamed markdown text, and draws its tail again and again.
-
-    The lines of an open fence are reused.
-    """
+    """Scans a streamed text and draws its tail often; the lines of an open fence are reused."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,9 +21,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, cast
 
 from kvq.json_values import is_array, is_object
-from kvq_apps.chat.visible import storable
 from kvq_apps.settings import configuration
 from kvq_apps.settings.flags import format_error
+from kvq_apps.terminal.output import storable
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -182,10 +182,7 @@ class ToolServer:
 
 
 class ToolServers:
-    """Runs the servers of the user's settings. `say` shows a note, or with True an error.
-
-    It is called on another thread than the screen's.
-    """
+    """Runs the user's servers; `say`, called on their thread, shows a note, or an error if True."""
 
     def __init__(
         self, settings: Sequence[ToolServerSettings], say: Callable[[str, bool], None]
@@ -204,10 +201,7 @@ class ToolServers:
             self._thread.start()
 
     def offered(self) -> dict[str, ServerTool]:
-        """Returns the tools that can be called now, by the names that models see.
-
-        A name that another server has already begins with the server's.
-        """
+        """Returns the tools that can be called now; a name met twice begins with its server's."""
         tools: dict[str, ServerTool] = {}
         for server in self.servers:
             for tool in server.tools:

@@ -16,7 +16,6 @@ from rich.style import Style
 from rich.text import Text
 from textual.events import Resize
 from textual.geometry import Size
-from textual.message import Message as Event
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
@@ -93,9 +92,6 @@ class TranscriptView(ScrollView, can_focus=True):
     }
     """
 
-    class BelowChanged(Event):
-        """Reports that `has_more_below` has changed."""
-
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.messages: list[Message] = []
@@ -111,7 +107,11 @@ class TranscriptView(ScrollView, can_focus=True):
         self._palette: dict[str, Style] = {}
         self._width = 0
         self._moving = False
-        self.has_more_below = False
+
+    @property
+    def has_more_below(self) -> bool:
+        """Tells whether lines below the screen are not followed."""
+        return not self.follow and self.max_scroll_y - self.scroll_y > FOLLOW_ROWS
 
     # What is shown
 
@@ -183,10 +183,7 @@ class TranscriptView(ScrollView, can_focus=True):
         self._measure_view()
 
     def unfold(self, *, shown: bool) -> None:
-        """Shows thoughts and all of long messages, or folds both away.
-
-        The first row on screen stays.
-        """
+        """Shows thoughts and all of long messages, or folds both; the first row on screen stays."""
         self.unfolded = shown
         top = self._row_at(round(self.scroll_y))
         self._ends = None
@@ -420,7 +417,6 @@ class TranscriptView(ScrollView, can_focus=True):
             self._resize_virtual()
             if shift:
                 self._move(top + shift)
-            self._update_below()
         self.refresh()
 
     def _measure(self, indexes: range, above_line: int = 0) -> int:
@@ -479,12 +475,6 @@ class TranscriptView(ScrollView, can_focus=True):
             self.scroll_to(y=line, animate=False, immediate=True, force=True)
         finally:
             self._moving = False
-
-    def _update_below(self) -> None:
-        below = not self.follow and self.max_scroll_y - self.scroll_y > FOLLOW_ROWS
-        if below != self.has_more_below:
-            self.has_more_below = below
-            self.post_message(self.BelowChanged())
 
     # Lines
 

@@ -63,7 +63,7 @@ def run(arguments: Namespace) -> int:
 
 def _print_summary(name: str, report: dict[str, Any]) -> None:
     """Prints what the model is, how good it is, what its cache holds and what to do next."""
-    from kvq_apps.terminal import cache_report, estimate
+    from kvq_apps.terminal import estimate
 
     size, session = format_bytes(report["weight_bytes"]), report["session"]
     good = f"; {output.quality_text(report)}" if report.get("quality") else ""
@@ -77,7 +77,7 @@ def _print_summary(name: str, report: dict[str, Any]) -> None:
         "It is put into kvq's layout when it first runs; what its cache holds is known then."
         if session is None
         else f"Its cache takes {format_bytes(session['kv_budget'])} unless --kv-budget says "
-        f"otherwise, and holds {cache_report.sentence(session)}."
+        f"otherwise, and holds {output.cache_sentence(session)}."
     )
     more = "" if "estimate" in report else "--estimate says what it takes in memory, "
     output.print_note(f"try: kvq run -m {name} ...; {more}-v every number")

@@ -2,11 +2,12 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvq.config import FLOAT_WIDTH
 from kvq.errors import UsageError, argument
 from kvq.formats import format_bytes
 from kvq_apps.settings import flags, options
@@ -168,7 +169,7 @@ def _print_whole(text: str) -> None:
 
 def _first_fence(text: str) -> str | None:
     """Returns the first fenced block of code of a markdown text, or None."""
-    from kvq_apps.chat.messages import code_fences
+    from kvq_apps.chat.markdown_blocks import code_fences
 
     return next(iter(code_fences(text)), None)
 
@@ -221,13 +222,11 @@ def _refuse_endless(prompt: str, engine: "Engine", session: "Session[Any]") -> N
 
 def _note_what_fits(prompt_tokens: int, config: "SessionConfig") -> None:
     """Notes before the work begins that the cache cannot hold the whole prompt at first widths."""
-    from kvq_apps.terminal import cache_report
-
     if prompt_tokens > config.budget_tokens:
         output.print_note(
             f"kvq: the prompt has {prompt_tokens:,} tokens; the cache of "
             f"{format_bytes(config.budget_bytes)} holds "
-            f"{cache_report.sentence(cache_report.facts(config))}"
+            f"{output.cache_sentence(output.cache_facts(config))}"
         )
 
 
@@ -356,7 +355,6 @@ class _AnswerPrinter:
 
 
 def _report(engine: "Engine", session: "Session[Any]", answer: _GeneratedAnswer) -> dict[str, Any]:
-    from kvq_apps.terminal import cache_report
     from kvq_runtime.session.metrics import figures
 
     stats = session.stats()
@@ -368,7 +366,7 @@ def _report(engine: "Engine", session: "Session[Any]", answer: _GeneratedAnswer)
         "model": engine.model.name,
         "backend": engine.backend.name,
         "threads": engine.threads,
-        **cache_report.facts(session.config),
+        **output.cache_facts(session.config),
         "kv_policy": session.config.policy,
         **figures(stats, _REPORTED),
         "kv_read_share": stats.held.read_share,
@@ -379,9 +377,71 @@ def _report(engine: "Engine", session: "Session[Any]", answer: _GeneratedAnswer)
 
 
 def _print_usage(report: dict[str, Any], *, verbose: bool) -> None:
-    from kvq_apps.terminal import usage
-
-    output.print_note_below(usage.summary(report))
-    if verbose:
-        for name, text in usage.details(report):
+    """Prints how fast the answer was and what the cache holds, then every other number."""
+    output.print_note_below(f"{_speed_text(report)}\n{_cache_text(report)}")
+    for name, text in _usage_rows(report) if verbose else ():
+        if text:
             output.print_note(f"{name}: {text}")
+
+
+def _speed_text(report: dict[str, Any]) -> str:
+    """Says `42 tokens in 1.2 s (35 a second), the first after 0.3 s; the prompt's 9 ...`."""
+    count, rate = report["new_tokens"], report["decode_tok_s"]
+    first_s = report["ttft_ms"] / 1000
+    total_s = first_s + (max(0, count - 1) / rate if rate else 0)
+    speed = f" ({rate:.0f} a second)" if rate else ""
+    prompt = f"the prompt's {report['prompt_tokens']:,}"
+    if report["prefill_tok_s"]:
+        prompt += f" read at {report['prefill_tok_s']:,.0f} a second"
+    return (
+        f"{count:,} tokens in {output.duration(total_s)}{speed}, the first after "
+        f"{output.duration(first_s)}; {prompt}."
+    )
+
+
+def _cache_text(report: dict[str, Any]) -> str:
+    """Says what the cache uses of its budget, what that holds, and what was kept of the text."""
+    outside = report["kv_offloaded_bytes"]
+    tier = f" ({format_bytes(outside)} of it in the second tier)" if outside else ""
+    return (
+        f"Cache: {format_bytes(report['kv_bytes'])}{tier} of {format_bytes(report['kv_budget'])}, "
+        f"which holds {output.cache_sentence(report)}. {_bits_now(report)}"
+    )
+
+
+def _bits_now(report: dict[str, Any]) -> str:
+    """Says at how many bits the text is held now, and how much of it was given up."""
+    bits = report["mean_k_bits"], report["mean_v_bits"]
+    share = report["evicted_share"]
+    lost = f"{output.share_text(share)} of the text given up" if share else "none given up"
+    if bits == (FLOAT_WIDTH, FLOAT_WIDTH):
+        return f"This text: still at 16 bits, {lost}."
+    if not any(bits):
+        return f"This text: {lost}."
+    return f"This text: {_mean_bits(*bits)} on average, {lost}."
+
+
+def _mean_bits(k_bits: float, v_bits: float) -> str:
+    keys, values = f"{k_bits:.1f}", f"{v_bits:.1f}"
+    return f"{keys} bits" if keys == values else f"{keys} bits for keys and {values} for values"
+
+
+def _usage_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "cache per token", f"{report['bytes_per_token']:.0f} bytes"
+    yield "memory read", f"{report['bandwidth_gb_s']:.1f} GB a second while writing"
+    if report["drafted_tokens"]:
+        yield (
+            "guesses",
+            f"{report['accepted_tokens']} of {report['drafted_tokens']} tokens guessed ahead were "
+            f"right: {report['tokens_per_round']:.2f} tokens each time the model ran; guessing "
+            f"took {report['draft_ms']:.1f} ms",
+        )
+    if report["kv_read_share"] < 1:
+        yield "cache read", f"{report['kv_read_share']:.0%} of what could be"
+    if report["predicted_tokens"]:
+        yield "predicted", f"{report['predicted_tokens']} tokens of the prompt were not computed"
+    if report["kv_offloaded_bytes"]:
+        yield "cache in the second tier", format_bytes(report["kv_offloaded_bytes"])
+    yield "experts", output.experts_text(report["experts"])
+    if report["joules"] is not None:
+        yield "energy", f"{report['joules']:.1f} J, other programs' work included"

@@ -13,7 +13,7 @@ from kvq import __version__
 from kvq.errors import KvqError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps.settings import flags, options
-from kvq_apps.terminal import cache_report, output
+from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
     from kvq_apps.serve.config import ServeConfig
@@ -282,5 +282,5 @@ def _announce(facts: Mapping[str, Any], url: str, sessions: int, *, as_json: boo
     output.print_note(
         f"serving {facts['model']} at {url}; {sessions} sessions of "
         f"{format_bytes(facts['kv_budget'])}, {format_bytes(facts['kv_budget'] * sessions)} "
-        f"together; each holds {cache_report.sentence(facts)}"
+        f"together; each holds {output.cache_sentence(facts)}"
     )

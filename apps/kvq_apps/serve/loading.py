@@ -12,7 +12,7 @@ from kvq_apps.names import known_models
 from kvq_apps.names.engine import Engine
 from kvq_apps.opening import open_engine
 from kvq_apps.serve.config import ServeConfig
-from kvq_apps.terminal import cache_report
+from kvq_apps.terminal import output
 from kvq_models.infilling import fixed_tokens
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.constraint import Constraint, Grammar
@@ -28,7 +28,7 @@ class ServedModel(Served):
     """Holds a loaded model for the routes; `kv` are the widths as `--kv` writes them.
 
     `budget_tokens`, `full_kv` and `full_tokens` say what a session holds
-    (`kvq_apps.terminal.cache_report`). `names` are all names of the model. `grammar` reads a
+    (`output.cache_facts`). `names` are all names of the model. `grammar` reads a
     constraint for the model's vocabulary (`Vocabulary.grammar`). `sampling` is the model's own.
     """
 
@@ -98,7 +98,7 @@ def serve_engine(
         config.saved_bytes,
         first.config.context_tokens,
     )
-    plan, facts = first.config.plan, cache_report.facts(first.config)
+    plan, facts = first.config.plan, output.cache_facts(first.config)
     return ServedModel(
         name=engine.model.name,
         names=names_of(engine.files, requested_name),

@@ -1,13 +1,10 @@
-"""Estimates from a model's files how much memory its weights and the cache of one session take.
-
-The backends compute the sizes, so a session with the same settings takes these bytes.
-"""
+"""Estimates the memory of a model's weights and one session's cache, as backends compute it."""
 
 from typing import Any
 
 from kvq.config import FLOAT_WIDTH, Budget, KvPlan, parse_budget, parse_weights
 from kvq.formats import format_bytes
-from kvq_apps.terminal import cache_report, output
+from kvq_apps.terminal import output
 from kvq_runtime import backends
 from kvq_runtime.backends import ModelFiles
 from kvq_runtime.config import SessionRequest
@@ -49,7 +46,7 @@ def estimate(
     return {
         "kv": output.kv_text(sizes.plan.k_bits, sizes.plan.v_bits),
         "context": sizes.context_tokens,
-        "session": cache_report.facts(sizes.session) | {"kv_budget": sizes.session.budget_bytes},
+        "session": output.cache_facts(sizes.session) | {"kv_budget": sizes.session.budget_bytes},
         "weight_bytes": weight_bytes,
         "kv_bytes_per_1024_tokens": _unit(sizes.bytes_per_token(sizes.plan)),
         "kv_bytes": sizes.kv_bytes,
@@ -68,7 +65,7 @@ def summary(report: dict[str, Any]) -> str:
         f"It takes {format_bytes(report['total_bytes'])} of memory: "
         f"{format_bytes(report['weight_bytes'])} of weights, and a cache of "
         f"{format_bytes(report['kv_bytes'])} for {report['context']:,} tokens at "
-        f"{cache_report.bits_text(report['kv'])}. Does that fit: {_verdict(report)}."
+        f"{output.bits_text(report['kv'])}. Does that fit: {_verdict(report)}."
     )
 
 

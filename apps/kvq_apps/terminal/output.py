@@ -14,22 +14,22 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO
 
+from kvq.config import parse_kv
 from kvq.errors import KvqError
 from kvq.formats import format_bytes
 from kvq.json_values import is_object
 from kvq.settings import terminal_is_plain
 
 if TYPE_CHECKING:
+    from kvq_runtime.config import SessionConfig
     from kvq_runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 _DIM, _NORMAL = "\x1b[2m", "\x1b[22m"
-BARS = "▁▂▃▄▅▆▇█"
 # 8-bit weights are advised where they keep so many more first choices, as a share of all.
 ADVISED_GAIN = 0.05
 
@@ -41,12 +41,14 @@ _RANGES = (
     "\u200b-\u200b", "\u200e-\u200f", "\u2028-\u202e", "\u2060-\u206f", "\ufeff-\ufeff",
     "\ud800-\udfff", "\U000e0000-\U000e007f",
 )  # fmt: skip
-UNSAFE = frozenset[int]().union(*(range(ord(first), ord(last) + 1) for first, _, last in _RANGES))
+_UNSAFE = frozenset[int]().union(*(range(ord(first), ord(last) + 1) for first, _, last in _RANGES))
 # Persian, Indic scripts and emoji need these joiners; names do not.
 _JOINERS = "\u200c-\u200d"
-_REPLACED_IN_DATA = dict.fromkeys(UNSAFE, "\ufffd")
+_REPLACED_IN_DATA = dict.fromkeys(_UNSAFE, "\ufffd")
 _REPLACED_IN_NOTES = _REPLACED_IN_DATA | dict.fromkeys(map(ord, _JOINERS[::2]), "\ufffd")
 _ESCAPED = re.compile(f"[{_JOINERS}{''.join(_RANGES)}]")
+_PICTURES = {code: 0x2400 + code for code in range(32) if code in _UNSAFE}
+_VISIBLE = dict.fromkeys(_UNSAFE, 0xFFFD) | _PICTURES | {0x7F: 0x2421}
 
 
 def _write(text: str, stream: TextIO, unsafe: Mapping[int, str] = _REPLACED_IN_NOTES) -> None:
@@ -118,6 +120,17 @@ def line(value: Any) -> str:
     return "".join(character if character.isprintable() else "\ufffd" for character in words)
 
 
+def visible(text: str) -> str:
+    """Replaces each character that must not reach a terminal by a picture (U+241B) or U+FFFD."""
+    return text if text.isascii() and text.isprintable() else text.translate(_VISIBLE)
+
+
+def storable(text: str) -> str:
+    """Returns valid UTF-8 text: CRLF and CR become newlines, lone surrogates U+FFFD."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _columns(text: str) -> int:
     """Returns how many columns `text` takes: two for a wide letter, none for a combining mark."""
     if text.isascii():
@@ -153,6 +166,43 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def kv_text(k_bits: int, v_bits: int) -> str:
     """Returns widths as `--kv` writes them: `4:2`, or `fp`."""
     return "fp" if k_bits == v_bits == 16 else f"{k_bits}:{v_bits}"
+
+
+def bits_text(kv: str) -> str:
+    """Returns widths in words: `4 bits`, or `4 bits for keys and 2 for values`."""
+    k_bits, v_bits = parse_kv(kv)
+    return (
+        f"{k_bits} bits" if k_bits == v_bits else f"{k_bits} bits for keys and {v_bits} for values"
+    )
+
+
+def cache_facts(config: "SessionConfig") -> dict[str, Any]:
+    """Returns what the cache of a session holds, as fields of every report.
+
+    `kv` and `full_kv` are widths as `--kv` writes them. Tokens begin at `kv`, and old ones go down
+    to `full_kv` when the budget is full. `budget_tokens` and `full_tokens` are how many tokens of
+    the `context` fit at each.
+    """
+    return {
+        "kv": kv_text(config.plan.k_bits, config.plan.v_bits),
+        "context": config.context_tokens,
+        "budget_tokens": config.budget_tokens,
+        "full_kv": kv_text(*config.full_bits),
+        "full_tokens": config.full_tokens,
+    }
+
+
+def cache_sentence(report: Mapping[str, Any]) -> str:
+    """Says how many tokens fit at which bits, now and with a full budget; follows "holds"."""
+    context, kv, full_kv = report["context"], report["kv"], report["full_kv"]
+    if report["budget_tokens"] >= context:
+        return f"all {context:,} tokens of its context at {bits_text(kv)}"
+    holds = f"{report['budget_tokens']:,} of {context:,} tokens at {bits_text(kv)}"
+    fit = report["full_tokens"]
+    if full_kv == kv or fit <= report["budget_tokens"]:
+        return f"{holds}; when it is full, older ones are given up"
+    last = "all fit" if fit >= context else f"{fit:,} fit; of longer texts some are given up"
+    return f"{holds}; when it is full, older ones go down to {bits_text(full_kv)}, at which {last}"
 
 
 def share_text(share: float) -> str:
@@ -251,38 +301,11 @@ def weight_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{len(names)} matrices {spelled}" for spelled, names in weights["formats"].items()
         )
         rows.append(("weights", f"{format_bytes(weights['bytes'])}: {kinds}"))
-        rows += _bits_by_layer(weights["formats"])
     if gguf is not None:
         num_bytes = manifest["files"]["model.gguf"]["bytes"]
         text = f"{format_bytes(num_bytes)}: {gguf['type']}, architecture {gguf['architecture']}"
         rows.append(("GGUF", f"{text}, {gguf['context_length']} tokens of context"))
     return rows
-
-
-def _bits_by_layer(formats: Mapping[str, list[str]]) -> list[tuple[str, str]]:
-    """Draws a bar for the mean bits of each layer's matrices, if they are not all equal."""
-    from kvq.reference.linear import WIDTHS, BlockFormat
-
-    layers: dict[int, list[int]] = {}
-    ends: dict[str, int] = {}
-    for spelled, names in formats.items():
-        bits = BlockFormat.parse(spelled).bits
-        for name in names:
-            first, _, rest = name.partition(".")
-            if first == "layers":
-                layers.setdefault(int(rest.partition(".")[0]), []).append(bits)
-            else:
-                ends[name] = bits
-    used = {bits for layer_bits in layers.values() for bits in layer_bits}
-    if len(used) < 2:
-        return []
-    low, high = min(*WIDTHS, *used), max(WIDTHS)
-    bars = "".join(
-        BARS[round((fmean(layers[layer]) - low) / (high - low) * (len(BARS) - 1))]
-        for layer in sorted(layers)
-    )
-    end_bits = ", ".join(f"{name} {bits}" for name, bits in ends.items())
-    return [("bits by layer", f"{bars}  from {BARS[0]} {low} to {BARS[-1]} {high}; {end_bits}")]
 
 
 def duration(seconds: float) -> str:

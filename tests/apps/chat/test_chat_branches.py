@@ -8,7 +8,7 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from chat_pilot import on_screen, run, saved, say, send, sent_messages, shown, telling, until
+from chat_pilot import meter, on_screen, run, saved, say, send, sent_messages, shown, telling, until
 from fake_chat import FakeClient, FakeOptions
 from kvq_apps.chat.chat_app import ChatApp
 from kvq_apps.chat.client import Turn
@@ -59,6 +59,22 @@ def test_an_edited_message_branches_and_both_branches_can_be_seen(tmp_path: Path
 
     run(script, client, folder=tmp_path)
     assert len(saved(tmp_path)) == 4
+
+
+def test_the_meter_shows_what_was_predicted_until_all_is_exact() -> None:
+    client = FakeClient()
+
+    async def script(app: ChatApp, pilot: Pilot[Any]) -> None:
+        client.predicted = 30
+        await say(app, pilot, "hello")
+        assert "  predicted 30  " in meter(app)
+        client.stale = 30
+        await say(app, pilot, "/exact")
+        assert "30 tokens were encoded again" in shown(app)
+        assert "predicted" not in meter(app)
+        assert app.controller.engine.stats.new_tokens > 0
+
+    run(script, client, size=(140, 24))
 
 
 def test_escape_leaves_an_edit() -> None:

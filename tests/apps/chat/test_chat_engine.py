@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from textual.pilot import Pilot
 
 from chat_pilot import meter, run, say, send, shown, until
+from kvq import native_library
 from kvq.errors import BackendError, BudgetError, ModelError, SnapshotError, UsageError
 from kvq.formats import format_bytes
 from kvq_apps.chat import threads
@@ -29,14 +30,13 @@ from kvq_apps.chat.messages import Message
 from kvq_apps.chat.meter import kv_part
 from kvq_apps.chat.plain import PlainChat
 from kvq_apps.chat.remote import RemoteClient
-from kvq_apps.chat.visible import storable
+from kvq_apps.terminal.output import storable
 from kvq_export.export import export_model
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.drafter import Draft, Drafter, Round
 from kvq_runtime.config import Sampling
-from kvq_runtime.engine import Engine
 from serving import process
-from shelf import PLAIN, Shelf
+from shelf import EIGHT, PLAIN, Shelf
 from tiny import CONTROL_TOKENS, make_llama_checkpoint
 
 GREEDY = Sampling(temperature=0)
@@ -167,6 +167,21 @@ def test_of_an_edited_message_only_the_change_is_encoded(bundle: str) -> None:
     assert text == answer(fresh, edited)[0]
     client.close()
     fresh.close()
+
+
+@pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
+def test_exact_computes_what_was_predicted_of_a_prompt(shelf: Shelf) -> None:
+    path = str(shelf.bundle(EIGHT, num_hidden_layers=4))
+    options = {"predict": "50%", "kv": "8:8"}
+    client = LocalClient(path, engine_options={"threads": 1}, session_options=options)
+    client.open()
+    _, stats = answer(client, "The quick brown fox. " * 20, max_tokens=4)
+    assert stats.predicted_tokens > 50
+    session = client._session
+    assert session is not None
+    assert client.reread(Stream()) > stats.predicted_tokens
+    assert (session.stats().edits.predicted_tokens, session.exact) == (0, True)
+    client.close()
 
 
 def test_a_chat_is_sampled_as_the_model_asks(tmp_path: Path) -> None:
@@ -323,23 +338,6 @@ def words(app: ChatApp) -> str:
     return " ".join(shown(app).split())
 
 
-def test_the_smallest_budget_is_the_same_for_a_chat(bundle: str) -> None:
-    """A chat has room for drafts side by side where its budget has: 64 rows, not 8."""
-    with Engine.open(bundle, threads=1, backend="float") as engine:
-        with pytest.raises(BudgetError) as refused:
-            engine.session(k_bits=4, v_bits=2, kv_budget="1KiB")
-        (least,) = re.findall(r"\((\d+) bytes\) can", str(refused.value))
-        with pytest.raises(BudgetError):
-            engine.session(k_bits=4, v_bits=2, kv_budget=int(least), draft_tokens=64)
-    with pytest.raises(BudgetError, match=re.escape(str(refused.value))):
-        local(bundle, kv_budget="1KiB").open()
-    client = local(bundle, kv_budget=least)
-    facts = client.open()
-    assert facts.kv_budget == int(least)
-    assert answer(client, "hello")[1].new_tokens == 8
-    client.close()
-
-
 def test_a_chat_opens_the_model_it_was_written_with(
     bundle: str, shelf: Shelf, tmp_path: Path
 ) -> None:
@@ -473,42 +471,11 @@ def drafted(client: LocalClient, *texts: str, count: int, max_tokens: int) -> li
     return [texts_of.get(number, "") for number in range(count)]
 
 
-def test_a_draft_written_side_by_side_is_kept_as_it_is(bundle: str) -> None:
+def test_drafts_differ_and_leave_nothing_in_the_next_answer(bundle: str) -> None:
     client = local(bundle)
     client.open()
-    drafts = drafted(client, "hello there", count=3, max_tokens=12)
-    assert len(set(drafts)) == 3
-    session = client._session
-    assert session is not None
-    before = session.tokens
-    client.keep(1)
-    # The prompt, then the draft, of which only the last token has not been through the model.
-    assert session.tokens[: len(before)] == before
-    kept = session.tokens[len(before) :]
-    engine = client._engine
-    assert engine is not None
-    # A character whose bytes are not all there yet is shown once they are.
-    assert drafts[1].startswith(engine.tokenizer.decode(list(kept[:4])).rstrip("\ufffd"))
-    assert (len(kept), session.pending_tokens) == (12, 1)
-    after = list(session.generate(6, sampling=GREEDY))
-    plain = engine.session(k_bits=4, v_bits=2)
-    plain.prefill([*before, *kept])
-    assert [step.token for step in plain.generate(6, sampling=GREEDY)] == [
-        step.token for step in after
-    ]
-    plain.close()
-    client.close()
-
-
-def test_long_drafts_come_one_after_the_other_and_nothing_is_kept_unasked(bundle: str) -> None:
-    client = local(bundle)
-    client.open()
-    long = drafted(client, "hello there", count=2, max_tokens=40)
-    assert len(set(long)) == 2
-    client.keep(0)
-    short = drafted(client, "hello there", count=2, max_tokens=8)
-    assert len(set(short)) == 2
-    # Asking on without keeping one forgets both.
+    drafts = drafted(client, "hello there", count=2, max_tokens=40)
+    assert len(set(drafts)) == 2
     text, stats = answer(client, "hello there")
     fresh = local(bundle)
     fresh.open()
@@ -647,7 +614,6 @@ def test_drafts_over_http() -> None:
         stream = Stream()
         assert client.drafts(turn("hi"), 2, stream) == ["stop", "length"]
         assert stream.take().texts == {0: "one", 1: "two"}
-        client.keep(1)
         assert requests[0]["n"] == 2
         with pytest.raises(BackendError, match="wrote 2 of 3 drafts, it does not stream several"):
             client.drafts(turn("hi"), 3, Stream())

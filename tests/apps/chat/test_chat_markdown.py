@@ -17,11 +17,11 @@ from kvq_apps.chat.markdown_blocks import (
     LINE_CHARACTERS,
     BlockScanner,
     MarkdownBlock,
+    code_fences,
     plain_blocks,
 )
-from kvq_apps.chat.messages import code_fences
 from kvq_apps.chat.streamed_markdown import StreamedMarkdown
-from kvq_apps.chat.visible import storable, visible
+from kvq_apps.terminal.output import storable, visible
 
 # The same examples every time; a person hunting for faults sets another seed and more of them.
 SETTINGS = settings(

@@ -105,7 +105,7 @@ def test_scrolled_up_the_view_stays_and_end_follows_again() -> None:
         await pilot.press("end")
         await pilot.pause()
         assert screen_lines(app)[-1] == "  last"
-        assert "new below" not in meter(app)
+        await until(pilot, lambda: "new below" not in meter(app))
 
     run(script, client)
 

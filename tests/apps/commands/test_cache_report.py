@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvq_apps.names.engine import Engine
-from kvq_apps.terminal import cache_report
+from kvq_apps.terminal import output
 from shelf import Shelf
 
 
@@ -37,7 +37,7 @@ from shelf import Shelf
 )
 def test_the_sentence(kv: str, fits: int, full_kv: str, full_fits: int, sentence: str) -> None:
     facts = {"kv": kv, "context": 9000, "budget_tokens": fits}
-    assert cache_report.sentence(facts | {"full_kv": full_kv, "full_tokens": full_fits}) == sentence
+    assert output.cache_sentence(facts | {"full_kv": full_kv, "full_tokens": full_fits}) == sentence
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_facts_are_those_of_a_session(
     options: dict[str, Any], kv: str, full_kv: str, shelf: Shelf
 ) -> None:
     with Engine.open(shelf.bundle(), threads=1) as engine, engine.session(**options) as session:
-        facts = cache_report.facts(session.config)
+        facts = output.cache_facts(session.config)
         assert (facts["kv"], facts["full_kv"], facts["context"]) == (kv, full_kv, 512)
         assert facts["budget_tokens"] <= facts["full_tokens"] <= 512
         # A text that fits at the first widths loses nothing of them.
