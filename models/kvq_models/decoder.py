@@ -64,27 +64,15 @@ DECODER_KEYS: Mapping[str, Key] = {
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 FIM_QWEN = FimNames(
-    prefix="<|fim_prefix|>",
-    suffix="<|fim_suffix|>",
-    middle="<|fim_middle|>",
-    pad="<|fim_pad|>",
-    repo="<|repo_name|>",
-    file="<|file_sep|>",
-)
+    "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>",
+    repo="<|repo_name|>", file="<|file_sep|>",
+)  # fmt: skip
 FIM_STARCODER = FimNames(
-    prefix="<fim_prefix>",
-    suffix="<fim_suffix>",
-    middle="<fim_middle>",
-    pad="<fim_pad>",
-    repo="<repo_name>",
-    file="<file_sep>",
-)
-FIM_CODE_LLAMA = FimNames(prefix="▁<PRE>", suffix="▁<SUF>", middle="▁<MID>")
-FIM_DEEPSEEK = FimNames(
-    prefix="<｜fim▁begin｜>",
-    suffix="<｜fim▁hole｜>",
-    middle="<｜fim▁end｜>",
-)
+    "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>",
+    repo="<repo_name>", file="<file_sep>",
+)  # fmt: skip
+FIM_CODE_LLAMA = FimNames("▁<PRE>", "▁<SUF>", "▁<MID>")
+FIM_DEEPSEEK = FimNames("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
 
 
 def layer_kinds(

@@ -23,7 +23,7 @@ MOST_LAYERS = 4096
 DRAFT_HEAD = "mtp"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FimNames:
     """Holds the token names of one fill-in-the-middle convention.
 

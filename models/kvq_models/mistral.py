@@ -4,7 +4,7 @@ from kvq_models.decoder import DECODER_KEYS, FIM_STARCODER, LAYER_WEIGHTS, decod
 from kvq_models.family import Family, FimNames
 from kvq_models.keys import Required
 
-FIM_TOKENS = (FimNames(prefix="[PREFIX]", suffix="[SUFFIX]", middle="[MIDDLE]"), FIM_STARCODER)
+FIM_TOKENS = (FimNames("[PREFIX]", "[SUFFIX]", "[MIDDLE]"), FIM_STARCODER)
 TURN_ENDS = ("</s>", "<|im_end|>")
 
 
