@@ -659,14 +659,11 @@ class ModelConfig:
     def from_json(cls, data: Mapping[str, Any]) -> ModelConfig:
         """Returns the config of a dict that `to_json` made, also after a trip through JSON text.
 
-        It also reads the flat form of bundles up to version 6, whose layers differed in two
-        numbers. Raises ModelError if a key is missing, unknown or of the wrong kind.
+        Raises ModelError if a key is missing, unknown or of the wrong kind.
         """
         values = dict(data)
         try:
             values["ropes"] = tuple(_rope_from_json(rope) for rope in values["ropes"])
-            if "num_heads" in values:
-                values = _of_flat(values)
             values["layers"] = tuple(_layer_from_json(layer) for layer in values["layers"])
             if values.get("draft_head") is not None:
                 values["draft_head"] = _layer_from_json(values["draft_head"])
@@ -721,35 +718,3 @@ def _layer_from_json(data: Mapping[str, Any]) -> Layer:
         if feed.get(name) is not None:
             feed = feed | {name: Dense(**feed[name])}
     return Layer(mixer=mixer_type(**mixer), feed=feed_type(**feed), **values)
-
-
-def _of_flat(data: Mapping[str, Any]) -> dict[str, Any]:
-    values = dict(data)
-    mixer = {
-        name: values.pop(old)
-        for name, old in (
-            ("heads", "num_heads"),
-            ("kv_heads", "num_kv_heads"),
-            ("head_dim", "head_dim"),
-            ("scale", "attention_scale"),
-            ("softcap", "attention_softcap"),
-            ("qkv_bias", "qkv_bias"),
-            ("output_bias", "output_bias"),
-        )
-    }
-    mixer["qk_norm"] = "heads" if values.pop("qk_norm") else "none"
-    feed = {
-        name: values.pop(old)
-        for name, old in (
-            ("width", "intermediate_size"),
-            ("activation", "activation"),
-            ("bias", "mlp_bias"),
-        )
-    }
-    norms = "both" if values.pop("sandwich_norms") else "before"
-    layers = [
-        {"mixer": mixer | fields, "feed": feed, "norms": norms} for fields in values.pop("layers")
-    ]
-    if len(layers) != values.pop("num_layers"):
-        raise TypeError(f"{len(layers)} layers are described, num_layers says another number")
-    return values | {"layers": layers}

@@ -277,7 +277,7 @@ class Tokenizer:
         from kvq_models.tools import with_calls_as_text
 
         guard = MessageGuard(self._control.values(), messages, variables or {})
-        prompt = self._template.prompt(
+        text, changes = self._template.prompt(
             {
                 "bos_token": self._content(self.control.bos),
                 "eos_token": self._content(next(iter(self.control.eos), None)),
@@ -289,11 +289,11 @@ class Tokenizer:
             }
         )
         ids: list[int] = []
-        for part, is_template in guard.split(prompt.text):
+        for part, is_template in guard.split(text):
             ids += self.encode(part, special=is_template, most=most)
             if most is not None and len(ids) > most:
                 break
-        return ChatPrompt(ids, prompt.reconciled)
+        return ChatPrompt(ids, changes)
 
     @cached_property
     def _template(self) -> ChatTemplate | None:

@@ -92,51 +92,6 @@ def test_config_survives_json(checkpoint: Path) -> None:
     assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
-def flat(config: ModelConfig) -> dict[str, Any]:
-    """Returns the config as bundles of version 6 have it."""
-    data = config.to_json()
-    layers, first = data.pop("layers"), config.layers[0]
-    del data["logits_scale"]
-    return data | {
-        "num_layers": len(layers),
-        "num_heads": first.mixer.heads,
-        "num_kv_heads": first.mixer.kv_heads,
-        "head_dim": first.mixer.head_dim,
-        "intermediate_size": first.feed.width,
-        "activation": first.feed.activation,
-        "layers": [
-            {name: layer["mixer"][name] for name in ("window_tokens", "rope")} for layer in layers
-        ],
-        "attention_scale": first.mixer.scale,
-        "attention_softcap": first.mixer.softcap,
-        "qk_norm": first.mixer.qk_norm == "heads",
-        "sandwich_norms": first.norms == "both",
-        "qkv_bias": first.mixer.qkv_bias,
-        "output_bias": first.mixer.output_bias,
-        "mlp_bias": first.feed.bias,
-    }
-
-
-def test_the_flat_config_of_older_bundles_is_read(checkpoint: Path) -> None:
-    _, config, _ = read_checkpoint(checkpoint)
-    plain = all(isinstance(layer.feed, Dense) for layer in config.layers)
-    mixers = [layer.mixer for layer in config.layers]
-    plain = plain and all(isinstance(mixer, Attention) and not mixer.growth for mixer in mixers)
-    plain = plain and not any(layer.scaled for layer in config.layers)
-    if config.layers[0].norms not in ("before", "both") or config.norm != "rms" or not plain:
-        pytest.skip("they knew no such model")
-    # They knew no such multipliers.
-    unscaled = tuple(dataclasses.replace(layer, scale=1.0) for layer in config.layers)
-    config = dataclasses.replace(config, layers=unscaled, logits_scale=1.0)
-    old = json.loads(json.dumps(flat(config)))
-    assert ModelConfig.from_json(old) == config
-    for name in ("num_layers", "head_dim", "layers"):
-        with pytest.raises(ModelError, match="not a model configuration"):
-            ModelConfig.from_json({key: old[key] for key in old if key != name})
-    with pytest.raises(ModelError, match="num_layers says another number"):
-        ModelConfig.from_json({**old, "num_layers": 99})
-
-
 def test_what_no_layer_can_be_is_refused() -> None:
     config = family_for(llama_json()).config(llama_json())
     for message, change in {
