@@ -129,7 +129,7 @@ def test_every_text_is_in_the_prompt_once_and_in_order(
             )
             turns = [row for row in messages if row["role"] not in ("system", "developer")]
             places = [said.index(word) for word in texts(turns, calls=False)]
-            assert places == sorted(places), (shape, prompt)
+            assert places == sorted(places), (shape, text)
 
 
 PLAIN = {
