@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -171,11 +171,6 @@ class Dense:
     bias: bool = False
     gated: bool = True
 
-    @property
-    def widest(self) -> int:
-        """Returns the columns of the widest MLP, which is this one."""
-        return self.width
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
@@ -215,16 +210,8 @@ class Experts:
     router_bias: bool = False
     bias: bool = False
     scale: float = 1.0
-
-    @property
-    def widest(self) -> int:
-        """Returns the columns of the widest of its MLPs."""
-        return max(self.width, *(mlp.width for mlp in (self.beside, self.shared) if mlp), 0)
-
-    @property
-    def gated(self) -> bool:
-        """Returns True: all experts are gated, as `Dense` may be."""
-        return True
+    # All experts are, as a `Dense` may be.
+    gated: ClassVar[bool] = True
 
 
 Feed = Dense | Experts
@@ -485,33 +472,19 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def num_heads(self) -> int:
-        """Returns the query heads of the first layer that attends; in a `uniform` model, of all."""
-        return self._attends_first.heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Returns the key-value heads of the first layer that attends."""
-        return self._attends_first.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Returns the channels of a head of the first layer that attends."""
-        return self._attends_first.head_dim
-
-    @property
-    def qkv_width(self) -> int:
-        """Returns `Attention.qkv_width` of the first layer that attends."""
-        return self._attends_first.qkv_width
-
-    @property
-    def _attends_first(self) -> Attention:
+    def first_attention(self) -> Attention:
+        """Returns the first layer's that attends; in a `uniform` model all have its shape."""
         return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     @property
     def widest_feed(self) -> int:
         """Returns the columns of the widest MLP."""
-        return max(layer.feed.widest for layer in self.layers)
+        widths = [layer.feed.width for layer in self.layers]
+        for layer in self.layers:
+            if isinstance(layer.feed, Experts):
+                mlps = (layer.feed.beside, layer.feed.shared)
+                widths += [mlp.width for mlp in mlps if mlp is not None]
+        return max(widths)
 
     @property
     def cache_classes(self) -> tuple[CacheClass, ...]:

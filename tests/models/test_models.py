@@ -146,7 +146,8 @@ def test_scaling_matters_beyond_the_trained_context(case: str, shelf: Shelf) -> 
     """Guards the parity above: without the scaling the logits would be far outside TOLERANCE."""
     folder = shelf.family(case)
     _, config, _ = read_checkpoint(folder)
-    plain = 10_000.0 ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    dim = config.first_attention.head_dim
+    plain = 10_000.0 ** -(np.arange(0, dim, 2) / dim)
     unscaled = RopeConfig(inv_freq=tuple(plain.astype(np.float32).tolist()))
     changed = ModelConfig.from_json({**config.to_json(), "ropes": [vars_of(unscaled)]})
     weight, ids = tiny.checkpoint_weights(folder), random_ids(LONG)
@@ -417,7 +418,7 @@ def test_odd_values_are_refused_or_give_finite_numbers(model_type: str) -> None:
     needed = {"sliding_window": 8, "attn_logit_softcapping": 9.0, "final_logit_softcapping": None}
     needed |= {"full_attention_interval": 2}
     keys |= {name: needed[name] for name in needed.keys() & family.keys.keys()}
-    assert family.config(keys).head_dim == 64
+    assert family.config(keys).first_attention.head_dim == 64
     for name in family.keys:
         for odd in ODD:
             try:
@@ -567,7 +568,8 @@ def test_lfm2_is_read_in_both_spellings() -> None:
     assert config.conv_shape == ConvShape(num_layers=10, width=2048, taps=3)
     assert [config.mixer_place(layer) for layer in (0, 3, 15)] == [0, 2, 9]
     assert config.cache_classes[0].layers == (2, 5, 8, 10, 12, 14)
-    assert (config.head_dim, config.num_kv_heads, config.uniform) == (64, 8, False)
+    attention = config.first_attention
+    assert (attention.head_dim, attention.kv_heads, config.uniform) == (64, 8, False)
     types = ["full_attention" if layer.attends else "conv" for layer in config.layers]
     other = {"block_ff_dim": None, "intermediate_size": 12288, "full_attn_idxs": None}
     assert lfm2(**other, layer_types=types) == config
