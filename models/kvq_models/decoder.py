@@ -75,9 +75,7 @@ FIM_CODE_LLAMA = FimNames("▁<PRE>", "▁<SUF>", "▁<MID>")
 FIM_DEEPSEEK = FimNames("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
 
 
-def layer_kinds(
-    values: Mapping[str, Any], types: Sequence[str], *possible: str
-) -> Sequence[str]:
+def layer_kinds(values: Mapping[str, Any], types: Sequence[str], *possible: str) -> Sequence[str]:
     """Returns the kind of every layer, one of `possible`. Raises `CheckpointError` for others."""
     count = values["num_hidden_layers"]
     if len(types) != count:

@@ -15,7 +15,6 @@ from kvq_models.gemma import (
 from kvq_models.keys import Required
 from kvq_models.windows import typed_layers, window_types
 
-
 FAMILY = Family(
     model_type="gemma2",
     keys={

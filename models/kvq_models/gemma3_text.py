@@ -24,9 +24,7 @@ _LOCAL = 1
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
-    whole, local = rope_parameters(
-        values, sliding={"rope_theta": values["rope_local_base_freq"]}
-    )
+    whole, local = rope_parameters(values, sliding={"rope_theta": values["rope_local_base_freq"]})
     types = window_types(values, values["sliding_window_pattern"])
     return decoder_config(
         values,

@@ -45,8 +45,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         partial_rotation=True,
         attention={"scale": 1.0, "qk_norm": "heads", "value_norm": True},
         feeds={
-            layer: _feed(values, doubled=wide and layer in readers)
-            for layer in range(len(types))
+            layer: _feed(values, doubled=wide and layer in readers) for layer in range(len(types))
         },
         layer={"norms": "both", "scaled": True},
         attention_by_layer=attention,

@@ -12,7 +12,6 @@ from kvq_models.decoder import (
 from kvq_models.family import Family
 from kvq_models.keys import Default
 
-
 FAMILY = Family(
     model_type="llama",
     keys={

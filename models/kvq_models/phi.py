@@ -4,7 +4,6 @@ from kvq_models.decoder import DECODER_KEYS, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family
 from kvq_models.keys import Default, MustEqual
 
-
 _READ = {name: key for name, key in DECODER_KEYS.items() if name != "rms_norm_eps"}
 
 FAMILY = Family(

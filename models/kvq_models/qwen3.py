@@ -5,7 +5,6 @@ from kvq_models.family import Family
 from kvq_models.keys import Default, Required
 from kvq_models.windows import WINDOW_KEYS, qwen_layers
 
-
 FAMILY = Family(
     model_type="qwen3",
     keys={

@@ -22,9 +22,7 @@ _TURNING = 0.25
 NO_FEEDS: Mapping[int, Feed] = MappingProxyType({})
 
 
-def hybrid_config(
-    values: Mapping[str, Any], feeds: Mapping[int, Feed] = NO_FEEDS
-) -> ModelConfig:
+def hybrid_config(values: Mapping[str, Any], feeds: Mapping[int, Feed] = NO_FEEDS) -> ModelConfig:
     """Returns the config of delta nets beside gated attention; `feeds` are by layer."""
     net = DeltaNet(
         taps=values["linear_conv_kernel_dim"],

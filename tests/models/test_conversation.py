@@ -254,7 +254,9 @@ def test_a_thought_that_was_cut_goes_on() -> None:
     variables = context(messages) | {"continue_final_message": True}
     assert ChatTemplate(TEMPLATES["qwen 3"]).prompt(variables)[0].endswith("<think>\nLet me")
     # Where it is not shown, the message is begun.
-    assert ChatTemplate(TEMPLATES["chatml"]).prompt(variables)[0].endswith("<|im_start|>assistant\n")
+    assert (
+        ChatTemplate(TEMPLATES["chatml"]).prompt(variables)[0].endswith("<|im_start|>assistant\n")
+    )
     messages = [user("apple"), answer("So", thought="Let me")]
     variables = context(messages) | {"continue_final_message": True}
     expected = "<think>\nLet me\n</think>\n\nSo"

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from kvq.config import ConvShape, DeltaShape
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
-from kvq_models.config import Attention, Dense, Experts, Layer, ModelConfig, RopeConfig
+from kvq_models.config import Experts, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import (
     ACTIVATIONS,
     PlainAttention,

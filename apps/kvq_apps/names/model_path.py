@@ -117,7 +117,6 @@ def pull_missing(name: str | None) -> None:
 
     Commands that show a screen or start a thread call this first.
     """
-
     name = default_name() if name is None else name
     request = _locate(name).request if name in catalogue() else None
     if request is not None:
@@ -179,7 +178,6 @@ def listed_path(name: str) -> Path:
 
 def other_meaning(path: Path) -> str | None:
     """Returns, in words, another model that the name of a new export at `path` already means."""
-
     name = known_models.exported_name(path)
     if name in EMBEDDED:
         return "the embedded model"
