@@ -194,8 +194,8 @@ def rope_settings(
     rope_type, and wins.
     """
     if parameters is None:
-        parameters = values["rope_scaling"] or values["rope_parameters"] or {}
-    merged = dict(parameters)
+        parameters = values["rope_scaling"] or values["rope_parameters"]
+    merged: dict[str, Any] = dict(parameters or {})
     merged["rope_type"] = merged.get("rope_type") or merged.get("type") or "default"
     merged.pop("type", None)
     if merged.get("rope_theta") is None:

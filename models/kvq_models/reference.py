@@ -103,7 +103,7 @@ def forward(
         joined: For a draft head, the states that it reads, float32 [T, hidden].
         states: Is filled with the stream after the final norm, float32 [T, hidden].
     """
-    model = _Pass(config, weight, positions, memory, long_rope)
+    model = _ReferencePass(config, weight, positions, memory, long_rope)
     table = weight("embed")
     start, hidden = start_at or (0, model.embedded(table, ids, mixed))
     if joined is not None:
@@ -136,7 +136,7 @@ def forward(
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _ReferencePass:
     """Computes the parts of one pass; the arguments are those of `forward`."""
 
     config: ModelConfig
