@@ -149,7 +149,7 @@ def compare(
 
 def _numbers(config: ModelConfig) -> int:
     """Of a token's keys and values."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return 2 * config.num_layers * config.first_attention.kv_width
 
 
 def _columns(measured: Measurement, bytes_per_token: float, numbers: int) -> Row:

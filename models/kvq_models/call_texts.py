@@ -179,34 +179,20 @@ XML = Notation(
     read=xml_calls,
     # An argument that is a string has no quotes and no escapes.
     values=Values(words=_ANY_WORDS, quotes=("",), inner=_JSON),
-    head="<function=NAME>\n",
-    tail="</function>",
-    key="<parameter=KEY>\n",
-    end="\n</parameter>\n",
-)
+    head="<function=NAME>\n", tail="</function>",
+    key="<parameter=KEY>\n", end="\n</parameter>\n",
+)  # fmt: skip
 GEMMA = Notation(
     read=gemma_calls,
-    values=Values(
-        words={**_JSON_WORDS, None: ("null", "None")},
-        quotes=(_RAW_QUOTE,),
-        comma=",",
-        colon=":",
-        bare=True,
-        by_name=True,
-    ),
-    head="call:NAME{",
-    tail="}",
-    key="KEY:",
-    comma=",",
-)
+    values=Values(words={**_JSON_WORDS, None: ("null", "None")}, quotes=(_RAW_QUOTE,), comma=",",
+        colon=":", bare=True, by_name=True),
+    head="call:NAME{", tail="}", key="KEY:", comma=",",
+)  # fmt: skip
 PYTHON = Notation(
     read=python_calls,
     values=Values(words=_ANY_WORDS, quotes=("'", '"'), escapes=True, controls=True),
-    head="NAME(",
-    tail=")",
-    key="KEY=",
-    comma=", ",
-)
+    head="NAME(", tail=")", key="KEY=", comma=", ",
+)  # fmt: skip
 # The recipient may stand in the channel or before it, as templates write earlier calls.
 HARMONY = Notation(
     read=harmony_calls,

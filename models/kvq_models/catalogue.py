@@ -1,26 +1,27 @@
-"""The models that have a short name: what they are and where they come from.
+"""The models that have a short name: what they are, where they come from, which are embedded.
 
 The data is in `catalogue.toml` beside this file, whose head explains it. Nothing is fetched here.
+
+The embedded models are in the package `kvq_embedded`. A checkout, and what is installed from it,
+has the package. The wheels of kvq-runtime do not, since it is several times their size.
 """
 
-import re
-import tomllib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-from kvq.errors import ModelError, reason_of
+from typing import Literal
 
 FILE = Path(__file__).with_name("catalogue.toml")
-Kind = Literal["hub", "wheel", "path"]
+# The folders of the embedded models, which are also their names.
+EMBEDDED = ("default", "nano")
+PACKAGE = "kvq_embedded"
+# The command that installs the package.
+INSTALL = "pip install kvq-models"
 
 # The first question for a model for which the catalogue has no other.
 FIRST_QUESTION = "What is photosynthesis? Answer in one sentence."
-
-_NAME = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +33,7 @@ class CatalogueSource:
     of the file are None if they are unknown.
     """
 
-    kind: Kind
+    kind: Literal["hub", "wheel", "path"]
     place: str
     file: str | None = None
     quantization: str | None = None
@@ -60,54 +61,32 @@ class CatalogueModel:
     memory: str
     license: str
     good_for: str
-    question: str
     sources: tuple[CatalogueSource, ...]
+    question: str = FIRST_QUESTION
 
 
 @cache
 def catalogue() -> Mapping[str, CatalogueModel]:
     """Returns the models of the installed catalogue, by name."""
-    return read_catalogue(FILE.read_text(encoding="utf-8"))
+    import tomllib
+
+    rows = tomllib.loads(FILE.read_text(encoding="utf-8"))["model"]
+    return {
+        row["name"]: CatalogueModel(
+            **row | {"sources": tuple(CatalogueSource(**source) for source in row["sources"])}
+        )
+        for row in rows
+    }
 
 
-def read_catalogue(text: str) -> dict[str, CatalogueModel]:
-    """Returns the models in the TOML `text`. Raises `ModelError` for what is not a catalogue."""
-    try:
-        models = [_model(row) for row in tomllib.loads(text)["model"]]
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"the catalogue of models cannot be read: {reason_of(error)}") from error
-    by_name = {model.name: model for model in models}
-    if len(by_name) < len(models):
-        raise ModelError("the catalogue of models has two models of one name")
-    return by_name
+def embedded_folder(name: str) -> Path | None:
+    """Returns the checkpoint folder of the embedded model `name`; None if it is not installed."""
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    candidates = (Path(folder) / name for folder in folders)
+    return next((folder for folder in candidates if (folder / "config.json").exists()), None)
 
 
-def _model(row: Mapping[str, Any]) -> CatalogueModel:
-    name = str(row["name"])
-    # The name becomes that of a folder.
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a model: small letters, digits, dots and hyphens")
-    sources = tuple(_source(source) for source in row["sources"])
-    if not sources:
-        raise ValueError(f"{name} has no source")
-    return CatalogueModel(
-        name=name,
-        parameters=str(row["parameters"]),
-        memory=str(row["memory"]),
-        license=str(row["license"]),
-        good_for=str(row["good-for"]),
-        question=str(row.get("try", FIRST_QUESTION)),
-        sources=sources,
-    )
-
-
-def _source(row: Mapping[str, Any]) -> CatalogueSource:
-    (kind,) = (kind for kind in get_args(Kind) if kind in row)
-    file, digest, num_bytes = row.get("file"), row.get("sha256"), row.get("bytes")
-    if kind == "wheel" and not (file and digest and num_bytes):
-        raise ValueError(f"{row[kind]}: a package's file needs its pattern, sha256 and bytes")
-    if digest is not None and not _SHA256.fullmatch(digest):
-        raise ValueError(f"{row[kind]}: {digest!r} is no SHA-256")
-    return CatalogueSource(
-        kind=kind, place=str(row[kind]), file=file, sha256=digest, num_bytes=num_bytes
-    )
+def installed_names() -> tuple[str, ...]:
+    """Returns the names of the embedded models that are installed."""
+    return tuple(name for name in EMBEDDED if embedded_folder(name) is not None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from kvq.errors import ModelError
@@ -24,14 +23,6 @@ logger = logging.getLogger(__name__)
 _MARK = "\ue000"
 _PLACEHOLDER = re.compile(f"{_MARK}([0-9]{{1,9}}){_MARK}")
 _END = f"{_MARK}end{_MARK}"
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Holds the text of a prompt, and what was changed in the conversation for the template."""
-
-    text: str
-    reconciled: tuple[str, ...] = ()
 
 
 class ChatTemplate:
@@ -55,14 +46,11 @@ class ChatTemplate:
         """Returns the names that the template looks up and does not set itself."""
         return self._process.variables()
 
-    def render(self, context: Mapping[str, Any]) -> str:
-        """Returns the prompt for `context` (messages, add_generation_prompt, bos_token, ...)."""
-        return self.prompt(context).text
+    def prompt(self, context: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+        """Returns the prompt for `context` (messages, add_generation_prompt, bos_token, ...).
 
-    def prompt(self, context: Mapping[str, Any]) -> Prompt:
-        """Returns the prompt for `context`, with messages changed as far as the template needs it.
-
-        If `continue_final_message` is true, the text ends with that of the last message.
+        Messages are changed as far as the template needs it; what was changed is returned beside
+        the text. If `continue_final_message` is true, the text ends with that of the last message.
         """
         variables = dict(context)
         if not variables.pop("continue_final_message", False):
@@ -70,16 +58,18 @@ class ChatTemplate:
         *earlier, last = variables["messages"]
         for fields in _marked(last):
             rows = [*earlier, {**last, **fields}]
-            whole = self._reconciled(variables | {"messages": rows, "add_generation_prompt": False})
-            head, mark, _ = whole.text.rpartition(_END)
+            text, changes = self._reconciled(
+                variables | {"messages": rows, "add_generation_prompt": False}
+            )
+            head, mark, _ = text.rpartition(_END)
             if mark:
-                return Prompt(head, whole.reconciled)
+                return head, changes
         raise ModelError(
             "the model's chat template leaves out the last message, so it cannot be continued; "
             "end with a message of the user's"
         )
 
-    def _reconciled(self, context: dict[str, Any]) -> Prompt:
+    def _reconciled(self, context: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
         messages, changes = self._reconciler.reconcile(context)
         if changes and changes not in self._logged:
             self._logged.add(changes)
@@ -89,7 +79,7 @@ class ChatTemplate:
             )
         if changes:
             context = {**context, "messages": messages}
-        return Prompt(self._process.render(context), changes)
+        return self._process.render(context), changes
 
 
 def _marked(message: Mapping[str, Any]) -> Iterator[dict[str, str]]:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -171,11 +171,6 @@ class Dense:
     bias: bool = False
     gated: bool = True
 
-    @property
-    def widest(self) -> int:
-        """Returns the columns of the widest MLP, which is this one."""
-        return self.width
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
@@ -215,16 +210,8 @@ class Experts:
     router_bias: bool = False
     bias: bool = False
     scale: float = 1.0
-
-    @property
-    def widest(self) -> int:
-        """Returns the columns of the widest of its MLPs."""
-        return max(self.width, *(mlp.width for mlp in (self.beside, self.shared) if mlp), 0)
-
-    @property
-    def gated(self) -> bool:
-        """Returns True: all experts are gated, as `Dense` may be."""
-        return True
+    # All experts are, as a `Dense` may be.
+    gated: ClassVar[bool] = True
 
 
 Feed = Dense | Experts
@@ -485,33 +472,19 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def num_heads(self) -> int:
-        """Returns the query heads of the first layer that attends; in a `uniform` model, of all."""
-        return self._attends_first.heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Returns the key-value heads of the first layer that attends."""
-        return self._attends_first.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Returns the channels of a head of the first layer that attends."""
-        return self._attends_first.head_dim
-
-    @property
-    def qkv_width(self) -> int:
-        """Returns `Attention.qkv_width` of the first layer that attends."""
-        return self._attends_first.qkv_width
-
-    @property
-    def _attends_first(self) -> Attention:
+    def first_attention(self) -> Attention:
+        """Returns the first layer's that attends; in a `uniform` model all have its shape."""
         return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
 
     @property
     def widest_feed(self) -> int:
         """Returns the columns of the widest MLP."""
-        return max(layer.feed.widest for layer in self.layers)
+        widths = [layer.feed.width for layer in self.layers]
+        for layer in self.layers:
+            if isinstance(layer.feed, Experts):
+                mlps = (layer.feed.beside, layer.feed.shared)
+                widths += [mlp.width for mlp in mlps if mlp is not None]
+        return max(widths)
 
     @property
     def cache_classes(self) -> tuple[CacheClass, ...]:
@@ -659,14 +632,11 @@ class ModelConfig:
     def from_json(cls, data: Mapping[str, Any]) -> ModelConfig:
         """Returns the config of a dict that `to_json` made, also after a trip through JSON text.
 
-        It also reads the flat form of bundles up to version 6, whose layers differed in two
-        numbers. Raises ModelError if a key is missing, unknown or of the wrong kind.
+        Raises ModelError if a key is missing, unknown or of the wrong kind.
         """
         values = dict(data)
         try:
             values["ropes"] = tuple(_rope_from_json(rope) for rope in values["ropes"])
-            if "num_heads" in values:
-                values = _of_flat(values)
             values["layers"] = tuple(_layer_from_json(layer) for layer in values["layers"])
             if values.get("draft_head") is not None:
                 values["draft_head"] = _layer_from_json(values["draft_head"])
@@ -721,35 +691,3 @@ def _layer_from_json(data: Mapping[str, Any]) -> Layer:
         if feed.get(name) is not None:
             feed = feed | {name: Dense(**feed[name])}
     return Layer(mixer=mixer_type(**mixer), feed=feed_type(**feed), **values)
-
-
-def _of_flat(data: Mapping[str, Any]) -> dict[str, Any]:
-    values = dict(data)
-    mixer = {
-        name: values.pop(old)
-        for name, old in (
-            ("heads", "num_heads"),
-            ("kv_heads", "num_kv_heads"),
-            ("head_dim", "head_dim"),
-            ("scale", "attention_scale"),
-            ("softcap", "attention_softcap"),
-            ("qkv_bias", "qkv_bias"),
-            ("output_bias", "output_bias"),
-        )
-    }
-    mixer["qk_norm"] = "heads" if values.pop("qk_norm") else "none"
-    feed = {
-        name: values.pop(old)
-        for name, old in (
-            ("width", "intermediate_size"),
-            ("activation", "activation"),
-            ("bias", "mlp_bias"),
-        )
-    }
-    norms = "both" if values.pop("sandwich_norms") else "before"
-    layers = [
-        {"mixer": mixer | fields, "feed": feed, "norms": norms} for fields in values.pop("layers")
-    ]
-    if len(layers) != values.pop("num_layers"):
-        raise TypeError(f"{len(layers)} layers are described, num_layers says another number")
-    return values | {"layers": layers}

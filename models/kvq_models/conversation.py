@@ -10,101 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvq.errors import ModelError
 from kvq.json_values import is_array, is_object
-from kvq_models import repairs
-from kvq_models.repairs import Message, Messages, Repair
+from kvq_models.repairs import FEATURES, TOOL, Feature, Message, Messages, Repair, is_short
 from kvq_models.template_process import LimitError
 from kvq_models.thinking import THOUGHT_NAMES
 
 # Shapes of conversations that are remembered.
 _MOST_SHAPES = 256
-_TOOL = "kvqtool"
 _PYTHON_PARTS = "'type': 'text'"
-
-
-def _user(text: str = "a") -> Message:
-    return {"role": "user", "content": text}
-
-
-def _system(text: str = "a") -> Message:
-    return {"role": "system", "content": text}
-
-
-def _assistant(text: str = "a", calls: Sequence[str] = ()) -> Message:
-    rows = [
-        {"id": identity, "type": "function", "function": {"name": _TOOL, "arguments": {"a": "a"}}}
-        for identity in calls
-    ]
-    return {"role": "assistant", "content": text} | ({"tool_calls": rows} if rows else {})
-
-
-def _result(identity: str) -> Message:
-    return {"role": "tool", "name": _TOOL, "tool_call_id": identity, "content": "a"}
-
-
-_SHORT, _OTHER, _LONG = "call00001", "call00002", "call_0001_of_some_length"
-_THOUGHT = dict.fromkeys(THOUGHT_NAMES, "a")
-_CALL = _assistant("", [_SHORT])
-_CALL_WITH_TEXT = _assistant("a", [_SHORT])
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """Describes a form of conversations by an example, and its repairs, the best first."""
-
-    example: Messages
-    repairs: tuple[Repair, ...]
-
-
-# A conversation is repaired in this order; a feature is tested with the repairs after it.
-FEATURES = (
-    Feature([{"role": "developer", "content": "a"}, _user()], (repairs.DEVELOPER_RENAMED,)),
-    Feature(
-        [{"role": "user", "content": [{"type": "text", "text": "a"}]}], (repairs.PARTS_JOINED,)
-    ),
-    Feature(
-        [_user(), _assistant("", [_LONG]), _result(_LONG)],
-        (repairs.IDENTITIES_SHORTENED,),
-    ),
-    Feature([_user(), _assistant(), _result(_SHORT)], (repairs.RESULTS_RENAMED,)),
-    Feature(
-        [_user(), _assistant("", [_SHORT, _OTHER]), _result(_SHORT), _result(_OTHER)],
-        (repairs.CALLS_PARTED,),
-    ),
-    Feature(
-        [_user(), {**_CALL_WITH_TEXT, **_THOUGHT}, _result(_SHORT), _assistant(), _user()],
-        (repairs.ANSWERED_TEXT_PARTED, repairs.ANSWERED_TEXT_TURNED),
-    ),
-    Feature(
-        [_user(), {**_CALL_WITH_TEXT, **_THOUGHT}, _result(_SHORT)],
-        (repairs.TEXT_THOUGHT, repairs.TEXT_PARTED, repairs.TEXT_TURNED),
-    ),
-    Feature(
-        [_user(), _CALL_WITH_TEXT, _result(_SHORT)],
-        (repairs.TEXT_THOUGHT, repairs.TEXT_PARTED, repairs.TEXT_TURNED),
-    ),
-    Feature(
-        [_user(), _CALL, _result(_SHORT)],
-        (repairs.CONTENT_NULLED, repairs.CALLS_WRITTEN, repairs.CALLS_AND_RESULTS_WRITTEN),
-    ),
-    Feature([_user(), _CALL, _result(_SHORT), _user()], (repairs.ASSISTANT_ADDED,)),
-    Feature(
-        [_user(), _assistant(), _system(), _user()],
-        (repairs.SYSTEM_MOVED, repairs.SYSTEM_FOLDED),
-    ),
-    Feature([_system(), _system(), _user()], (repairs.SYSTEMS_MERGED,)),
-    Feature([_system(), _user(), _CALL, _result(_SHORT)], (repairs.SYSTEM_BESIDE_CALLS_FOLDED,)),
-    Feature([_system(), _user()], (repairs.SYSTEM_FOLDED,)),
-    Feature([_user(), _assistant(), _assistant(), _user()], (repairs.ASSISTANTS_MERGED,)),
-    Feature([_system()], (repairs.USER_ADDED,)),
-    Feature([_assistant(), _user()], (repairs.USER_ADDED,)),
-    Feature([_user(), _user()], (repairs.USERS_MERGED,)),
-    Feature([_user()], (repairs.PARTS_MADE,)),
-)
 
 
 class Reconciler:
@@ -147,7 +63,7 @@ class Reconciler:
     def _tried(self, messages: Messages, words: Sequence[str], tools: bool) -> int:
         context: dict[str, Any] = {"messages": messages, "add_generation_prompt": True}
         context |= {"bos_token": "", "eos_token": ""}
-        function: dict[str, Any] = {"name": _TOOL, "description": "", "parameters": {}}
+        function: dict[str, Any] = {"name": TOOL, "description": "", "parameters": {}}
         context |= {"tools": [{"type": "function", "function": function}]} if tools else {}
         try:
             text = self._render(context)
@@ -165,12 +81,14 @@ class Reconciler:
         names: list[str] = []
         for number in range(first, len(FEATURES)):
             rows = FEATURES[number].repairs
-            if all(repair.change(messages) == messages for repair in rows):
+            if all(change(messages) == messages for _, change in rows):
                 continue
             repair = self._choice(number, tools)
-            if repair is not None and repair.change(messages) != messages:
-                messages = repair.change(messages)
-                names.append(repair.name)
+            if repair is not None:
+                name, change = repair
+                changed = change(messages)
+                names += [name] if changed != messages else []
+                messages = changed
         return messages, tuple(dict.fromkeys(names))
 
     def _choice(self, number: int, tools: bool) -> Repair | None:
@@ -182,7 +100,7 @@ class Reconciler:
     def _chosen_for(self, feature: Feature, number: int, tools: bool) -> Repair | None:
         shape = _Shape(feature.example)
         for repair in (None, *feature.repairs):
-            changed = shape.messages if repair is None else repair.change(shape.messages)
+            changed = shape.messages if repair is None else repair[1](shape.messages)
             rows, _ = self._repaired(changed, tools, number + 1)
             if self._num_shown(rows, shape.words, tools) == len(shape.words):
                 return repair
@@ -228,7 +146,7 @@ class _Shape:
 
     def _message(self, message: Message) -> dict[str, Any]:
         shape: dict[str, Any] = {"role": message.get("role"), "content": None}
-        shape |= {"name": _TOOL} if "name" in message else {}
+        shape |= {"name": TOOL} if "name" in message else {}
         shape["content"] = self._content(message.get("content"))
         shape |= {name: "thought" for name in THOUGHT_NAMES if message.get(name)}
         if "tool_call_id" in message:
@@ -237,7 +155,7 @@ class _Shape:
             shape["tool_calls"] = [self._call(row) for row in message["tool_calls"]]
         if message.get("tool_responses"):
             rows = message["tool_responses"]
-            shape["tool_responses"] = [{"name": _TOOL, "response": self._word()} for _ in rows]
+            shape["tool_responses"] = [{"name": TOOL, "response": self._word()} for _ in rows]
         return shape
 
     def _content(self, content: Any) -> Any:
@@ -251,13 +169,13 @@ class _Shape:
         return {"type": "other"}
 
     def _call(self, row: Any) -> dict[str, Any]:
-        function = {"name": _TOOL, "arguments": {"a": self._word()}}
+        function = {"name": TOOL, "arguments": {"a": self._word()}}
         identity = row.get("id") if is_object(row) else None
         return {"id": self._identity(identity), "type": "function", "function": function}
 
     def _identity(self, identity: Any) -> str:
         """Returns another id of the same kind."""
-        short = repairs.is_short(identity)
+        short = is_short(identity)
         number = len(self._identities)
         made = f"call{number:05}" if short else f"call_{number}_of_some_length"
         return self._identities.setdefault(identity, made)

@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq_models.config import Attention, Dense, Feed, Layer, Mixer, ModelConfig, Norms
+from kvq_models.config import Attention, Dense, Feed, Layer, Mixer, ModelConfig, RopeConfig
 from kvq_models.family import FimNames
 from kvq_models.keys import Default, Key, MustEqual, Required
-from kvq_models.rope import RopeSettings, build_rope, merge_spellings
+from kvq_models.rope import RopeSettings, build_rope
 
 logger = logging.getLogger(__name__)
 
@@ -64,32 +64,18 @@ DECODER_KEYS: Mapping[str, Key] = {
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 FIM_QWEN = FimNames(
-    prefix="<|fim_prefix|>",
-    suffix="<|fim_suffix|>",
-    middle="<|fim_middle|>",
-    pad="<|fim_pad|>",
-    repo="<|repo_name|>",
-    file="<|file_sep|>",
-)
+    "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>",
+    repo="<|repo_name|>", file="<|file_sep|>",
+)  # fmt: skip
 FIM_STARCODER = FimNames(
-    prefix="<fim_prefix>",
-    suffix="<fim_suffix>",
-    middle="<fim_middle>",
-    pad="<fim_pad>",
-    repo="<repo_name>",
-    file="<file_sep>",
-)
-FIM_CODE_LLAMA = FimNames(prefix="▁<PRE>", suffix="▁<SUF>", middle="▁<MID>")
-FIM_DEEPSEEK = FimNames(
-    prefix="<｜fim▁begin｜>",
-    suffix="<｜fim▁hole｜>",
-    middle="<｜fim▁end｜>",
-)
+    "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>",
+    repo="<repo_name>", file="<file_sep>",
+)  # fmt: skip
+FIM_CODE_LLAMA = FimNames("▁<PRE>", "▁<SUF>", "▁<MID>")
+FIM_DEEPSEEK = FimNames("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
 
 
-def layer_kinds(
-    model_type: str, values: Mapping[str, Any], types: Sequence[str], *possible: str
-) -> Sequence[str]:
+def layer_kinds(values: Mapping[str, Any], types: Sequence[str], *possible: str) -> Sequence[str]:
     """Returns the kind of every layer, one of `possible`. Raises `CheckpointError` for others."""
     count = values["num_hidden_layers"]
     if len(types) != count:
@@ -97,24 +83,22 @@ def layer_kinds(
     wrong = next((kind for kind in types if kind not in possible), None)
     if wrong is not None:
         raise UnsupportedModelError(
-            f"layer type {wrong!r} is not supported for {model_type}; "
+            f"layer type {wrong!r} is not supported for {values['model_type']}; "
             f"supported: {', '.join(possible)}"
         )
     return types
 
 
 def decoder_config(
-    model_type: str,
     values: Mapping[str, Any],
     *,
+    rope: Mapping[str, Any] | None = None,
     rope_kinds: Sequence[str] = ROPE_SCALINGS,
+    more_ropes: Sequence[RopeConfig] = (),
     partial_rotation: bool = False,
     attention: Mapping[str, Any] = _NOTHING,
     dense: Mapping[str, Any] = _NOTHING,
-    norms: Norms = "before",
-    scale: float = 1.0,
-    parallel: bool = False,
-    scaled: bool = False,
+    layer: Mapping[str, Any] = _NOTHING,
     attention_by_layer: Sequence[Mapping[str, Any]] | None = None,
     mixers: Mapping[int, Mixer] = MappingProxyType({}),
     feeds: Mapping[int, Feed] = MappingProxyType({}),
@@ -126,16 +110,14 @@ def decoder_config(
     and biases if the family reads attention_bias or mlp_bias and the file sets it.
 
     Args:
-        model_type: The family's name.
-        values: The checked values of its keys.
-        rope_kinds: Kinds of rope scaling that the family has.
+        values: The checked values of its keys, and its `model_type`.
+        rope: Parameters of the first rotary table, if not those of the file.
+        rope_kinds: Kinds of scaling that this table may have.
+        more_ropes: The other rotary tables.
         partial_rotation: Whether a part of a head's dimensions may rotate.
         attention: Fields of the `Attention` of all layers.
         dense: Fields of the `Dense` of all layers.
-        norms: See `Layer`, as the next three.
-        scale: See `Layer`.
-        parallel: See `Layer`.
-        scaled: See `Layer`.
+        layer: Other fields of all layers, such as `norms`.
         attention_by_layer: For each layer, fields of its `Attention` that differ.
         mixers: Other mixers than `Attention`, by layer.
         feeds: Other feeds than the `Dense`, by layer.
@@ -156,36 +138,31 @@ def decoder_config(
         raise CheckpointError(f"{len(by_layer)} layers are described, num_hidden_layers is {count}")
     dense_fields = {"width": values["intermediate_size"], "bias": values.get("mlp_bias", False)}
     dense_feed = Dense(**(dense_fields | dict(dense)))
+    settings = rope_settings(values, parameters=rope)
+    if settings.rotary_dim != head_dim and not partial_rotation:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor = {settings.number('partial_rotary_factor')} is not "
+            f"supported for {values['model_type']}; supported: 1.0"
+        )
     fields: dict[str, Any] = {
-        "model_type": model_type,
+        "model_type": values["model_type"],
         "vocab_size": values["vocab_size"],
         "hidden_size": values["hidden_size"],
         "norm_eps": values.get("rms_norm_eps"),
         "tied_head": values["tie_word_embeddings"],
-        "context_length": values["max_position_embeddings"],
+        "context_length": context_length(settings),
+        "ropes": (build_rope(values["model_type"], settings, rope_kinds), *more_ropes),
         "layers": tuple(
             Layer(
                 mixer=mixers.get(index) or Attention(**(all_layers | dict(layer_fields))),
                 feed=feeds.get(index, dense_feed),
-                norms=norms,
-                scale=scale,
-                parallel=parallel,
-                scaled=scaled,
+                **layer,
             )
             for index, layer_fields in enumerate(by_layer)
         ),
         "bos_token_id": next(iter(token_ids(values, "bos_token_id")), None),
         "eos_token_ids": token_ids(values, "eos_token_id"),
     }
-    if "ropes" not in overrides:
-        settings = rope_settings(values)
-        if settings.rotary_dim != head_dim and not partial_rotation:
-            raise UnsupportedModelError(
-                f"partial_rotary_factor = {settings.number('partial_rotary_factor')} is not "
-                f"supported for {model_type}; supported: 1.0"
-            )
-        fields["ropes"] = (build_rope(model_type, settings, rope_kinds),)
-        fields["context_length"] = context_length(settings)
     return ModelConfig(**(fields | overrides))
 
 
@@ -211,12 +188,18 @@ def head_dim_of(values: Mapping[str, Any]) -> int:
 def rope_settings(
     values: Mapping[str, Any], *, parameters: Mapping[str, Any] | None = None
 ) -> RopeSettings:
-    """Returns the rope keys of `values` in one spelling; `parameters` replaces both dicts."""
-    merged = merge_spellings(
-        parameters if parameters is not None else values["rope_parameters"],
-        None if parameters is not None else values["rope_scaling"],
-        values["rope_theta"],
-    )
+    """Returns the rope keys of `values` in one spelling; `parameters` replaces both dicts.
+
+    The new spelling is rope_parameters. The old one is rope_scaling, which may have `type` for
+    rope_type, and wins.
+    """
+    if parameters is None:
+        parameters = values["rope_scaling"] or values["rope_parameters"]
+    merged: dict[str, Any] = dict(parameters or {})
+    merged["rope_type"] = merged.get("rope_type") or merged.get("type") or "default"
+    merged.pop("type", None)
+    if merged.get("rope_theta") is None:
+        merged["rope_theta"] = values["rope_theta"]
     if values["partial_rotary_factor"] is not None:
         merged.setdefault("partial_rotary_factor", values["partial_rotary_factor"])
     return RopeSettings(
@@ -225,6 +208,12 @@ def rope_settings(
         max_positions=values["max_position_embeddings"],
         original_context=values["original_max_position_embeddings"],
     )
+
+
+def plain_rope(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeConfig:
+    """Returns the rotary table of `parameters`, which may have no scaling."""
+    settings = rope_settings(values, parameters=parameters)
+    return build_rope(values["model_type"], settings, ("default",))
 
 
 def context_length(settings: RopeSettings) -> int:

@@ -9,38 +9,28 @@ from typing import Any
 
 from kvq.errors import UnsupportedModelError
 from kvq_models.config import ModelConfig
-from kvq_models.decoder import (
-    DECODER_KEYS,
-    ROPE_SCALINGS,
-    context_length,
-    decoder_config,
-    rope_settings,
-)
+from kvq_models.decoder import DECODER_KEYS, decoder_config
 from kvq_models.family import Family
 from kvq_models.keys import Default, Required
 from kvq_models.olmo2 import OLMO_WEIGHTS
-from kvq_models.rope import NO_ROTATION, build_rope
-from kvq_models.windows import typed_layers
+from kvq_models.rope import NO_ROTATION
+from kvq_models.windows import typed_layers, window_types
 
-_TYPE = "exaone4"
 _KINDS = {"L": "sliding_attention", "G": "full_attention"}
 _STILL = 1
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     window = values["sliding_window"]
-    layers = typed_layers(_TYPE, values["layer_types"] or _types(values), window)
-    settings = rope_settings(values)
+    layers = typed_layers(values, values["layer_types"] or _types(values))
     return decoder_config(
-        _TYPE,
         values,
         attention={"qk_norm": "heads"},
-        norms="after",
+        layer={"norms": "after"},
         attention_by_layer=[
             fields if fields or window is None else {"rope": _STILL} for fields in layers
         ],
-        ropes=(build_rope(_TYPE, settings, ROPE_SCALINGS), NO_ROTATION),
-        context_length=context_length(settings),
+        more_ropes=(NO_ROTATION,),
     )
 
 
@@ -54,10 +44,10 @@ def _types(values: Mapping[str, Any]) -> Sequence[str]:
     if values["sliding_window"] is None:
         return [_KINDS["G"]] * count
     if not isinstance(pattern, str):
-        return [_KINDS["L" if (layer + 1) % pattern else "G"] for layer in range(count)]
+        return window_types(values, pattern)
     if not pattern or set(pattern) - set(_KINDS):
         raise UnsupportedModelError(
-            f"sliding_window_pattern = {pattern!r} is not supported for {_TYPE}; "
+            f"sliding_window_pattern = {pattern!r} is not supported for exaone4; "
             "supported: a number, or letters L and G"
         )
     repeated = [_KINDS[pattern[layer % len(pattern)]] for layer in range(count)]
@@ -65,7 +55,7 @@ def _types(values: Mapping[str, Any]) -> Sequence[str]:
 
 
 FAMILY = Family(
-    model_type=_TYPE,
+    model_type="exaone4",
     keys={
         **DECODER_KEYS,
         "num_key_value_heads": Required(),

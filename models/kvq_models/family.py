@@ -23,7 +23,7 @@ MOST_LAYERS = 4096
 DRAFT_HEAD = "mtp"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FimNames:
     """Holds the token names of one fill-in-the-middle convention.
 
@@ -89,7 +89,7 @@ class Family:
     Args:
         model_type: The family's name in config.json.
         keys: The keys of config.json that it knows.
-        build: Makes the config from the checked values of the keys.
+        build: Makes the config from the checked values of the keys, and the `model_type`.
         layer_weights: For each canonical name of a layer's weight, the checkpoint names below
             `model.layers.{i}.`, with `{expert}` if each expert has one, and `{key_head}` if each
             head of keys does.
@@ -119,6 +119,7 @@ class Family:
         """
         try:
             values = read_keys(self.model_type, self.keys, config_json)
+            values["model_type"] = self.model_type
             # Each layer takes memory before any of its weights is looked for.
             if values["num_hidden_layers"] > MOST_LAYERS:
                 raise CheckpointError(

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq_models.config import ModelConfig
 from kvq_models.decoder import DECODER_KEYS, FIM_QWEN, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family
 from kvq_models.keys import Default, Key, MustEqual, Required
@@ -51,22 +50,12 @@ _DTYPES = {
 }
 
 
-def _build(values: Mapping[str, Any]) -> ModelConfig:
-    return decoder_config(
-        "gemma",
-        values,
-        dense={"activation": "gelu_tanh"},
-        embedding_scale=embedding_scale("gemma", values),
-        norm_offset=1.0,
-    )
-
-
-def embedding_scale(model_type: str, values: Mapping[str, Any]) -> float:
+def embedding_scale(values: Mapping[str, Any]) -> float:
     """Returns sqrt(hidden_size), rounded to the type of the model's training, as its code does."""
     name = values["dtype"] or values["torch_dtype"]
     if name not in _DTYPES:
         raise UnsupportedModelError(
-            f"dtype {name!r} is not supported for {model_type}; "
+            f"dtype {name!r} is not supported for {values['model_type']}; "
             "supported: bfloat16, float16, float32"
         )
     return float(np.float32(math.sqrt(values["hidden_size"])).astype(_DTYPES[name]))
@@ -86,7 +75,12 @@ FAMILY = Family(
     model_type="gemma",
     # The first files have "gelu" and mean its tanh form, as all others do.
     keys={**GEMMA_KEYS, "hidden_act": MustEqual("gelu_pytorch_tanh", "gelu", None)},
-    build=_build,
+    build=lambda values: decoder_config(
+        values,
+        dense={"activation": "gelu_tanh"},
+        embedding_scale=embedding_scale(values),
+        norm_offset=1.0,
+    ),
     layer_weights=LAYER_WEIGHTS,
     fim_tokens=(FIM_QWEN,),
     turn_ends=TURN_ENDS,

@@ -3,10 +3,6 @@
 Every second layer, from the first on, sees a sliding window.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from kvq_models.config import ModelConfig
 from kvq_models.decoder import FIM_QWEN, decoder_config
 from kvq_models.family import Family
 from kvq_models.gemma import (
@@ -17,29 +13,7 @@ from kvq_models.gemma import (
     query_scale,
 )
 from kvq_models.keys import Required
-from kvq_models.windows import typed_layers
-
-
-def _build(values: Mapping[str, Any]) -> ModelConfig:
-    types = values["layer_types"] or [
-        "full_attention" if layer % 2 else "sliding_attention"
-        for layer in range(values["num_hidden_layers"])
-    ]
-    return decoder_config(
-        "gemma2",
-        values,
-        attention={
-            "scale": query_scale(values),
-            "softcap": values["attn_logit_softcapping"] or 0.0,
-        },
-        dense={"activation": "gelu_tanh"},
-        norms="both",
-        attention_by_layer=typed_layers("gemma2", types, values["sliding_window"]),
-        final_softcap=values["final_logit_softcapping"] or 0.0,
-        embedding_scale=embedding_scale("gemma2", values),
-        norm_offset=1.0,
-    )
-
+from kvq_models.windows import typed_layers, window_types
 
 FAMILY = Family(
     model_type="gemma2",
@@ -49,7 +23,19 @@ FAMILY = Family(
         "attn_logit_softcapping": Required(float, nullable=True),
         "final_logit_softcapping": Required(float, nullable=True),
     },
-    build=_build,
+    build=lambda values: decoder_config(
+        values,
+        attention={
+            "scale": query_scale(values),
+            "softcap": values["attn_logit_softcapping"] or 0.0,
+        },
+        dense={"activation": "gelu_tanh"},
+        layer={"norms": "both"},
+        attention_by_layer=typed_layers(values, window_types(values, 2)),
+        final_softcap=values["final_logit_softcapping"] or 0.0,
+        embedding_scale=embedding_scale(values),
+        norm_offset=1.0,
+    ),
     layer_weights=SANDWICH_WEIGHTS,
     fim_tokens=(FIM_QWEN,),
     turn_ends=TURN_ENDS,

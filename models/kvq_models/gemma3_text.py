@@ -7,8 +7,8 @@ and rotates with the global base, which alone may be scaled.
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_models.config import ModelConfig, RopeConfig
-from kvq_models.decoder import FIM_QWEN, decoder_config, rope_settings
+from kvq_models.config import ModelConfig
+from kvq_models.decoder import FIM_QWEN, decoder_config, plain_rope
 from kvq_models.family import Family
 from kvq_models.gemma import (
     SANDWICH_KEYS,
@@ -18,46 +18,30 @@ from kvq_models.gemma import (
     query_scale,
 )
 from kvq_models.keys import Default
-from kvq_models.rope import build_rope
-from kvq_models.windows import rope_parameters, typed_layers
+from kvq_models.windows import rope_parameters, typed_layers, window_types
 
-_GLOBAL, _LOCAL = 0, 1
+_LOCAL = 1
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
-    pattern = values["sliding_window_pattern"]
-    types = values["layer_types"] or [
-        "sliding_attention" if (layer + 1) % pattern else "full_attention"
-        for layer in range(values["num_hidden_layers"])
-    ]
+    whole, local = rope_parameters(values, sliding={"rope_theta": values["rope_local_base_freq"]})
+    types = window_types(values, values["sliding_window_pattern"])
     return decoder_config(
-        "gemma3_text",
         values,
-        ropes=_ropes(values),
+        rope=whole,
+        rope_kinds=("default", "linear"),
+        more_ropes=(plain_rope(values, local),),
         attention={
             "scale": query_scale(values),
             "softcap": values["attn_logit_softcapping"],
             "qk_norm": "heads",
         },
         dense={"activation": "gelu_tanh"},
-        norms="both",
-        attention_by_layer=typed_layers(
-            "gemma3_text", types, values["sliding_window"], sliding_rope=_LOCAL
-        ),
+        layer={"norms": "both"},
+        attention_by_layer=typed_layers(values, types, sliding_rope=_LOCAL),
         final_softcap=values["final_logit_softcapping"],
-        embedding_scale=embedding_scale("gemma3_text", values),
+        embedding_scale=embedding_scale(values),
         norm_offset=1.0,
-    )
-
-
-def _ropes(values: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the global and the local table, in the order of _GLOBAL and _LOCAL."""
-    whole, local = rope_parameters(
-        "gemma3_text", values, sliding={"rope_theta": values["rope_local_base_freq"]}
-    )
-    return (
-        build_rope("gemma3_text", rope_settings(values, parameters=whole), ("default", "linear")),
-        build_rope("gemma3_text", rope_settings(values, parameters=local), ("default",)),
     )
 
 

@@ -9,49 +9,53 @@ values. One model of the first family has experts beside the MLP.
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from kvq.errors import CheckpointError, UnsupportedModelError
-from kvq_models.config import Dense, Experts, Feed, ModelConfig, PerLayer, RopeConfig
-from kvq_models.decoder import decoder_config, rope_settings
+from kvq_models.config import Dense, Experts, Feed, ModelConfig, PerLayer
+from kvq_models.decoder import decoder_config, plain_rope
 from kvq_models.family import Family
 from kvq_models.gemma import GEMMA_KEYS, SANDWICH_WEIGHTS, embedding_scale
 from kvq_models.keys import Default, MustEqual, checked
-from kvq_models.rope import build_rope
-from kvq_models.windows import rope_parameters, typed_layers
+from kvq_models.windows import rope_parameters, typed_layers, window_types
 
-_TYPE = "gemma4"  # what messages call it
-_GLOBAL, _LOCAL = 0, 1
+# The table of layers that see everything, unless the file has another.
+_GLOBAL = {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
+_LOCAL = 1
 _FULL = "full_attention"
 _PERIOD = 6
 _EXPERT_WIDTH = "moe_intermediate_size"
 
 
-def _build(model_type: str, values: Mapping[str, Any]) -> ModelConfig:
+def _build(values: Mapping[str, Any]) -> ModelConfig:
     types = _types(values)
     attention = _layers(values, types)
     wide = values["use_double_wide_mlp"]
     readers = {layer for layer, fields in enumerate(attention) if "kv_from" in fields}
+    whole, local = rope_parameters(values, sliding={"rope_theta": 10_000.0})
+    local_dim = next(
+        (fields["head_dim"] for fields in attention if "window_tokens" in fields),
+        values["head_dim"],
+    )
     return decoder_config(
-        model_type,
-        values,
-        ropes=_ropes(values),
+        {**values, "head_dim": attention[-1]["head_dim"]},
+        rope=whole or _GLOBAL,
+        rope_kinds=("proportional", "default"),
+        more_ropes=(plain_rope({**values, "head_dim": local_dim}, local),),
+        partial_rotation=True,
         attention={"scale": 1.0, "qk_norm": "heads", "value_norm": True},
         feeds={
-            layer: _feed(model_type, values, doubled=wide and layer in readers)
-            for layer in range(len(types))
+            layer: _feed(values, doubled=wide and layer in readers) for layer in range(len(types))
         },
-        norms="both",
-        scaled=True,
+        layer={"norms": "both", "scaled": True},
         attention_by_layer=attention,
         per_layer=_per_layer(values),
         final_softcap=values["final_logit_softcapping"],
-        embedding_scale=embedding_scale(_TYPE, values),
+        embedding_scale=embedding_scale(values),
     )
 
 
-def _feed(model_type: str, values: Mapping[str, Any], *, doubled: bool) -> Feed:
+def _feed(values: Mapping[str, Any], *, doubled: bool) -> Feed:
     """Returns the MLP of a layer, `doubled` in width or not; one model has experts beside it."""
     width = values["intermediate_size"]
     dense = Dense(width=2 * width if doubled else width, activation="gelu_tanh")
@@ -60,7 +64,9 @@ def _feed(model_type: str, values: Mapping[str, Any], *, doubled: bool) -> Feed:
     sizes = {name: values[name] for name in ("num_experts", "top_k_experts", _EXPERT_WIDTH)}
     missing = [name for name, value in sizes.items() if value is None]
     if missing:
-        raise CheckpointError(f"config.json of a {model_type} with experts has no {missing[0]}")
+        raise CheckpointError(
+            f"config.json of a {values['model_type']} with experts has no {missing[0]}"
+        )
     return Experts(
         count=sizes["num_experts"],
         chosen=sizes["top_k_experts"],
@@ -73,17 +79,13 @@ def _feed(model_type: str, values: Mapping[str, Any], *, doubled: bool) -> Feed:
 
 def _types(values: Mapping[str, Any]) -> list[str]:
     """Returns the kind of every layer; the last always sees everything."""
-    count = values["num_hidden_layers"]
-    types = values["layer_types"] or [
-        "sliding_attention" if (layer + 1) % _PERIOD else _FULL for layer in range(count)
-    ]
-    return [*types[:-1], _FULL]
+    return [*window_types(values, _PERIOD)[:-1], _FULL]
 
 
 def _layers(values: Mapping[str, Any], types: list[str]) -> tuple[Mapping[str, Any], ...]:
     """Returns the fields of each layer's attention."""
     layers = list[Mapping[str, Any]]()
-    plain = typed_layers(_TYPE, types, values["sliding_window"], sliding_rope=_LOCAL)
+    plain = typed_layers(values, types, sliding_rope=_LOCAL)
     shared = values["num_kv_shared_layers"]
     if not 0 <= shared < max(1, len(types)):
         raise CheckpointError(
@@ -107,9 +109,10 @@ def _heads(values: Mapping[str, Any], layer: int, kind: str) -> dict[str, Any]:
     """Returns the sizes of a layer's heads, from the entry of the layer or of its kind."""
     overrides = checked("per_layer_config", values["per_layer_config"].get(str(layer), {}), dict)
     known = {"head_dim", "num_key_value_heads"}
-    if set(overrides) - known:
+    unknown = sorted(set(overrides) - known)
+    if unknown:
         raise UnsupportedModelError(
-            f"per_layer_config of {_TYPE} holds {', '.join(sorted(set(overrides) - known))}; "
+            f"per_layer_config of {values['model_type']} holds {', '.join(unknown)}; "
             f"supported: {', '.join(sorted(known))}"
         )
     full, keys_alone = kind == _FULL, values["attention_k_eq_v"]
@@ -125,36 +128,6 @@ def _heads(values: Mapping[str, Any], layer: int, kind: str) -> dict[str, Any]:
         "kv_heads": checked("num_key_value_heads of a layer", sizes["num_key_value_heads"], int),
         "values": "keys" if full and keys_alone else "own",
     }
-
-
-def _ropes(values: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the table of layers that see everything, _GLOBAL, and that of the others, _LOCAL."""
-    whole, local = rope_parameters(_TYPE, values, sliding={"rope_theta": 10_000.0})
-    if not whole:
-        whole = {
-            "rope_type": "proportional",
-            "rope_theta": 1_000_000.0,
-            "partial_rotary_factor": 0.25,
-        }
-    heads = [_heads(values, layer, kind) for layer, kind in enumerate(_types(values))]
-    full = heads[-1]["head_dim"]
-    other = [
-        head["head_dim"] for head, kind in zip(heads, _types(values), strict=True) if kind != _FULL
-    ]
-    return (
-        build_rope(
-            _TYPE,
-            rope_settings({**values, "head_dim": full}, parameters=whole),
-            ("proportional", "default"),
-        ),
-        build_rope(
-            _TYPE,
-            rope_settings(
-                {**values, "head_dim": other[0] if other else values["head_dim"]}, parameters=local
-            ),
-            ("default",),
-        ),
-    )
 
 
 def _per_layer(values: Mapping[str, Any]) -> PerLayer | None:
@@ -188,7 +161,7 @@ FAMILY = Family(
         "top_k_experts": Default(int),
         "moe_intermediate_size": Default(int),
     },
-    build=partial(_build, "gemma4_text"),
+    build=_build,
     layer_weights={
         **SANDWICH_WEIGHTS,
         "per_layer_gate": ("per_layer_input_gate.weight",),
@@ -210,7 +183,6 @@ FAMILY = Family(
 UNIFIED = dataclasses.replace(
     FAMILY,
     model_type="gemma4_unified_text",
-    build=partial(_build, "gemma4_unified_text"),
     keys={
         **FAMILY.keys,
         "sliding_window": Default(int, 1024),

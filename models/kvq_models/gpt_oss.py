@@ -13,9 +13,8 @@ from kvq_models.decoder import DECODER_KEYS, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family, View
 from kvq_models.keys import Default, MustEqual, Required
 from kvq_models.mixtures import EXPERT_KEYS, EXPERT_WEIGHTS, mixture
-from kvq_models.windows import typed_layers
+from kvq_models.windows import typed_layers, window_types
 
-_TYPE = "gpt_oss"
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -28,10 +27,6 @@ _EXPERT = "mlp.experts.{expert}"
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
-    count = values["num_hidden_layers"]
-    types = values["layer_types"] or [
-        "full_attention" if layer % 2 else "sliding_attention" for layer in range(count)
-    ]
     if values["experts_per_token"] not in (None, values["num_experts_per_tok"]):
         raise CheckpointError(
             f"config.json has experts_per_token = {values['experts_per_token']} and "
@@ -48,11 +43,10 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         bias=True,
     )
     return decoder_config(
-        _TYPE,
         {**values, "rope_parameters": rope or values["rope_parameters"]},
         attention={"sinks": True},
-        attention_by_layer=typed_layers(_TYPE, types, values["sliding_window"]),
-        feeds=dict.fromkeys(range(count), experts),
+        attention_by_layer=typed_layers(values, window_types(values, 2)),
+        feeds=dict.fromkeys(range(values["num_hidden_layers"]), experts),
         windows_apart=True,
     )
 
@@ -76,7 +70,7 @@ def _views(config: ModelConfig) -> Mapping[str, View]:
 
 
 FAMILY = Family(
-    model_type=_TYPE,
+    model_type="gpt_oss",
     keys={
         **DECODER_KEYS,
         **EXPERT_KEYS,

@@ -14,10 +14,9 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     if values["logits_scaling"] == 0:
         raise CheckpointError("config.json has logits_scaling = 0; logits are divided by it")
     return decoder_config(
-        "granite",
         values,
         attention={"scale": values["attention_multiplier"]},
-        scale=values["residual_multiplier"],
+        layer={"scale": values["residual_multiplier"]},
         embedding_scale=values["embedding_multiplier"],
         logits_scale=1 / values["logits_scaling"],
     )

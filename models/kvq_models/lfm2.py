@@ -13,20 +13,15 @@ _FULL, _CONV = "full_attention", "conv"
 FINAL_NORM = "model.embedding_norm"
 
 
-def _build(values: Mapping[str, Any]) -> ModelConfig:
-    return convolving_config("lfm2", {**values, "intermediate_size": _feed_width(values)})
-
-
-def convolving_config(model_type: str, values: Mapping[str, Any], **fields: Any) -> ModelConfig:
+def convolving_config(values: Mapping[str, Any], **fields: Any) -> ModelConfig:
     """Returns the config of convolutions beside attention; `fields` go to `decoder_config`."""
     tied = values["tie_embedding"]
     return decoder_config(
-        model_type,
         {**values, "tie_word_embeddings": values["tie_word_embeddings"] if tied is None else tied},
         attention={"qk_norm": "heads"},
         mixers={
             layer: ShortConv(taps=values["conv_L_cache"])
-            for layer, kind in enumerate(_types(model_type, values))
+            for layer, kind in enumerate(_types(values))
             if kind == _CONV
         },
         norm_eps=values["norm_eps"],
@@ -34,12 +29,12 @@ def convolving_config(model_type: str, values: Mapping[str, Any], **fields: Any)
     )
 
 
-def _types(model_type: str, values: Mapping[str, Any]) -> Sequence[str]:
+def _types(values: Mapping[str, Any]) -> Sequence[str]:
     """Returns the kind of every layer, from either of two spellings."""
     count, attending = values["num_hidden_layers"], values["full_attn_idxs"]
     if values["layer_types"] is None and attending is not None:
         return [_FULL if layer in attending else _CONV for layer in range(count)]
-    return layer_kinds(model_type, values, values["layer_types"] or [_FULL] * count, _FULL, _CONV)
+    return layer_kinds(values, values["layer_types"] or [_FULL] * count, _FULL, _CONV)
 
 
 def _feed_width(values: Mapping[str, Any]) -> int:
@@ -115,7 +110,7 @@ FAMILY = Family(
         "block_use_xavier_init": Default(bool),
         "conv_use_xavier_init": Default(bool),
     },
-    build=_build,
+    build=lambda values: convolving_config({**values, "intermediate_size": _feed_width(values)}),
     layer_weights=CONVOLVING_WEIGHTS,
     turn_ends=("<|im_end|>",),
     final_norm=FINAL_NORM,

@@ -23,7 +23,7 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         scale=values["routed_scaling_factor"],
     )
     sparse = range(values["num_dense_layers"], values["num_hidden_layers"])
-    return convolving_config("lfm2_moe", values, feeds=dict.fromkeys(sparse, experts))
+    return convolving_config(values, feeds=dict.fromkeys(sparse, experts))
 
 
 FAMILY = Family(

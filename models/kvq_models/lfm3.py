@@ -7,16 +7,14 @@ rotate, at the speeds that a whole table would have there.
 from collections.abc import Mapping
 from typing import Any
 
-from kvq.errors import CheckpointError
 from kvq_models.config import ModelConfig, ShortConv
-from kvq_models.decoder import decoder_config, rope_settings
+from kvq_models.decoder import decoder_config, plain_rope
 from kvq_models.family import Family
 from kvq_models.keys import Default
 from kvq_models.lfm2 import CONVOLVING_KEYS, CONVOLVING_WEIGHTS, FINAL_NORM
-from kvq_models.rope import build_rope
 from kvq_models.windows import rope_parameters, typed_layers
 
-_TYPE, _CONV = "lfm3", "conv"
+_CONV = "conv"
 _PERIOD = 4
 _GLOBAL = {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
 _LOCAL = 1
@@ -24,15 +22,10 @@ _LOCAL = 1
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     types = values["layer_types"] or [_kind(i) for i in range(values["num_hidden_layers"])]
-    if len(types) != values["num_hidden_layers"]:
-        raise CheckpointError(
-            f"{len(types)} layers are described, num_hidden_layers is {values['num_hidden_layers']}"
-        )
     attending = ["full_attention" if kind == _CONV else kind for kind in types]
-    whole, local = rope_parameters(_TYPE, values, sliding={"rope_theta": 10_000.0})
+    whole, local = rope_parameters(values, sliding={"rope_theta": 10_000.0})
     tied = values["tie_embedding"]
     return decoder_config(
-        _TYPE,
         {**values, "tie_word_embeddings": values["tie_word_embeddings"] if tied is None else tied},
         attention={"qk_norm": "heads", "head_gate": values["use_attention_gate"]},
         mixers={
@@ -40,18 +33,12 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
             for layer, kind in enumerate(types)
             if kind == _CONV
         },
-        attention_by_layer=typed_layers(
-            _TYPE, attending, values["sliding_window"], sliding_rope=_LOCAL
-        ),
-        ropes=(
-            build_rope(
-                _TYPE,
-                rope_settings(values, parameters=whole or _GLOBAL),
-                ("proportional", "default"),
-            ),
-            build_rope(_TYPE, rope_settings(values, parameters=local), ("default",)),
-        ),
-        norms="both" if values["use_sandwich_norm"] else "before",
+        attention_by_layer=typed_layers(values, attending, sliding_rope=_LOCAL),
+        rope=whole or _GLOBAL,
+        rope_kinds=("proportional", "default"),
+        more_ropes=(plain_rope(values, local),),
+        partial_rotation=True,
+        layer={"norms": "both" if values["use_sandwich_norm"] else "before"},
         norm_eps=values["norm_eps"],
         windows_apart=True,
     )
@@ -65,7 +52,7 @@ def _kind(layer: int) -> str:
 
 
 FAMILY = Family(
-    model_type=_TYPE,
+    model_type="lfm3",
     keys={
         **CONVOLVING_KEYS,
         "head_dim": Default(int, 128),

@@ -1,9 +1,5 @@
 """The llama family: split projections, optional biases. Many models call themselves llama."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from kvq_models.config import ModelConfig
 from kvq_models.decoder import (
     DECODER_KEYS,
     FIM_CODE_LLAMA,
@@ -16,11 +12,6 @@ from kvq_models.decoder import (
 from kvq_models.family import Family
 from kvq_models.keys import Default
 
-
-def _build(values: Mapping[str, Any]) -> ModelConfig:
-    return decoder_config("llama", values)
-
-
 FAMILY = Family(
     model_type="llama",
     keys={
@@ -28,7 +19,7 @@ FAMILY = Family(
         "attention_bias": Default(bool, False),
         "mlp_bias": Default(bool, False),
     },
-    build=_build,
+    build=decoder_config,
     layer_weights=LAYER_WEIGHTS,
     fim_tokens=(FIM_CODE_LLAMA, FIM_DEEPSEEK, FIM_STARCODER, FIM_QWEN),
     turn_ends=("<|eot_id|>", "<|eom_id|>", "<|im_end|>"),

@@ -4,18 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq_models.config import ModelConfig
-from kvq_models.decoder import (
-    DECODER_KEYS,
-    LAYER_WEIGHTS,
-    ROPE_SCALINGS,
-    context_length,
-    decoder_config,
-    rope_settings,
-)
+from kvq_models.decoder import DECODER_KEYS, LAYER_WEIGHTS, decoder_config, rope_settings
 from kvq_models.family import Family
 from kvq_models.keys import Default, checked
 from kvq_models.mistral import FIM_TOKENS, TURN_ENDS
-from kvq_models.rope import build_rope
 
 # Used where config.json holds no rope_parameters.
 _PARAMETERS = {
@@ -38,18 +30,15 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         for name, value in rope.items()
         if name not in (_GROWTH, "max_position_embeddings")
     }
-    settings = rope_settings(values, parameters=parameters)
     growth = 0.0 if rope.get(_GROWTH) is None else checked(_GROWTH, rope[_GROWTH], float)
     return decoder_config(
-        "ministral3",
         values,
+        rope=parameters,
         attention={
             "window_tokens": values["sliding_window"] or 0,
             "growth": growth,
-            "growth_tokens": settings.trained_context,
+            "growth_tokens": rope_settings(values, parameters=parameters).trained_context,
         },
-        ropes=(build_rope("ministral3", settings, ROPE_SCALINGS),),
-        context_length=context_length(settings),
     )
 
 

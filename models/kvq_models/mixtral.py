@@ -13,7 +13,6 @@ from kvq_models.mixtures import EXPERT_KEYS, mixture
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     experts = mixture(values, width=values["intermediate_size"], count=8, normalised=True)
     return decoder_config(
-        "mixtral",
         values,
         attention={"window_tokens": values["sliding_window"] or 0},
         feeds=dict.fromkeys(range(values["num_hidden_layers"]), experts),

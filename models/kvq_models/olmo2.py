@@ -1,9 +1,7 @@
 """The olmo2 family: norms only after both halves of a layer, and over all queries and all keys."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from kvq_models.config import ModelConfig
 from kvq_models.decoder import DECODER_KEYS, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family
 from kvq_models.keys import Default
@@ -21,14 +19,12 @@ OLMO_KEYS = {
 TURN_ENDS = ("<|endoftext|>", "<|im_end|>")
 
 
-def _build(values: Mapping[str, Any]) -> ModelConfig:
-    return decoder_config("olmo2", values, attention={"qk_norm": "rows"}, norms="after")
-
-
 FAMILY = Family(
     model_type="olmo2",
     keys=OLMO_KEYS,
-    build=_build,
+    build=lambda values: decoder_config(
+        values, attention={"qk_norm": "rows"}, layer={"norms": "after"}
+    ),
     layer_weights=OLMO_WEIGHTS,
     turn_ends=TURN_ENDS,
 )

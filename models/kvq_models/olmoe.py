@@ -14,7 +14,6 @@ from kvq_models.olmo2 import OLMO_KEYS, TURN_ENDS
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     experts = mixture(values, width=values["intermediate_size"], count=64)
     return decoder_config(
-        "olmoe",
         values,
         attention={"qk_norm": "rows"},
         feeds=dict.fromkeys(range(values["num_hidden_layers"]), experts),

@@ -1,27 +1,8 @@
 """The phi family: attention beside an MLP without a gate, and biases everywhere."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from kvq_models.config import ModelConfig
 from kvq_models.decoder import DECODER_KEYS, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family
 from kvq_models.keys import Default, MustEqual
-
-
-def _build(values: Mapping[str, Any]) -> ModelConfig:
-    return decoder_config(
-        "phi",
-        values,
-        partial_rotation=True,
-        attention={"qkv_bias": True, "output_bias": True},
-        dense={"activation": "gelu_tanh", "gated": False, "bias": True},
-        parallel=True,
-        norm="layer",
-        norm_eps=values["layer_norm_eps"],
-        head_bias=True,
-    )
-
 
 _READ = {name: key for name, key in DECODER_KEYS.items() if name != "rms_norm_eps"}
 
@@ -34,7 +15,16 @@ FAMILY = Family(
         "partial_rotary_factor": Default(float, 0.5),
         "qk_layernorm": MustEqual(False),
     },
-    build=_build,
+    build=lambda values: decoder_config(
+        values,
+        partial_rotation=True,
+        attention={"qkv_bias": True, "output_bias": True},
+        dense={"activation": "gelu_tanh", "gated": False, "bias": True},
+        layer={"parallel": True},
+        norm="layer",
+        norm_eps=values["layer_norm_eps"],
+        head_bias=True,
+    ),
     layer_weights={
         **LAYER_WEIGHTS,
         "attn_norm_bias": ("input_layernorm.bias",),

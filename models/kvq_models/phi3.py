@@ -14,7 +14,6 @@ _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     renamed = {key: _renamed(values[key]) for key in ("rope_scaling", "rope_parameters")}
     return decoder_config(
-        "phi3",
         {**values, **renamed},
         rope_kinds=("default", "longrope"),
         partial_rotation=True,

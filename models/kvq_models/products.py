@@ -3,19 +3,11 @@
 They follow from the list of layers. Graphs are written by them and checked against them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from kvq_models.config import (
-    Activation,
-    Attention,
-    DeltaNet,
-    Dense,
-    Experts,
-    Gating,
-    Layer,
-    ModelConfig,
-)
+from kvq_models.config import Activation, DeltaNet, Dense, Experts, Gating, ModelConfig, ShortConv
 
 # Weights that a draft head shares with its model, by the first part of the canonical name.
 _SHARED = ("embed", "head", "head_bias", "rope")
@@ -94,103 +86,34 @@ def mixer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
     Attention has qkv, perhaps head_gate, and o; a convolution has two products, and a delta net has
     its gates between them.
     """
-    layer, name = config.layers[index], f"layers.{index}"
+    layer, hidden, make = config.layers[index], config.hidden_size, _maker(config, index)
     mixer = layer.mixer
+    norm = None if layer.norms == "after" else "attn_norm"
+    after = None if layer.norms == "before" else "post_attn_norm"
     if isinstance(mixer, DeltaNet):
-        return _delta_products(config, layer, mixer, index)
-    if not isinstance(mixer, Attention):
-        return _conv_products(config, layer, index)
-    return (
-        Product(
-            weight=f"{name}.qkv",
-            bias=f"{name}.qkv_bias" if mixer.qkv_bias else None,
-            place="attn/qkv",
-            rows=mixer.projected_width,
-            columns=config.hidden_size,
-            layer=index,
-            kept=2 * mixer.kv_width,
-            norm=None if layer.norms == "after" else f"{name}.attn_norm",
-        ),
-        *(() if not mixer.head_gate else (_head_gate(config, mixer, index),)),
-        Product(
-            weight=f"{name}.o",
-            bias=f"{name}.o_bias" if mixer.output_bias else None,
-            place="attn/o",
-            rows=config.hidden_size,
-            columns=mixer.width,
-            layer=index,
-            after=None if layer.norms == "before" else f"{name}.post_attn_norm",
-        ),
+        shape = mixer.shape(1)
+        return (
+            make("in_proj", "delta/in", shape.conv_width + shape.value_width, norm=norm),
+            make("gates", "delta/gates", 2 * mixer.value_heads, norm=norm, exact=True),
+            make("out_proj", "delta/out", hidden, shape.value_width, after=after),
+        )
+    if isinstance(mixer, ShortConv):
+        return (
+            make("in_proj", "conv/in", 3 * hidden, norm=norm),
+            make("out_proj", "conv/out", hidden, after=after),
+        )
+    qkv = make(
+        "qkv",
+        "attn/qkv",
+        mixer.projected_width,
+        norm=norm,
+        bias=mixer.qkv_bias,
+        kept=2 * mixer.kv_width,
     )
-
-
-def _head_gate(config: ModelConfig, mixer: Attention, index: int) -> Product:
-    after = config.layers[index].norms == "after"
-    return Product(
-        weight=f"layers.{index}.head_gate",
-        place="attn/head_gate",
-        rows=mixer.heads,
-        columns=config.hidden_size,
-        layer=index,
-        norm=None if after else f"layers.{index}.attn_norm",
-        exact=True,
-    )
-
-
-def _conv_products(config: ModelConfig, layer: Layer, index: int) -> tuple[Product, Product]:
-    name, hidden = f"layers.{index}", config.hidden_size
-    return (
-        Product(
-            weight=f"{name}.in_proj",
-            place="conv/in",
-            rows=3 * hidden,
-            columns=hidden,
-            layer=index,
-            norm=None if layer.norms == "after" else f"{name}.attn_norm",
-        ),
-        Product(
-            weight=f"{name}.out_proj",
-            place="conv/out",
-            rows=hidden,
-            columns=hidden,
-            layer=index,
-            after=None if layer.norms == "before" else f"{name}.post_attn_norm",
-        ),
-    )
-
-
-def _delta_products(
-    config: ModelConfig, layer: Layer, mixer: DeltaNet, index: int
-) -> tuple[Product, ...]:
-    name, hidden, shape = f"layers.{index}", config.hidden_size, mixer.shape(1)
-    norm = None if layer.norms == "after" else f"{name}.attn_norm"
-    return (
-        Product(
-            weight=f"{name}.in_proj",
-            place="delta/in",
-            rows=shape.conv_width + shape.value_width,
-            columns=hidden,
-            layer=index,
-            norm=norm,
-        ),
-        Product(
-            weight=f"{name}.gates",
-            place="delta/gates",
-            rows=2 * mixer.value_heads,
-            columns=hidden,
-            layer=index,
-            norm=norm,
-            exact=True,
-        ),
-        Product(
-            weight=f"{name}.out_proj",
-            place="delta/out",
-            rows=hidden,
-            columns=shape.value_width,
-            layer=index,
-            after=None if layer.norms == "before" else f"{name}.post_attn_norm",
-        ),
-    )
+    output = make("o", "attn/o", hidden, mixer.width, after=after, bias=mixer.output_bias)
+    if not mixer.head_gate:
+        return qkv, output
+    return qkv, make("head_gate", "attn/head_gate", mixer.heads, norm=norm, exact=True), output
 
 
 def feed_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
@@ -199,24 +122,18 @@ def feed_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
     An MLP has gate and up, or up, and then down. Before `expert_products` come those of the MLP
     beside or shared by the experts; a shared one also has its gate.
     """
-    layer, name = config.layers[index], f"layers.{index}"
-    before = "attn_norm" if layer.parallel else "mlp_norm"
-    norm = None if layer.norms == "after" else f"{name}.{before}"
-    after = None if layer.norms == "before" else f"{name}.post_mlp_norm"
+    layer, make = config.layers[index], _maker(config, index)
+    norm = None if layer.norms == "after" else "attn_norm" if layer.parallel else "mlp_norm"
+    after = None if layer.norms == "before" else "post_mlp_norm"
     feed = layer.feed
     if isinstance(feed, Dense):
-        return _dense_products(config, index, feed, norm, after)
+        return _dense_products(config, make, feed, norm, after)
+    dense: tuple[Product, ...] = ()
     if feed.shared is not None:
-        return (
-            *_shared_products(config, index, feed.shared, norm),
-            *expert_products(config, index),
-        )
-    beside = feed.beside
-    dense = (
-        ()
-        if beside is None
-        else _dense_products(config, index, beside, norm, f"{name}.post_dense_norm")
-    )
+        gate = make("shared_gate", "mlp/shared/gate", 1, norm=norm, exact=True)
+        dense = (*_dense_products(config, make, feed.shared, norm, None, "shared"), gate)
+    elif feed.beside is not None:
+        dense = _dense_products(config, make, feed.beside, norm, "post_dense_norm")
     return (*dense, *expert_products(config, index))
 
 
@@ -225,100 +142,53 @@ def expert_products(config: ModelConfig, index: int) -> tuple[Product, Product, 
 
     Beside an MLP the router and the experts each read the stream through a norm of their own.
     """
-    layer, hidden, name = config.layers[index], config.hidden_size, f"layers.{index}"
+    layer, make = config.layers[index], _maker(config, index)
     feed = layer.feed
     assert isinstance(feed, Experts)
-    norm = None if layer.norms == "after" else f"{name}.mlp_norm"
-    after = None if layer.norms == "before" else f"{name}.post_mlp_norm"
-    experts_norm = None
+    norm = None if layer.norms == "after" else "mlp_norm"
+    after = None if layer.norms == "before" else "post_mlp_norm"
+    place, experts_norm = "mlp", None
     if feed.beside is not None:
-        norm, experts_norm, after = (
-            f"{name}.router_norm",
-            f"{name}.moe_norm",
-            f"{name}.post_moe_norm",
-        )
+        place = "mlp/experts"
+        norm, experts_norm, after = "router_norm", "moe_norm", "post_moe_norm"
+    experts = {"bias": feed.bias, "count": feed.count}
     return (
-        Product(
-            weight=f"{name}.router",
-            place="mlp/router",
-            rows=feed.count,
-            columns=hidden,
-            layer=index,
-            norm=norm,
-            bias=f"{name}.router_bias" if feed.router_bias else None,
-            exact=True,
-        ),
-        Product(
-            weight=f"{name}.experts_gate_up",
-            bias=f"{name}.experts_gate_up_bias" if feed.bias else None,
-            place="mlp/experts" if experts_norm else "mlp",
-            rows=2 * feed.width,
-            columns=hidden,
-            layer=index,
-            norm=experts_norm,
-            count=feed.count,
-        ),
-        Product(
-            weight=f"{name}.experts_down",
-            bias=f"{name}.experts_down_bias" if feed.bias else None,
-            place="mlp",
-            rows=hidden,
-            columns=feed.width,
-            layer=index,
+        make("router", "mlp/router", feed.count, norm=norm, bias=feed.router_bias, exact=True),
+        make("experts_gate_up", place, 2 * feed.width, norm=experts_norm, **experts),
+        make(
+            "experts_down",
+            "mlp",
+            config.hidden_size,
+            feed.width,
             gate=feed.activation,
             after=after,
-            count=feed.count,
+            **experts,
         ),
     )
-
-
-def _shared_products(
-    config: ModelConfig, index: int, feed: Dense, norm: str | None
-) -> tuple[Product, ...]:
-    gate = Product(
-        weight=f"layers.{index}.shared_gate",
-        place="mlp/shared/gate",
-        rows=1,
-        columns=config.hidden_size,
-        layer=index,
-        norm=norm,
-        exact=True,
-    )
-    return (*_dense_products(config, index, feed, norm, None, shared=True), gate)
 
 
 def _dense_products(
     config: ModelConfig,
-    index: int,
+    make: Callable[..., Product],
     feed: Dense,
     norm: str | None,
     after: str | None,
-    *,
-    shared: bool = False,
+    part: str = "",
 ) -> tuple[Product, Product]:
-    hidden, layer = config.hidden_size, f"layers.{index}."
-    name, place = (f"{layer}shared_", "mlp/shared") if shared else (layer, "mlp")
+    name, place = (f"{part}_", f"mlp/{part}") if part else ("", "mlp")
     up = "gate_up" if feed.gated else "up"
+    width = 2 * feed.width if feed.gated else feed.width
     return (
-        Product(
-            weight=f"{name}{up}",
-            bias=f"{name}{up}_bias" if feed.bias else None,
-            place=f"{place}/{up}",
-            rows=2 * feed.width if feed.gated else feed.width,
-            columns=hidden,
-            layer=index,
-            norm=norm,
-        ),
-        Product(
-            weight=f"{name}down",
-            bias=f"{name}down_bias" if feed.bias else None,
-            place=f"{place}/down",
-            rows=hidden,
-            columns=feed.width,
-            layer=index,
+        make(f"{name}{up}", f"{place}/{up}", width, norm=norm, bias=feed.bias),
+        make(
+            f"{name}down",
+            f"{place}/down",
+            config.hidden_size,
+            feed.width,
             gate=feed.activation if feed.gated else None,
             activation=None if feed.gated else feed.activation,
             after=after,
+            bias=feed.bias,
         ),
     )
 
@@ -327,24 +197,41 @@ def per_layer_products(config: ModelConfig, index: int) -> tuple[Product, ...]:
     """Returns the two products of a layer's per-layer embedding, if it has one."""
     if config.per_layer is None:
         return ()
-    name, width = f"layers.{index}", config.per_layer.width
+    make, width, hidden = _maker(config, index), config.per_layer.width, config.hidden_size
     return (
-        Product(
-            weight=f"{name}.per_layer_gate",
-            place="per_layer/gate",
-            rows=width,
-            columns=config.hidden_size,
-            layer=index,
-        ),
-        Product(
-            weight=f"{name}.per_layer_up",
-            place="per_layer/up",
-            rows=config.hidden_size,
-            columns=width,
-            layer=index,
-            after=f"{name}.post_per_layer_norm",
-        ),
+        make("per_layer_gate", "per_layer/gate", width),
+        make("per_layer_up", "per_layer/up", hidden, width, after="post_per_layer_norm"),
     )
+
+
+def _maker(config: ModelConfig, index: int) -> Callable[..., Product]:
+    """Returns a function that makes a product of a layer from the names inside this layer."""
+    layer = f"layers.{index}."
+
+    def make(
+        weight: str,
+        place: str,
+        rows: int,
+        columns: int = config.hidden_size,
+        *,
+        norm: str | None = None,
+        after: str | None = None,
+        bias: bool = False,
+        **more: Any,
+    ) -> Product:
+        return Product(
+            weight=layer + weight,
+            place=place,
+            rows=rows,
+            columns=columns,
+            layer=index,
+            norm=None if norm is None else layer + norm,
+            after=None if after is None else layer + after,
+            bias=f"{layer}{weight}_bias" if bias else None,
+            **more,
+        )
+
+    return make
 
 
 def per_layer_model_product(config: ModelConfig) -> Product | None:

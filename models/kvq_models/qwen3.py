@@ -1,23 +1,9 @@
 """The qwen3 family: llama with a norm on every query and key head before rotation."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from kvq_models.config import ModelConfig
 from kvq_models.decoder import DECODER_KEYS, FIM_QWEN, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family
 from kvq_models.keys import Default, Required
 from kvq_models.windows import WINDOW_KEYS, qwen_layers
-
-
-def _build(values: Mapping[str, Any]) -> ModelConfig:
-    return decoder_config(
-        "qwen3",
-        values,
-        attention={"qk_norm": "heads"},
-        attention_by_layer=qwen_layers("qwen3", values),
-    )
-
 
 FAMILY = Family(
     model_type="qwen3",
@@ -28,7 +14,9 @@ FAMILY = Family(
         "head_dim": Default(int, 128),
         "attention_bias": Default(bool, False),
     },
-    build=_build,
+    build=lambda values: decoder_config(
+        values, attention={"qk_norm": "heads"}, attention_by_layer=qwen_layers(values)
+    ),
     layer_weights=LAYER_WEIGHTS,
     fim_tokens=(FIM_QWEN,),
     turn_ends=("<|im_end|>",),

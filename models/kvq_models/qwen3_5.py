@@ -6,7 +6,6 @@ draft head (`mtp`).
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,9 +22,7 @@ _TURNING = 0.25
 NO_FEEDS: Mapping[int, Feed] = MappingProxyType({})
 
 
-def hybrid_config(
-    model_type: str, values: Mapping[str, Any], feeds: Mapping[int, Feed] = NO_FEEDS
-) -> ModelConfig:
+def hybrid_config(values: Mapping[str, Any], feeds: Mapping[int, Feed] = NO_FEEDS) -> ModelConfig:
     """Returns the config of delta nets beside gated attention; `feeds` are by layer."""
     net = DeltaNet(
         taps=values["linear_conv_kernel_dim"],
@@ -35,7 +32,6 @@ def hybrid_config(
         value_dim=values["linear_value_head_dim"],
     )
     return decoder_config(
-        model_type,
         {
             **values,
             "rope_parameters": _rope(values["rope_parameters"]),
@@ -43,15 +39,13 @@ def hybrid_config(
         },
         partial_rotation=True,
         attention={"qk_norm": "heads", "output_gate": True},
-        mixers={
-            layer: net for layer, kind in enumerate(_types(model_type, values)) if kind == _LINEAR
-        },
+        mixers={layer: net for layer, kind in enumerate(_types(values)) if kind == _LINEAR},
         feeds=feeds,
         norm_offset=1.0,
     )
 
 
-def _types(model_type: str, values: Mapping[str, Any]) -> Sequence[str]:
+def _types(values: Mapping[str, Any]) -> Sequence[str]:
     """Returns the kind of every layer, from either of two spellings."""
     count, interval = values["num_hidden_layers"], values["full_attention_interval"]
     if interval < 1:
@@ -59,7 +53,7 @@ def _types(model_type: str, values: Mapping[str, Any]) -> Sequence[str]:
     types = values["layer_types"] or [
         _LINEAR if (layer + 1) % interval else _FULL for layer in range(count)
     ]
-    return layer_kinds(model_type, values, types, _FULL, _LINEAR)
+    return layer_kinds(values, types, _FULL, _LINEAR)
 
 
 def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -101,7 +95,7 @@ HYBRID_WEIGHTS: Mapping[str, tuple[str, ...]] = {
 FAMILY = Family(
     model_type="qwen3_5_text",
     keys=HYBRID_KEYS,
-    build=partial(hybrid_config, "qwen3_5_text"),
+    build=hybrid_config,
     layer_weights=HYBRID_WEIGHTS,
     fim_tokens=(FIM_QWEN,),
     turn_ends=("<|im_end|>",),

@@ -15,7 +15,6 @@ from kvq_models.keys import Default, Key, MustEqual
 from kvq_models.mixtures import EXPERT_KEYS, EXPERT_WEIGHTS, mixture, stacked_experts
 from kvq_models.qwen3_5 import HYBRID_KEYS, HYBRID_WEIGHTS, hybrid_config
 
-_MIXED, _NEXT = "qwen3_5_moe_text", "qwen3_next"
 _KEYS: Mapping[str, Key] = {
     **HYBRID_KEYS,
     **EXPERT_KEYS,
@@ -40,9 +39,7 @@ def _mixed(values: Mapping[str, Any]) -> ModelConfig:
     )
     layers = range(values["num_hidden_layers"])
     width = values["intermediate_size"] or values["moe_intermediate_size"]
-    return hybrid_config(
-        _MIXED, {**values, "intermediate_size": width}, dict.fromkeys(layers, experts)
-    )
+    return hybrid_config({**values, "intermediate_size": width}, dict.fromkeys(layers, experts))
 
 
 def _next(values: Mapping[str, Any]) -> ModelConfig:
@@ -55,7 +52,7 @@ def _next(values: Mapping[str, Any]) -> ModelConfig:
         for layer in range(values["num_hidden_layers"])
         if layer not in dense and (layer + 1) % step == 0
     }
-    return hybrid_config(_NEXT, values, feeds)
+    return hybrid_config(values, feeds)
 
 
 def _shared(values: Mapping[str, Any]) -> Dense:
@@ -89,7 +86,7 @@ def _by_key_head(tensor: str) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    model_type=_MIXED,
+    model_type="qwen3_5_moe_text",
     keys={
         **_KEYS,
         "intermediate_size": Default(int),
@@ -103,7 +100,7 @@ FAMILY = Family(
     draft_head=True,
 )
 NEXT = Family(
-    model_type=_NEXT,
+    model_type="qwen3_next",
     keys={
         **_KEYS,
         "num_experts_per_tok": Default(int, 10),

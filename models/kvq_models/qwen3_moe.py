@@ -14,7 +14,6 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
     experts = mixture(values, width=values["moe_intermediate_size"], count=128)
     dense, step = values["mlp_only_layers"], values["decoder_sparse_step"]
     return decoder_config(
-        "qwen3_moe",
         values,
         attention={"qk_norm": "heads"},
         feeds={

@@ -8,6 +8,7 @@ exact one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvq.reference.conv import products, seen_rows, short_conv
 from kvq.reference.delta import DeltaWeights, Recurrence, sigmoid
 from kvq.reference.experts import added, by_expert, clamped_swiglu, routed
 from kvq.reference.stored import normalize, rotate, split_heads
-from kvq_models.config import DeltaNet, Dense, Experts, ModelConfig, Norms, ShortConv
+from kvq_models.config import Attention, DeltaNet, Dense, Experts, ModelConfig, Norms
 
 Weights = Callable[[str], np.ndarray]
 """Canonical name -> float32 array, as `Family.weights` describes it (offsets added)."""
@@ -102,274 +103,216 @@ def forward(
         joined: For a draft head, the states that it reads, float32 [T, hidden].
         states: Is filled with the stream after the final norm, float32 [T, hidden].
     """
+    model = _ReferencePass(config, weight, positions, memory, long_rope)
     table = weight("embed")
-    start, hidden = start_at or (0, _embedded(config, table, ids, mixed))
-    hidden = hidden if joined is None else _joined(config, weight, hidden, joined)
-    layer_embeddings = _per_layer_inputs(config, weight, ids, mixed)
+    start, hidden = start_at or (0, model.embedded(table, ids, mixed))
+    if joined is not None:
+        both = (("embed_norm", hidden), ("state_norm", joined))
+        normed = [model.normed(name, x) for name, x in both]
+        hidden = np.concatenate(normed, axis=1) @ weight("join").T
+    layer_embeddings = model.layer_embeddings(ids, mixed)
     for layer in range(start, config.num_layers):
         if watch is not None:
             watch(layer, hidden)
         if layer in predicted:
-            qkv, _ = _qkv(config, weight, layer, hidden)
-            first = config.layers[layer].attention.width
-            qkv[:, :first] = 0
-            if maps is not None and layer in maps:
-                normed = _half(config, weight, layer, hidden, "attn_norm", without="after")
-                qkv[:, first:] = normed @ maps[layer][0].T + maps[layer][1]
-            _attend_with(config, weight, layer, qkv, positions, memory, long_rope=long_rope)
+            model.remember(layer, hidden, None if maps is None else maps.get(layer))
             continue
         entered = hidden
-        hidden = _mixed_tokens(
-            config, weight, layer, hidden, positions, memory, long_rope=long_rope
-        )
+        hidden = hidden + model.mixed(layer, hidden)
         parallel = config.layers[layer].parallel
-        hidden = hidden + _mlp(config, weight, layer, entered if parallel else hidden)
+        hidden = hidden + model.fed(layer, entered if parallel else hidden)
         if layer_embeddings is not None:
-            hidden = hidden + _per_layer(config, weight, layer, hidden, layer_embeddings[:, layer])
+            hidden = hidden + model.per_layer(layer, hidden, layer_embeddings[:, layer])
         if config.layers[layer].scaled:
             hidden = hidden * weight(f"layers.{layer}.scalar")
     if states is not None:
-        states[:] = _normed(config, weight, "final_norm", hidden)
+        states[:] = model.normed("final_norm", hidden)
     hidden = hidden if rows is None else hidden[rows]
-    hidden = _normed(config, weight, "final_norm", hidden)
+    hidden = model.normed("final_norm", hidden)
     logits = hidden @ (table if config.tied_head else weight("head")).T
     if config.head_bias:
         logits = logits + weight("head_bias")
     return softcap(logits, config.final_softcap)
 
 
-def _joined(
-    config: ModelConfig, weight: Weights, embedded: np.ndarray, states: np.ndarray
-) -> np.ndarray:
-    """Returns the input of a draft head's layer: embeddings and states [T, hidden], joined."""
-    both = (("embed_norm", embedded), ("state_norm", states))
-    normed = [_normed(config, weight, name, x) for name, x in both]
-    return np.concatenate(normed, axis=1) @ weight("join").T
+@dataclass(frozen=True, slots=True)
+class _ReferencePass:
+    """Computes the parts of one pass; the arguments are those of `forward`."""
 
+    config: ModelConfig
+    weight: Weights
+    positions: np.ndarray
+    memory: Memory
+    long_rope: bool
 
-def _embedded(
-    config: ModelConfig,
-    table: np.ndarray,
-    ids: np.ndarray,
-    mixed: tuple[np.ndarray, np.ndarray] | None,
-) -> np.ndarray:
-    if mixed is None:
-        hidden = table[ids].astype(np.float32)
-    else:
-        hidden = np.einsum("tk,tkh->th", mixed[1].astype(np.float32), table[mixed[0]])
-    return hidden * np.float32(config.embedding_scale)
+    def embedded(
+        self, table: np.ndarray, ids: np.ndarray, mixed: tuple[np.ndarray, np.ndarray] | None
+    ) -> np.ndarray:
+        if mixed is None:
+            hidden = table[ids].astype(np.float32)
+        else:
+            hidden = np.einsum("tk,tkh->th", mixed[1].astype(np.float32), table[mixed[0]])
+        return hidden * np.float32(self.config.embedding_scale)
 
+    def layer_embeddings(
+        self, ids: np.ndarray, mixed: tuple[np.ndarray, np.ndarray] | None
+    ) -> np.ndarray | None:
+        """Returns the per-layer embeddings of each token, [T, L, P], or None if there are none."""
+        per_layer, weight = self.config.per_layer, self.weight
+        if per_layer is None:
+            return None
+        embedded = self.embedded(weight("embed"), ids, mixed)
+        shape = (len(embedded), self.config.num_layers, per_layer.width)
+        projected = (embedded @ weight("per_layer_model").T).reshape(shape)
+        projected = normalize(projected, weight("per_layer_norm"), self.config.norm_eps)
+        known, shares = mixed or (ids[:, None], np.ones((len(ids), 1), np.float32))
+        rows = weight("per_layer_embed")[known.ravel()].reshape(*known.shape, -1)
+        read = np.einsum("tk,tkp->tp", shares.astype(np.float32), rows)
+        return projected + read.reshape(shape) * np.float32((per_layer.width / 2) ** 0.5)
 
-def _per_layer_inputs(
-    config: ModelConfig,
-    weight: Weights,
-    ids: np.ndarray,
-    mixed: tuple[np.ndarray, np.ndarray] | None,
-) -> np.ndarray | None:
-    """Returns the per-layer embeddings of each token, [T, L, P], or None if there are none."""
-    per_layer = config.per_layer
-    if per_layer is None:
-        return None
-    embedded = _embedded(config, weight("embed"), ids, mixed)
-    shape = (len(embedded), config.num_layers, per_layer.width)
-    projected = (embedded @ weight("per_layer_model").T).reshape(shape)
-    projected = normalize(projected, weight("per_layer_norm"), config.norm_eps)
-    known, shares = mixed or (ids[:, None], np.ones((len(ids), 1), np.float32))
-    rows = weight("per_layer_embed")[known.ravel()].reshape(*known.shape, -1)
-    read = np.einsum("tk,tkp->tp", shares.astype(np.float32), rows)
-    return projected + read.reshape(shape) * np.float32((per_layer.width / 2) ** 0.5)
+    def per_layer(self, layer: int, hidden: np.ndarray, embedding: np.ndarray) -> np.ndarray:
+        """Returns what a per-layer embedding [T, P] adds to the stream [T, hidden]."""
+        name, per_layer = f"layers.{layer}.", self.config.per_layer
+        assert per_layer is not None
+        gate = ACTIVATIONS[per_layer.activation](hidden @ self.weight(name + "per_layer_gate").T)
+        up = (gate * embedding) @ self.weight(name + "per_layer_up").T
+        return self.normed(name + "post_per_layer_norm", up)
 
+    def mixed(self, layer: int, hidden: np.ndarray) -> np.ndarray:
+        """Returns the output of a layer's mixer."""
+        mixer, name = self.config.layers[layer].mixer, f"layers.{layer}."
+        normed = self._half(layer, hidden, "attn_norm", without="after")
+        if isinstance(mixer, Attention):
+            output = self._attention(layer, mixer, normed)
+        else:
+            place = self.config.mixer_place(layer)
+            if isinstance(mixer, DeltaNet):
+                output = self._delta_net(place, name, mixer, normed)
+            else:
+                bcx = normed @ self.weight(name + "in_proj").T
+                output = self.memory.convolve(place, bcx, self.weight(name + "conv")[:, 0])
+            output = output @ self.weight(name + "out_proj").T
+        return self._half(layer, output, "post_attn_norm", without="before")
 
-def _per_layer(
-    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, embedding: np.ndarray
-) -> np.ndarray:
-    """Returns what a per-layer embedding [T, P] adds to the stream [T, hidden]."""
-    name = f"layers.{layer}."
-    assert config.per_layer is not None
-    gate = ACTIVATIONS[config.per_layer.activation](hidden @ weight(name + "per_layer_gate").T)
-    up = (gate * embedding) @ weight(name + "per_layer_up").T
-    return _normed(config, weight, name + "post_per_layer_norm", up)
+    def remember(
+        self, layer: int, hidden: np.ndarray, maps: tuple[np.ndarray, np.ndarray] | None
+    ) -> None:
+        """Stores the keys and values of a predicted layer, which `maps` make if they are given."""
+        mixer = self.config.layers[layer].attention
+        normed = self._half(layer, hidden, "attn_norm", without="after")
+        qkv, _ = self._qkv(layer, mixer, normed)
+        qkv[:, : mixer.width] = 0
+        if maps is not None:
+            qkv[:, mixer.width :] = normed @ maps[0].T + maps[1]
+        self._attended(layer, mixer, qkv)
 
-
-def _mixed_tokens(
-    config: ModelConfig,
-    weight: Weights,
-    layer: int,
-    hidden: np.ndarray,
-    positions: np.ndarray,
-    memory: Memory,
-    *,
-    long_rope: bool,
-) -> np.ndarray:
-    """Returns the stream with the output of a layer's mixer added."""
-    mixer = config.layers[layer].mixer
-    if isinstance(mixer, DeltaNet):
-        return _delta_net(config, weight, layer, hidden, memory)
-    if isinstance(mixer, ShortConv):
-        return _convolution(config, weight, layer, hidden, memory)
-    return _attention(config, weight, layer, hidden, positions, memory, long_rope=long_rope)
-
-
-def _attention(
-    config: ModelConfig,
-    weight: Weights,
-    layer: int,
-    hidden: np.ndarray,
-    positions: np.ndarray,
-    memory: Memory,
-    *,
-    long_rope: bool,
-) -> np.ndarray:
-    name, mixer = f"layers.{layer}.", config.layers[layer].attention
-    qkv, gate = _qkv(config, weight, layer, hidden)
-    attended = _attend_with(config, weight, layer, qkv, positions, memory, long_rope=long_rope)
-    if gate is not None:
-        attended = attended * sigmoid(gate)
-    if mixer.head_gate:
-        normed = _half(config, weight, layer, hidden, "attn_norm", without="after")
-        gates = sigmoid(normed @ weight(name + "head_gate").T)
-        attended = attended * np.repeat(gates, mixer.head_dim, axis=1)
-    output = attended @ weight(name + "o").T
-    if mixer.output_bias:
-        output = output + weight(name + "o_bias")
-    return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
-
-
-def _convolution(
-    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, memory: Memory
-) -> np.ndarray:
-    name = f"layers.{layer}."
-    bcx = _half(config, weight, layer, hidden, "attn_norm", without="after")
-    bcx = bcx @ weight(name + "in_proj").T
-    mixed = memory.convolve(config.mixer_place(layer), bcx, weight(name + "conv")[:, 0])
-    output = mixed @ weight(name + "out_proj").T
-    return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
-
-
-def _delta_net(
-    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray, memory: Memory
-) -> np.ndarray:
-    name, mixer = f"layers.{layer}.", config.layers[layer].mixer
-    assert isinstance(mixer, DeltaNet)
-    normed = _half(config, weight, layer, hidden, "attn_norm", without="after")
-    rows, gates = (normed @ weight(name + matrix).T for matrix in ("in_proj", "gates"))
-    weights = DeltaWeights(
-        conv=weight(name + "conv")[:, 0],
-        decay=weight(name + "decay"),
-        dt_bias=weight(name + "dt_bias"),
-        scale=weight(name + "head_scale"),
-        key_heads=mixer.key_heads,
-        norm_eps=config.norm_eps,
-    )
-    output = memory.recur(config.mixer_place(layer), rows, gates, weights)
-    output = output @ weight(name + "out_proj").T
-    return hidden + _half(config, weight, layer, output, "post_attn_norm", without="before")
-
-
-def _qkv(
-    config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the packed row of every token, and the gates of its heads [T, H * D] or None."""
-    name, mixer = f"layers.{layer}.", config.layers[layer].attention
-    qkv = (
-        _half(config, weight, layer, hidden, "attn_norm", without="after") @ weight(name + "qkv").T
-    )
-    qkv = qkv + weight(name + "qkv_bias") if mixer.qkv_bias else qkv
-    if not mixer.output_gate:
-        return qkv, None
-    both, rest = np.split(qkv, [2 * mixer.width], axis=1)
-    both = both.reshape(len(qkv), mixer.heads, 2, mixer.head_dim)
-    query, gate = (both[:, :, side].reshape(len(qkv), -1) for side in (0, 1))
-    return np.concatenate([query, rest], axis=1), gate
-
-
-def _half(
-    config: ModelConfig, weight: Weights, layer: int, x: np.ndarray, norm: str, *, without: Norms
-) -> np.ndarray:
-    """Returns the normalised input or output of a half layer; x in layers `without` that norm."""
-    if config.layers[layer].norms == without:
-        return x
-    return _normed(config, weight, f"layers.{layer}.{norm}", x)
-
-
-def _normed(config: ModelConfig, weight: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """Returns x [T, n] after the norm called `name`."""
-    if config.norm == "rms":
-        return normalize(x, weight(name), config.norm_eps)
-    centred = x - x.mean(axis=-1, keepdims=True)
-    return (
-        centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + config.norm_eps)
-    ) * weight(name) + weight(f"{name}_bias")
-
-
-def _attend_with(
-    config: ModelConfig,
-    weight: Weights,
-    layer: int,
-    qkv: np.ndarray,
-    positions: np.ndarray,
-    memory: Memory,
-    *,
-    long_rope: bool,
-) -> np.ndarray:
-    name, mixer = f"layers.{layer}.", config.layers[layer].attention
-    normed = mixer.qk_norm == "heads"
-    if mixer.growth:
-        # Rotation is linear, so it may come after this.
-        factor = 1 + mixer.growth * np.log(1 + positions // mixer.growth_tokens)
-        query = qkv[:, : mixer.width] * factor[:, None].astype(np.float32)
-        qkv = np.concatenate([query, qkv[:, mixer.width :]], axis=1)
-    if mixer.qk_norm == "rows":
-        query, key, value = np.split(qkv, [mixer.width, mixer.width + mixer.kv_width], axis=1)
-        query = normalize(query, weight(name + "q_norm"), config.norm_eps)
-        key = normalize(key, weight(name + "k_norm"), config.norm_eps)
-        qkv = np.concatenate([query, key, value], axis=1)
-    shared = mixer.kv_from is not None
-    if mixer.value_norm and not shared:
-        value = qkv[:, mixer.width + mixer.kv_width :].reshape(-1, mixer.head_dim)
-        value = normalize(value, np.ones(mixer.head_dim, np.float32), config.norm_eps)
-        qkv = np.concatenate([qkv[:, : -mixer.kv_width], value.reshape(len(qkv), -1)], axis=1)
-    more: dict[str, Any] = {"shared": True} if shared else {}
-    if mixer.sinks:
-        more["sink_logits"] = weight(name + "sink_logits")
-    return memory.attend(
-        config.attention(layer),
-        qkv,
-        positions,
-        config.inv_freq(layer, long_rope=long_rope),
-        weight(name + "q_norm") if normed else None,
-        weight(name + "k_norm") if normed and not shared else None,
-        **more,
-    )
-
-
-def _mlp(config: ModelConfig, weight: Weights, layer: int, hidden: np.ndarray) -> np.ndarray:
-    """Returns the output of a layer's feed for `hidden` [T, hidden]."""
-    feed, norm = config.layers[layer].feed, "mlp_norm"
-    if config.layers[layer].parallel:
-        norm = "attn_norm"
-    x = _half(config, weight, layer, hidden, norm, without="after")
-
-    def layer_weight(name: str) -> np.ndarray:
-        return weight(f"layers.{layer}.{name}")
-
-    if isinstance(feed, Dense):
-        output = _dense(layer_weight, feed, x)
-    elif feed.beside is None:
-        shared = None if feed.shared is None else _shared(layer_weight, feed.shared, x)
-        output = experts(layer_weight, feed, x, x)
-        output = output if shared is None else output + shared
-    else:
+    def _attention(self, layer: int, mixer: Attention, normed: np.ndarray) -> np.ndarray:
         name = f"layers.{layer}."
-        output = _normed(
-            config, weight, name + "post_dense_norm", _dense(layer_weight, feed.beside, x)
+        qkv, gate = self._qkv(layer, mixer, normed)
+        attended = self._attended(layer, mixer, qkv)
+        if gate is not None:
+            attended = attended * sigmoid(gate)
+        if mixer.head_gate:
+            gates = sigmoid(normed @ self.weight(name + "head_gate").T)
+            attended = attended * np.repeat(gates, mixer.head_dim, axis=1)
+        output = attended @ self.weight(name + "o").T
+        return output + self.weight(name + "o_bias") if mixer.output_bias else output
+
+    def _delta_net(self, place: int, name: str, mixer: DeltaNet, normed: np.ndarray) -> np.ndarray:
+        rows, gates = (normed @ self.weight(name + matrix).T for matrix in ("in_proj", "gates"))
+        weights = DeltaWeights(
+            conv=self.weight(name + "conv")[:, 0],
+            decay=self.weight(name + "decay"),
+            dt_bias=self.weight(name + "dt_bias"),
+            scale=self.weight(name + "head_scale"),
+            key_heads=mixer.key_heads,
+            norm_eps=self.config.norm_eps,
         )
-        routing, expert_input = (
-            _normed(config, weight, name + norm, hidden) for norm in ("router_norm", "moe_norm")
+        return self.memory.recur(place, rows, gates, weights)
+
+    def _qkv(
+        self, layer: int, mixer: Attention, normed: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the packed row of every token, and the gates of its heads [T, H * D] or None."""
+        name = f"layers.{layer}."
+        qkv = normed @ self.weight(name + "qkv").T
+        qkv = qkv + self.weight(name + "qkv_bias") if mixer.qkv_bias else qkv
+        if not mixer.output_gate:
+            return qkv, None
+        both, rest = np.split(qkv, [2 * mixer.width], axis=1)
+        both = both.reshape(len(qkv), mixer.heads, 2, mixer.head_dim)
+        query, gate = (both[:, :, side].reshape(len(qkv), -1) for side in (0, 1))
+        return np.concatenate([query, rest], axis=1), gate
+
+    def _attended(self, layer: int, mixer: Attention, qkv: np.ndarray) -> np.ndarray:
+        """Returns what the heads of a layer read, before its output matrix."""
+        name, weight, norm_eps = f"layers.{layer}.", self.weight, self.config.norm_eps
+        normed = mixer.qk_norm == "heads"
+        if mixer.growth:
+            # Rotation is linear, so it may come after this.
+            factor = 1 + mixer.growth * np.log(1 + self.positions // mixer.growth_tokens)
+            query = qkv[:, : mixer.width] * factor[:, None].astype(np.float32)
+            qkv = np.concatenate([query, qkv[:, mixer.width :]], axis=1)
+        if mixer.qk_norm == "rows":
+            query, key, value = np.split(qkv, [mixer.width, mixer.width + mixer.kv_width], axis=1)
+            query = normalize(query, weight(name + "q_norm"), norm_eps)
+            key = normalize(key, weight(name + "k_norm"), norm_eps)
+            qkv = np.concatenate([query, key, value], axis=1)
+        shared = mixer.kv_from is not None
+        if mixer.value_norm and not shared:
+            value = qkv[:, mixer.width + mixer.kv_width :].reshape(-1, mixer.head_dim)
+            value = normalize(value, np.ones(mixer.head_dim, np.float32), norm_eps)
+            qkv = np.concatenate([qkv[:, : -mixer.kv_width], value.reshape(len(qkv), -1)], axis=1)
+        more: dict[str, Any] = {"shared": True} if shared else {}
+        if mixer.sinks:
+            more["sink_logits"] = weight(name + "sink_logits")
+        return self.memory.attend(
+            self.config.attention(layer),
+            qkv,
+            self.positions,
+            self.config.inv_freq(layer, long_rope=self.long_rope),
+            weight(name + "q_norm") if normed else None,
+            weight(name + "k_norm") if normed and not shared else None,
+            **more,
         )
-        mixture = experts(layer_weight, feed, routing, expert_input)
-        output = output + _normed(config, weight, name + "post_moe_norm", mixture)
-    return _half(config, weight, layer, output, "post_mlp_norm", without="before")
+
+    def fed(self, layer: int, hidden: np.ndarray) -> np.ndarray:
+        """Returns the output of a layer's feed for `hidden` [T, hidden]."""
+        feed, name = self.config.layers[layer].feed, f"layers.{layer}."
+        norm = "attn_norm" if self.config.layers[layer].parallel else "mlp_norm"
+        x = self._half(layer, hidden, norm, without="after")
+
+        def weight(of_layer: str) -> np.ndarray:
+            return self.weight(name + of_layer)
+
+        if isinstance(feed, Dense):
+            output = _dense(weight, feed, x)
+        elif feed.beside is None:
+            shared = None if feed.shared is None else _shared(weight, feed.shared, x)
+            output = experts(weight, feed, x, x)
+            output = output if shared is None else output + shared
+        else:
+            output = self.normed(name + "post_dense_norm", _dense(weight, feed.beside, x))
+            routing, expert_input = (
+                self.normed(name + norm, hidden) for norm in ("router_norm", "moe_norm")
+            )
+            mixture = experts(weight, feed, routing, expert_input)
+            output = output + self.normed(name + "post_moe_norm", mixture)
+        return self._half(layer, output, "post_mlp_norm", without="before")
+
+    def _half(self, layer: int, x: np.ndarray, norm: str, *, without: Norms) -> np.ndarray:
+        """Returns the normalised input or output of a half; x in layers `without` that norm."""
+        if self.config.layers[layer].norms == without:
+            return x
+        return self.normed(f"layers.{layer}.{norm}", x)
+
+    def normed(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Returns x [T, n] after the norm called `name`."""
+        if self.config.norm == "rms":
+            return normalize(x, self.weight(name), self.config.norm_eps)
+        centred = x - x.mean(axis=-1, keepdims=True)
+        deviation = np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + self.config.norm_eps)
+        return centred / deviation * self.weight(name) + self.weight(f"{name}_bias")
 
 
 def _shared(weight: Weights, feed: Dense, x: np.ndarray) -> np.ndarray:

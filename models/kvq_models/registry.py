@@ -14,92 +14,47 @@ from kvq_models.decoder import token_ids
 from kvq_models.family import Family
 from kvq_models.keys import read_json
 
+# Each family's module, by its model_type; most are called like it.
 FAMILIES: Mapping[str, str] = {
-    "exaone4": "kvq_models.exaone4:FAMILY",
-    "gemma": "kvq_models.gemma:FAMILY",
-    "gemma2": "kvq_models.gemma2:FAMILY",
-    "gemma3_text": "kvq_models.gemma3_text:FAMILY",
+    name: f"kvq_models.{name}:FAMILY"
+    for name in """
+    exaone4 gemma gemma2 gemma3_text gpt_oss granite lfm2 lfm2_moe lfm3 llama ministral3 mistral
+    mixtral olmo2 olmo3 olmoe phi phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2
+    """.split()  # noqa: SIM905 - a list would take a line a word
+} | {
     "gemma4_text": "kvq_models.gemma4:FAMILY",
     "gemma4_unified_text": "kvq_models.gemma4:UNIFIED",
-    "gpt_oss": "kvq_models.gpt_oss:FAMILY",
-    "granite": "kvq_models.granite:FAMILY",
-    "lfm2": "kvq_models.lfm2:FAMILY",
-    "lfm2_moe": "kvq_models.lfm2_moe:FAMILY",
-    "lfm3": "kvq_models.lfm3:FAMILY",
-    "llama": "kvq_models.llama:FAMILY",
-    "ministral3": "kvq_models.ministral3:FAMILY",
-    "mistral": "kvq_models.mistral:FAMILY",
-    "mixtral": "kvq_models.mixtral:FAMILY",
-    "olmo2": "kvq_models.olmo2:FAMILY",
-    "olmo3": "kvq_models.olmo3:FAMILY",
-    "olmoe": "kvq_models.olmoe:FAMILY",
-    "phi": "kvq_models.phi:FAMILY",
-    "phi3": "kvq_models.phi3:FAMILY",
-    "qwen2": "kvq_models.qwen2:FAMILY",
-    "qwen3": "kvq_models.qwen3:FAMILY",
     "qwen3_5_moe_text": "kvq_models.qwen3_5_moe:FAMILY",
     "qwen3_5_text": "kvq_models.qwen3_5:FAMILY",
-    "qwen3_moe": "kvq_models.qwen3_moe:FAMILY",
     "qwen3_next": "kvq_models.qwen3_5_moe:NEXT",
-    "smollm3": "kvq_models.smollm3:FAMILY",
-    "starcoder2": "kvq_models.starcoder2:FAMILY",
 }
 
+_GEMMA = {
+    "vocab_size": 262144, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
 # Models that see images, of which only the language model is read, and the defaults of their
 # text_config.
 WRAPPERS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3": {
-        "vocab_size": 262208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-    },
-    "gemma4": {
-        "vocab_size": 262144,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-    },
-    "gemma4_unified": {
-        "vocab_size": 262144,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 262144,
-    },
+    "gemma3": {**_GEMMA, "vocab_size": 262208},
+    "gemma4": _GEMMA,
+    "gemma4_unified": {**_GEMMA, "max_position_embeddings": 262144},
     "mistral3": {
-        "model_type": "mistral",
-        "vocab_size": 131072,
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e9,
-        "sliding_window": None,
+        "model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120,
+        "intermediate_size": 32768, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None,
     },
     "qwen3_5": {
-        "model_type": "qwen3_5_text",
-        "vocab_size": 248320,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "max_position_embeddings": 32768,
     },
     "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe_text",
-        "vocab_size": 248320,
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
+        "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048,
+        "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2,
         "max_position_embeddings": 32768,
     },
-}
+}  # fmt: skip
 # Keys that may stand beside a text_config and apply to it.
 _SHARED = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
 

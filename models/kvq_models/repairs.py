@@ -1,7 +1,7 @@
 """Ways to change the messages of a conversation for a template, none of which loses a text.
 
-Each takes messages and returns them unchanged if there is nothing to do. `conversation` finds out
-which of them a template needs.
+Each takes messages and returns them unchanged if there is nothing to do. Each belongs to a form of
+conversations, of which there is an example. `conversation` finds out which a template needs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvq.json_values import is_array, is_object
@@ -19,16 +18,23 @@ from kvq_models.thinking import THOUGHT_NAMES, assistant_message
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
+# The tool of all examples.
+TOOL = "kvqtool"
 _TEXTS = ("content", *THOUGHT_NAMES)
 _SHORT_IDENTITY = re.compile("[A-Za-z0-9]{9}")
 
 
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """Describes a way to change messages; `name` is how a log message calls it."""
+# A way to change messages, and how a log message calls it.
+Change = Callable[[Messages], Messages]
+Repair = tuple[str, Change]
 
-    name: str
-    change: Callable[[Messages], Messages]
+
+class Feature:
+    """Describes a form of conversations by an example, and its repairs, the best first."""
+
+    def __init__(self, example: Messages, *repairs: Repair) -> None:
+        self.example = example
+        self.repairs = repairs
 
 
 def joined(*texts: Any) -> str:
@@ -52,13 +58,13 @@ def _calls(message: Message) -> Sequence[Any]:
     return calls if is_array(calls) else ()
 
 
-def _each(change: Callable[[Message], Message]) -> Callable[[Messages], Messages]:
+def _each(change: Callable[[Message], Message]) -> Change:
     return lambda messages: [change(message) for message in messages]
 
 
 def _each_call_with_text(
     change: Callable[[Message], Messages], *, answered: bool = False
-) -> Callable[[Messages], Messages]:
+) -> Change:
     """Returns a change of the messages that have both calls and a text.
 
     With `answered` only messages before the last answer without calls are changed.
@@ -243,7 +249,7 @@ def _system_beside_calls_folded(messages: Messages) -> Messages:
     return _system_folded(messages) if any(map(_calls, messages)) else messages
 
 
-def _merged(role: str) -> Callable[[Messages], Messages]:
+def _merged(role: str) -> Change:
     """Joins messages of one role that follow each other; calls stay messages of their own."""
 
     def merged(messages: Messages) -> Messages:
@@ -277,31 +283,93 @@ def _user_added(messages: Messages) -> Messages:
     return [*messages[:first], {"role": "user", "content": ""}, *messages[first:]]
 
 
-DEVELOPER_RENAMED = Repair("developer renamed", _each(_developer_renamed))
-PARTS_JOINED = Repair("parts joined", _each(_parts_joined))
-PARTS_MADE = Repair("parts made", _each(_parts_made))
-IDENTITIES_SHORTENED = Repair("call ids shortened", _each(_identities_shortened))
-RESULTS_RENAMED = Repair("results told by the user", _results_renamed)
-CALLS_PARTED = Repair("calls parted", _calls_parted)
-TEXT_THOUGHT = Repair("text moved into the thought", _each_call_with_text(_text_thought))
-TEXT_PARTED = Repair("text parted from calls", _each_call_with_text(_text_parted))
-TEXT_TURNED = Repair("text parted from calls", _each_call_with_text(_text_turned))
-ANSWERED_TEXT_PARTED = Repair(
-    "text parted from calls", _each_call_with_text(_text_parted, answered=True)
+def _user(text: str = "a") -> Message:
+    return {"role": "user", "content": text}
+
+
+def _system(text: str = "a") -> Message:
+    return {"role": "system", "content": text}
+
+
+def _assistant(text: str = "a", calls: Sequence[str] = ()) -> Message:
+    rows = [
+        {"id": identity, "type": "function", "function": {"name": TOOL, "arguments": {"a": "a"}}}
+        for identity in calls
+    ]
+    return {"role": "assistant", "content": text} | ({"tool_calls": rows} if rows else {})
+
+
+def _result(identity: str) -> Message:
+    return {"role": "tool", "name": TOOL, "tool_call_id": identity, "content": "a"}
+
+
+_SHORT, _OTHER, _LONG = "call00001", "call00002", "call_0001_of_some_length"
+_THOUGHT = dict.fromkeys(THOUGHT_NAMES, "a")
+_CALL = _assistant("", [_SHORT])
+_CALL_WITH_TEXT = _assistant("a", [_SHORT])
+
+
+_PARTED = "text parted from calls"
+_TEXT_MOVED: tuple[Repair, ...] = (
+    ("text moved into the thought", _each_call_with_text(_text_thought)),
+    (_PARTED, _each_call_with_text(_text_parted)),
+    (_PARTED, _each_call_with_text(_text_turned)),
 )
-ANSWERED_TEXT_TURNED = Repair(
-    "text parted from calls", _each_call_with_text(_text_turned, answered=True)
+_SYSTEM_FOLDED: Repair = ("system folded", _system_folded)
+_USER_ADDED: Repair = ("user added", _user_added)
+
+# A conversation is repaired in this order; a feature is tested with the repairs after it.
+FEATURES = (
+    Feature(
+        [{"role": "developer", "content": "a"}, _user()],
+        ("developer renamed", _each(_developer_renamed)),
+    ),
+    Feature(
+        [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        ("parts joined", _each(_parts_joined)),
+    ),
+    Feature(
+        [_user(), _assistant("", [_LONG]), _result(_LONG)],
+        ("call ids shortened", _each(_identities_shortened)),
+    ),
+    Feature(
+        [_user(), _assistant(), _result(_SHORT)], ("results told by the user", _results_renamed)
+    ),
+    Feature(
+        [_user(), _assistant("", [_SHORT, _OTHER]), _result(_SHORT), _result(_OTHER)],
+        ("calls parted", _calls_parted),
+    ),
+    Feature(
+        [_user(), {**_CALL_WITH_TEXT, **_THOUGHT}, _result(_SHORT), _assistant(), _user()],
+        (_PARTED, _each_call_with_text(_text_parted, answered=True)),
+        (_PARTED, _each_call_with_text(_text_turned, answered=True)),
+    ),
+    Feature([_user(), {**_CALL_WITH_TEXT, **_THOUGHT}, _result(_SHORT)], *_TEXT_MOVED),
+    Feature([_user(), _CALL_WITH_TEXT, _result(_SHORT)], *_TEXT_MOVED),
+    Feature(
+        [_user(), _CALL, _result(_SHORT)],
+        ("content of calls null", _each(_content_nulled)),
+        ("calls written as text", _each(_calls_written)),
+        ("calls and results written as text", _each(_calls_and_results_written)),
+    ),
+    Feature([_user(), _CALL, _result(_SHORT), _user()], ("assistant added", _assistant_added)),
+    Feature(
+        [_user(), _assistant(), _system(), _user()],
+        ("system moved", _system_moved),
+        _SYSTEM_FOLDED,
+    ),
+    Feature([_system(), _system(), _user()], ("systems merged", _merged("system"))),
+    Feature(
+        [_system(), _user(), _CALL, _result(_SHORT)],
+        ("system folded", _system_beside_calls_folded),
+    ),
+    Feature([_system(), _user()], _SYSTEM_FOLDED),
+    Feature(
+        [_user(), _assistant(), _assistant(), _user()],
+        ("assistants merged", _merged("assistant")),
+    ),
+    Feature([_system()], _USER_ADDED),
+    Feature([_assistant(), _user()], _USER_ADDED),
+    Feature([_user(), _user()], ("users merged", _merged("user"))),
+    Feature([_user()], ("parts made", _each(_parts_made))),
 )
-CONTENT_NULLED = Repair("content of calls null", _each(_content_nulled))
-CALLS_WRITTEN = Repair("calls written as text", _each(_calls_written))
-CALLS_AND_RESULTS_WRITTEN = Repair(
-    "calls and results written as text", _each(_calls_and_results_written)
-)
-ASSISTANT_ADDED = Repair("assistant added", _assistant_added)
-SYSTEM_MOVED = Repair("system moved", _system_moved)
-SYSTEM_FOLDED = Repair("system folded", _system_folded)
-SYSTEM_BESIDE_CALLS_FOLDED = Repair("system folded", _system_beside_calls_folded)
-SYSTEMS_MERGED = Repair("systems merged", _merged("system"))
-ASSISTANTS_MERGED = Repair("assistants merged", _merged("assistant"))
-USER_ADDED = Repair("user added", _user_added)
-USERS_MERGED = Repair("users merged", _merged("user"))

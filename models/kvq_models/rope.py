@@ -73,24 +73,6 @@ class RopeSettings:
         return np.asarray([checked(f"rope {key}", value, float) for value in values], np.float32)
 
 
-def merge_spellings(
-    parameters: Mapping[str, Any] | None,
-    scaling: Mapping[str, Any] | None,
-    theta: float,
-) -> dict[str, Any]:
-    """Returns both spellings as one dict that has rope_type and rope_theta.
-
-    `parameters` is the new spelling (rope_parameters), `scaling` the old one (rope_scaling, which
-    may have `type` for rope_type); `theta` is used if neither has rope_theta.
-    """
-    merged = dict(scaling or parameters or {})
-    merged["rope_type"] = merged.get("rope_type") or merged.pop("type", None) or "default"
-    merged.pop("type", None)
-    if merged.get("rope_theta") is None:
-        merged["rope_theta"] = theta
-    return merged
-
-
 def build_rope(model_type: str, settings: RopeSettings, kinds: Sequence[str]) -> RopeConfig:
     """Returns the rotary table for `settings`.
 
@@ -103,7 +85,8 @@ def build_rope(model_type: str, settings: RopeSettings, kinds: Sequence[str]) ->
             f"rope scaling {kind!r} is not supported for {model_type}; "
             f"supported: {', '.join(kinds)}"
         )
-    known = ROPE_KINDS[kind].keys | _COMMON_KEYS
+    keys, build = _KINDS[kind]
+    known = {*_COMMON_KEYS, *keys.split()}
     for key, value in settings.parameters.items():
         if key not in known and value is not None:
             raise UnsupportedModelError(
@@ -120,16 +103,7 @@ def build_rope(model_type: str, settings: RopeSettings, kinds: Sequence[str]) ->
             f"rope_theta {settings.number('rope_theta')} and a trained context of "
             f"{settings.trained_context} tokens are not possible; both must be above 1"
         )
-    return ROPE_KINDS[kind].build(settings)
-
-
-@dataclass(frozen=True, slots=True)
-class _RopeKind:
-    keys: frozenset[str]
-    build: Callable[[RopeSettings], RopeConfig]
-
-
-_COMMON_KEYS = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
+    return build(settings)
 
 
 def _powers(settings: RopeSettings) -> np.ndarray:
@@ -146,10 +120,6 @@ def _plain(settings: RopeSettings) -> np.ndarray:
 
 def _as_config(inv_freq: np.ndarray, **extra: Any) -> RopeConfig:
     return RopeConfig(inv_freq=tuple(inv_freq.astype(np.float32).tolist()), **extra)
-
-
-def _default(settings: RopeSettings) -> RopeConfig:
-    return _as_config(_plain(settings))
 
 
 def _linear(settings: RopeSettings) -> RopeConfig:
@@ -240,47 +210,18 @@ def _proportional(settings: RopeSettings) -> RopeConfig:
     return _as_config(np.where(np.arange(half) < turning, inv_freq, np.float32(0)))
 
 
-ROPE_KINDS: Mapping[str, _RopeKind] = {
-    "default": _RopeKind(frozenset(), _default),
-    "proportional": _RopeKind(frozenset({"factor"}), _proportional),
-    "linear": _RopeKind(frozenset({"factor", "original_max_position_embeddings"}), _linear),
-    "llama3": _RopeKind(
-        frozenset(
-            {
-                "factor",
-                "low_freq_factor",
-                "high_freq_factor",
-                "original_max_position_embeddings",
-            }
-        ),
-        _llama3,
-    ),
-    "yarn": _RopeKind(
-        frozenset(
-            {
-                "factor",
-                "attention_factor",
-                "beta_fast",
-                "beta_slow",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-                "original_max_position_embeddings",
-                "finetuned",
-            }
-        ),
+_COMMON_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
+# The other keys of each kind of scaling, and what makes its table.
+_CONTEXT = "original_max_position_embeddings"
+_KINDS: Mapping[str, tuple[str, Callable[[RopeSettings], RopeConfig]]] = {
+    "default": ("", lambda settings: _as_config(_plain(settings))),
+    "proportional": ("factor", _proportional),
+    "linear": (f"factor {_CONTEXT}", _linear),
+    "llama3": (f"factor low_freq_factor high_freq_factor {_CONTEXT}", _llama3),
+    "yarn": (
+        "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate finetuned "
+        f"{_CONTEXT}",
         _yarn,
     ),
-    "longrope": _RopeKind(
-        frozenset(
-            {
-                "factor",
-                "attention_factor",
-                "short_factor",
-                "long_factor",
-                "original_max_position_embeddings",
-            }
-        ),
-        _longrope,
-    ),
+    "longrope": (f"factor attention_factor short_factor long_factor {_CONTEXT}", _longrope),
 }

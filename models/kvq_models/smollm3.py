@@ -5,18 +5,11 @@ from typing import Any
 
 from kvq.errors import CheckpointError
 from kvq_models.config import ModelConfig
-from kvq_models.decoder import (
-    DECODER_KEYS,
-    LAYER_WEIGHTS,
-    ROPE_SCALINGS,
-    context_length,
-    decoder_config,
-    rope_settings,
-)
+from kvq_models.decoder import DECODER_KEYS, LAYER_WEIGHTS, decoder_config
 from kvq_models.family import Family
 from kvq_models.keys import Default, Required
-from kvq_models.rope import NO_ROTATION, build_rope
-from kvq_models.windows import typed_layers
+from kvq_models.rope import NO_ROTATION
+from kvq_models.windows import sliding_window, typed_layers
 
 
 def _build(values: Mapping[str, Any]) -> ModelConfig:
@@ -28,22 +21,18 @@ def _build(values: Mapping[str, Any]) -> ModelConfig:
         rotates = [int((layer + 1) % interval != 0) for layer in range(count)]
     if any(value not in (0, 1) for value in rotates):
         raise CheckpointError("config.json has a no_rope_layers that holds more than 0 and 1")
-    window = values["sliding_window"] if values["use_sliding_window"] else None
+    unbounded = sliding_window(values) is None
     types = values["layer_types"] or [
-        "full_attention" if window is None or has_rope else "sliding_attention"
-        for has_rope in rotates
+        "full_attention" if unbounded or has_rope else "sliding_attention" for has_rope in rotates
     ]
-    settings = rope_settings(values)
-    windows = typed_layers("smollm3", types, window)
+    windows = typed_layers(values, types)
     return decoder_config(
-        "smollm3",
         values,
         attention_by_layer=[
             {**fields, "rope": 0 if has_rope else 1}
             for fields, has_rope in zip(windows, rotates[: len(windows)], strict=True)
         ],
-        ropes=(build_rope("smollm3", settings, ROPE_SCALINGS), NO_ROTATION),
-        context_length=context_length(settings),
+        more_ropes=(NO_ROTATION,),
     )
 
 

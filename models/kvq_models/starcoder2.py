@@ -12,7 +12,6 @@ from kvq_models.keys import Default, MustEqual
 def _build(values: Mapping[str, Any]) -> ModelConfig:
     bias, window = values["use_bias"], values["sliding_window"]
     return decoder_config(
-        "starcoder2",
         values,
         attention={"qkv_bias": bias, "output_bias": bias, "window_tokens": window or 0},
         dense={"activation": "gelu_tanh", "gated": False, "bias": bias},

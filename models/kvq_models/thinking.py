@@ -6,6 +6,7 @@ which marks these are, and which variable switches its thinking.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from kvq_models.marks import TextUpToMark, in_pieces
 
 if TYPE_CHECKING:
     from kvq_models.tokenizer import Tokenizer
+
+_TOKEN = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +27,6 @@ class ThinkingForm:
         known_by: Text in the templates of models that use this form.
         opening: The mark before a thought.
         closing: The mark after a thought.
-        tokens: The parts of the marks that may be control tokens of a vocabulary.
         plain: The mark before an answer without a thought, with which the closing mark ends.
         breaks: Whether lines end after the opening mark and around the closing mark.
         turns: Other marks that end a thought, before a call or other text, each with the part of it
@@ -34,10 +36,14 @@ class ThinkingForm:
     known_by: str
     opening: str
     closing: str
-    tokens: tuple[str, ...]
     plain: str = ""
     breaks: bool = True
     turns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Returns the parts of the marks that may be control tokens of a vocabulary."""
+        return tuple(dict.fromkeys(_TOKEN.findall(self.opening + self.closing)))
 
     @property
     def end(self) -> str:
@@ -52,44 +58,22 @@ class ThinkingForm:
 
 FORMS = (
     # Gemma 4
-    ThinkingForm(
-        known_by="<|channel>",
-        opening="<|channel>thought",
-        closing="<channel|>",
-        tokens=("<|channel>", "<channel|>"),
-    ),
+    ThinkingForm(known_by="<|channel>", opening="<|channel>thought", closing="<channel|>"),
     # gpt-oss
-    ThinkingForm(
-        known_by="<|channel|>analysis",
-        opening="<|channel|>analysis<|message|>",
+    ThinkingForm(known_by="<|channel|>analysis", opening="<|channel|>analysis<|message|>",
         closing="<|end|><|start|>assistant<|channel|>final<|message|>",
-        tokens=("<|channel|>", "<|message|>", "<|end|>", "<|start|>"),
-        plain="<|channel|>final<|message|>",
-        breaks=False,
+        plain="<|channel|>final<|message|>", breaks=False,
         turns=(
             ("<|end|><|start|>assistant<|channel|>commentary<|message|>", ""),
-            *(
-                (f"<|end|><|start|>assistant{call}", call)
-                for call in ("<|channel|>commentary to=functions.", " to=functions.")
-            ),
-        ),
-    ),
+            ("<|end|><|start|>assistant<|channel|>commentary to=functions.",
+                "<|channel|>commentary to=functions."),
+            ("<|end|><|start|>assistant to=functions.", " to=functions."),
+        )),
     # Ministral 3 Reasoning, Magistral
-    ThinkingForm(
-        known_by="[THINK]",
-        opening="[THINK]",
-        closing="[/THINK]",
-        tokens=("[THINK]", "[/THINK]"),
-        breaks=False,
-    ),
+    ThinkingForm(known_by="[THINK]", opening="[THINK]", closing="[/THINK]", breaks=False),
     # Qwen 3 and 3.5, SmolLM 3, LFM 2.5, DeepSeek R1
-    ThinkingForm(
-        known_by="</think>",
-        opening="<think>",
-        closing="</think>",
-        tokens=("<think>", "</think>"),
-    ),
-)
+    ThinkingForm(known_by="</think>", opening="<think>", closing="</think>"),
+)  # fmt: skip
 # The form in which messages are stored, whichever model wrote them.
 KEPT = FORMS[-1]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +25,6 @@ from kvq.errors import CheckpointError, DataError, ModelError, reason_of
 from kvq_models.config import ModelConfig
 from kvq_models.control import ControlTokens, FimTokens, find_control
 from kvq_models.pieces import PieceIndex, byte_pieces, piece_decoder, piece_text
-from kvq_models.slices import SLICE_CHARACTERS, Slices, encoded_up_to
 
 if TYPE_CHECKING:
     from kvq_models.chat import ChatTemplate
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
 # Encoding a text this short takes less time than letting other threads run.
 _SHORT_CHARACTERS = 1 << 11
+# The least beginning of a text that is tried first where its tokens are limited.
+_FIRST_CHARACTERS = 1 << 15
 _CONTROL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 
 
@@ -276,7 +277,7 @@ class Tokenizer:
         from kvq_models.tools import with_calls_as_text
 
         guard = MessageGuard(self._control.values(), messages, variables or {})
-        prompt = self._template.prompt(
+        text, changes = self._template.prompt(
             {
                 "bos_token": self._content(self.control.bos),
                 "eos_token": self._content(next(iter(self.control.eos), None)),
@@ -288,11 +289,11 @@ class Tokenizer:
             }
         )
         ids: list[int] = []
-        for part, is_template in guard.split(prompt.text):
+        for part, is_template in guard.split(text):
             ids += self.encode(part, special=is_template, most=most)
             if most is not None and len(ids) > most:
                 break
-        return ChatPrompt(ids, prompt.reconciled)
+        return ChatPrompt(ids, changes)
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
@@ -312,7 +313,7 @@ class Tokenizer:
 
 
 def _characters_ids(
-    vocabulary: TokenizerVocabulary, text: str, control: Collection[int] = ()
+    vocabulary: TokenizerVocabulary, text: str, control: Collection[int]
 ) -> list[int]:
     """Returns the ids of each character of a text, or of its bytes, without ids of `control`."""
     parts: list[int] = []
@@ -325,6 +326,21 @@ def _characters_ids(
             ids = [vocabulary.token_id(name) for name in byte_pieces(byte)]
             parts += [part for part in ids if part is not None][:1]
     return parts
+
+
+def encoded_up_to(most: int | None, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Returns the ids of a text; if it has more than `most`, perhaps those of its beginning alone.
+
+    Beginnings are tried first. The text after a beginning changes its last tokens, so only twice as
+    many tokens are certainly too many.
+    """
+    size = len(text) if most is None else max(_FIRST_CHARACTERS, 4 * most)
+    while size < len(text):
+        ids = encode(text[:size])
+        if most is not None and len(ids) > 2 * most:
+            return ids
+        size *= 4
+    return encode(text)
 
 
 class JsonVocabulary:
@@ -349,12 +365,7 @@ class JsonVocabulary:
         }
         self._library.no_truncation()
         self._library.no_padding()
-        # The first lock is for the thread that encodes, the second for the next one. Long texts
-        # take turns, one slice each, so that a short text waits for a slice or two at most.
-        self._library_lock, self._next_lock, self._long_lock = Lock(), Lock(), Lock()
-        self._rstrips = [
-            added_token.content for added_token in added.values() if added_token.rstrip
-        ]
+        self._library_lock = Lock()
         decoder: Any = self._library.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
         self._bytes_of, self.strips_space = piece_decoder(state)
@@ -365,58 +376,16 @@ class JsonVocabulary:
 
     def encode(self, text: str, *, special: bool, most: int | None = None) -> list[int]:
         """Encodes as `TokenizerVocabulary` says; other threads run meanwhile."""
-        if len(text) <= SLICE_CHARACTERS:
-            return self._encode(text, special)
-
-        def encode(part: str) -> list[int]:
-            with self._long_lock:
-                return self._encode(part, special)
-
-        ids: list[int] = []
-        for part, forced in self.slices.cut(text):
-            part_ids = encoded_up_to(most, part, encode)
-            ids += self._without_space(part, part_ids) if forced else part_ids
-            if most is not None and len(ids) > most:
-                break
-        return ids
-
-    def _without_space(self, part: str, ids: list[int]) -> list[int]:
-        """Returns the ids of a `part` inside a text, without a space that was added before it."""
-        if self._leading_spaces(ids) != len(part) - len(part.lstrip(" ")) + 1:
-            return ids
-        content = (self.piece(ids[0]) or "")[1:]
-        whole = self.token_id(content)
-        return [*([whole] if whole is not None else _characters_ids(self, content)), *ids[1:]]
-
-    def _leading_spaces(self, ids: list[int]) -> int:
-        """Returns the number of spaces with which the text of `ids` begins."""
-        count = 0
-        for piece in map(self.piece_bytes, ids):
-            word = piece.lstrip(b" ")
-            count += len(piece) - len(word)
-            if word:
-                break
-        return count
+        return encoded_up_to(most, text, lambda part: self._encode(part, special))
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        with self._next_lock:
-            self._library_lock.acquire()
-        try:
+        with self._library_lock:
             self._library.encode_special_tokens = not special
             if len(text) <= _SHORT_CHARACTERS:
                 return self._library.encode(text, add_special_tokens=False).ids
             # Unlike `encode`, this lets other threads run.
             (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=False)
             return encoding.ids
-        finally:
-            self._library_lock.release()
-
-    @cached_property
-    def slices(self) -> Slices:
-        """Returns the cutter of long texts, which is made on first use."""
-        pieces = [*self._library.get_vocab(), *(f"{content} " for content in self._rstrips)]
-        contents = [content.decode("utf-8") for content in self._added.values()]
-        return Slices(pieces, lambda text: self._encode(text, special=False), contents)
 
     def piece_bytes(self, token: int) -> bytes:
         if token in self._added:

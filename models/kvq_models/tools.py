@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 from kvq_models.call_texts import (
     GEMMA,
@@ -179,21 +180,47 @@ class CallPiece:
 Piece = str | CallPiece
 
 
-class Reader(Protocol):
-    """Separates calls from the text of an answer, piece by piece."""
+class Reader(ABC):
+    """Separates calls from the text of an answer, piece by piece; it returns `most` calls at most.
+
+    All pieces together are the answer, without the marks of calls and the spaces beside them.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._calls = 0
 
     @property
     def calls(self) -> int:
         """Returns the number of calls so far."""
-        ...
+        return self._calls
 
     def feed(self, text: str) -> list[Piece]:
         """Returns the pieces that `text` completes; the rest is held back until more has come."""
-        ...
+        pieces: list[Piece] = []
+        for piece in in_pieces(text):
+            rest = self._after_pending(piece)
+            while rest:
+                rest = self._step(rest, pieces)
+        return pieces
 
+    @abstractmethod
     def flush(self, *, cut: bool = False) -> list[Piece]:
         """Returns what was held back, at the end of the text, without a call that was `cut` off."""
-        ...
+
+    def _after_pending(self, text: str) -> str:
+        """Returns what was held back, followed by `text`; nothing while that is undecided."""
+        return text
+
+    @abstractmethod
+    def _step(self, text: str, pieces: list[Piece]) -> str:
+        """Reads one more thing and returns the rest of `text`."""
+
+    def _add(self, call: tuple[str, str], pieces: list[Piece]) -> None:
+        """Adds a call, its name and its arguments, unless there are `most`."""
+        if self._most is None or self._calls < self._most:
+            pieces.append(CallPiece(index=self._calls, name=call[0], arguments=call[1]))
+            self._calls += 1
 
 
 def reader_of(form: ToolForm, schemas: Schemas, most: int | None = None) -> Reader:
@@ -206,12 +233,11 @@ def reader_of(form: ToolForm, schemas: Schemas, most: int | None = None) -> Read
     return CallReader(form, schemas, most)
 
 
-class MarkedReader:
+class MarkedReader(Reader):
     """Reads calls in another notation than JSON, which stand between the marks of `form`.
 
     A call is complete when its closing mark has come. If what stands there is no call, it is text,
-    and so is a call between bare marks of a tool that was not offered. All pieces together are the
-    answer, without the marks and without spaces before them.
+    and so is a call between bare marks of a tool that was not offered.
     """
 
     def __init__(
@@ -221,13 +247,12 @@ class MarkedReader:
         schemas: Schemas,
         most: int | None = None,
     ) -> None:
+        super().__init__(most)
         self._family_mark = form.opening
         self._closings = {form.opening: form.closing} | dict([form.bare] if form.bare else [])
         self._plain_marks = form.plain_marks
         self._read = read
         self._schemas = schemas
-        self._most = most
-        self._calls = 0
         self._plain = TextUpToMark((*self._closings, *self._plain_marks))
         # Spaces and the opening mark before a call, None outside of one.
         self._before: str | None = None
@@ -235,20 +260,6 @@ class MarkedReader:
         # The call so far, and its last characters, which may begin its closing mark.
         self._inside: list[str] = []
         self._last = ""
-
-    @property
-    def calls(self) -> int:
-        return self._calls
-
-    def feed(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
-        for piece in in_pieces(text):
-            rest = piece
-            while rest:
-                rest = (
-                    self._text(rest, pieces) if self._before is None else self._call(rest, pieces)
-                )
-        return pieces
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
         """Returns what was held back; an answer that ends inside a call may end the call."""
@@ -260,6 +271,9 @@ class MarkedReader:
         elif not cut:
             self._end("".join([*self._inside, self._last]), "", pieces)
         return pieces
+
+    def _step(self, text: str, pieces: list[Piece]) -> str:
+        return self._text(text, pieces) if self._before is None else self._call(text, pieces)
 
     def _text(self, text: str, pieces: list[Piece]) -> str:
         """Reads text up to a call; the last spaces, and the beginning of a mark, are held back."""
@@ -293,9 +307,8 @@ class MarkedReader:
         if not written or not offered or None in written:
             pieces.append(f"{self._before}{body}{closing}")
         for call in written if offered and None not in written else ():
-            if call is not None and (self._most is None or self._calls < self._most):
-                pieces.append(CallPiece(index=self._calls, name=call[0], arguments=call[1]))
-                self._calls += 1
+            if call is not None:
+                self._add(call, pieces)
         self._before, self._inside, self._last = None, [], ""
 
 
@@ -307,21 +320,19 @@ def _written(call: Call) -> tuple[str, str] | None:
         return None
 
 
-class CallReader:
+class CallReader(Reader):
     """Reads calls that are JSON objects.
 
     A call stands between the marks of a family, in a Markdown fence, or bare at the beginning of a
     line. Between the model's own marks any name is that of a call; elsewhere it must be one of
-    `names`, those of the offered tools. A call is returned when it is complete, and at most `most`
-    are. What looks like a call and is none is text. All pieces together are the answer, without the
-    marks and without spaces beside them.
+    `names`, those of the offered tools. A call is returned when it is complete. What looks like a
+    call and is none is text.
     """
 
     def __init__(self, form: ToolForm, names: Collection[str], most: int | None = None) -> None:
+        super().__init__(most)
         self._family_mark = form.opening or form.before
         self._names = frozenset(names)
-        self._most = most
-        self._calls = 0
         # Text that is held back, and whether a line begins after its white space.
         self._pending = PendingText()
         self._line_begins = True
@@ -333,18 +344,6 @@ class CallReader:
         self._closings: list[str] = []
         self._has_call = self._trusted = False
         self._object: _Object | None = None
-
-    @property
-    def calls(self) -> int:
-        return self._calls
-
-    def feed(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
-        for piece in in_pieces(text):
-            rest = self._after_pending(piece)
-            while rest:
-                rest = self._step(rest, pieces)
-        return pieces
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
         pieces: list[Piece] = []
@@ -363,7 +362,6 @@ class CallReader:
         return pieces
 
     def _after_pending(self, text: str) -> str:
-        """Returns what was held back, followed by `text`; nothing while a fence is undecided."""
         if not self._fence:
             text, self._pending.end = f"{self._pending.end}{text}", ""
             return text
@@ -382,7 +380,6 @@ class CallReader:
             self._pending.end = text
 
     def _step(self, text: str, pieces: list[Piece]) -> str:
-        """Reads one more thing and returns the rest of `text`."""
         if self._object is not None:
             return self._read_object(self._object, text, pieces)
         if self._before is not None:
@@ -444,9 +441,7 @@ class CallReader:
             self._before = []
             self._leave(pieces)
             return rest
-        if self._most is None or self._calls < self._most:
-            pieces.append(CallPiece(index=self._calls, name=call[0], arguments=call[1]))
-            self._calls += 1
+        self._add(call, pieces)
         self._before, self._has_call = [], True
         if not self._closings:
             self._leave(pieces)

@@ -18,7 +18,7 @@ from kvq_runtime.sequence.hunks import common_prefix
 from kvq_runtime.sequence.passes import PassResult, Work
 from kvq_runtime.sequence.sequence import TokenSequence
 from kvq_runtime.session.vocabularies import check_vocabularies
-from kvq_specdraft.guessing import Guessing
+from kvq_specdraft.guessing import GuessingWithCache
 
 # Loaded draft models by path and threads; the sessions of a process share their weights.
 _engines: WeakValueDictionary[tuple[str, int], Engine] = WeakValueDictionary()
@@ -26,7 +26,7 @@ _loading = Lock()
 
 
 @dataclass(kw_only=True, eq=False)
-class Model(Guessing):
+class Model(GuessingWithCache):
     """Guesses with a smaller model of the same vocabulary.
 
     This is speculative decoding as first published (arXiv 2211.17192). Each session has a cache of
@@ -52,14 +52,7 @@ class Model(Guessing):
             raise UsageError(
                 f"{argument('draft')} model: path= is missing; name a bundle or a GGUF file"
             )
-        self._sequence: TokenSequence[Any] | None = None
         self._vocab_size = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Returns the bytes of its cache; its weights belong to the process."""
-        sequence = self._sequence
-        return 0 if sequence is None else sequence.config.budget_bytes
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
         """Opens the draft model. Raises `BackendError` if its vocabulary is another one."""
@@ -70,11 +63,6 @@ class Model(Guessing):
         draft_config = self._engine.backend.session_config(SessionRequest(context_tokens=tokens))
         self._sequence = TokenSequence(self._engine.backend, draft_config)
         self._vocab_size = backend.model.vocab_size
-
-    def close(self) -> None:
-        if self._sequence is not None:
-            self._sequence.close()
-            self._sequence = None
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """Follows the text; guesses that were right stay in the cache."""
@@ -100,11 +88,6 @@ class Model(Guessing):
             passed = yield from branch.extend([], rows=[-1])
         logits = _of_width(passed.logits, self._vocab_size)
         return PassResult(logits=logits, seconds=seconds, rows=1)
-
-    @property
-    def _opened(self) -> TokenSequence[Any]:
-        assert self._sequence is not None, "a session opens its drafter"
-        return self._sequence
 
 
 def _of_width(logits: NDArray[np.float32], width: int) -> NDArray[np.float32]:

@@ -13,7 +13,7 @@ from kvq_runtime.config import SessionConfig, SessionRequest
 from kvq_runtime.sequence.passes import PassResult, Work
 from kvq_runtime.sequence.sequence import TokenSequence
 from kvq_runtime.sequence.states import HiddenStates
-from kvq_specdraft.guessing import Guessing
+from kvq_specdraft.guessing import GuessingWithCache
 from kvq_specdraft.quantspec import can_narrow, frequent_tokens
 
 # The most states of undrafted tokens that are read in one pass.
@@ -21,7 +21,7 @@ _MOST_TOGETHER = 64
 
 
 @dataclass(kw_only=True, eq=False)
-class Mtp(Guessing):
+class Mtp(GuessingWithCache):
     """Guesses with the model's draft head, one layer over the model's states.
 
     Multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437, section 2.2). The head reads a token
@@ -44,14 +44,8 @@ class Mtp(Guessing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._sequence: TokenSequence[Any] | None = None
         self._text: list[int] = []
         self._base = 1
-
-    @property
-    def held_bytes(self) -> int:
-        """Returns the bytes of its cache."""
-        return 0 if self._sequence is None else self._sequence.config.budget_bytes
 
     def open(self, backend: Backend[Any], config: SessionConfig) -> None:
         """Opens the draft head. Raises `BackendError` for a model without one."""
@@ -70,11 +64,6 @@ class Mtp(Guessing):
         self._sequence = TokenSequence(draft_head, draft_config)
         self._sequence.hidden_states = HiddenStates(0)  # told with each pass, and not kept
         self._text, self._base = [], 1
-
-    def close(self) -> None:
-        if self._sequence is not None:
-            self._sequence.close()
-            self._sequence = None
 
     def follow(self, kept: int, new: Sequence[int]) -> None:
         self._text[kept:] = new
@@ -147,11 +136,6 @@ class Mtp(Guessing):
     def _next(self) -> int:
         """Returns the token whose row is the next of its cache."""
         return self._base + len(self._opened)
-
-    @property
-    def _opened(self) -> TokenSequence[Any]:
-        assert self._sequence is not None, "a session opens its drafter"
-        return self._sequence
 
 
 def _same_length(config: SessionConfig) -> SessionRequest:

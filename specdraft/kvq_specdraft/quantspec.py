@@ -8,8 +8,8 @@ from kvq.errors import BackendError
 from kvq_runtime.answer.drafter import Draft, DraftContext
 from kvq_runtime.backends import Backend, Mode
 from kvq_runtime.config import SessionConfig
-from kvq_runtime.sequence.passes import Work
-from kvq_specdraft.guessing import SelfGuessing
+from kvq_runtime.sequence.passes import PassResult, Work
+from kvq_specdraft.guessing import Guessing
 
 # The first tokens of a vocabulary made by merges, which are the frequent ones.
 FREQUENT = 32768
@@ -20,7 +20,7 @@ _MOST_RARE = 0.02
 
 
 @dataclass(kw_only=True, eq=False)
-class QuantSpec(SelfGuessing):
+class QuantSpec(Guessing):
     """Guesses with the upper nibbles of 8-bit weights and of 8-bit keys and values.
 
     QuantSpec (arXiv 2502.10424) has 4-bit draft weights beside those of 16 bits. Here 8-bit weights
@@ -56,6 +56,9 @@ class QuantSpec(SelfGuessing):
         if self._may_narrow:
             self._mode = Mode(view="hi", head_tokens=frequent_tokens(self._text))
         return (yield from super().drafting(draft_context))
+
+    def _guess(self, draft_context: DraftContext, new: Sequence[int]) -> Work[Any, PassResult]:
+        return (yield from draft_context.branch.extend(list(new), mode=self._mode))
 
 
 def frequent_tokens(text: Sequence[int]) -> int:

@@ -1,15 +1,16 @@
 """The drafter `recycle`: what the model thought likely the last time it read the same token."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq_runtime.answer.drafter import NO_DRAFT, Draft, Drafter, Round
 from kvq_runtime.answer.sampling import largest
-from kvq_specdraft.trees import Child, grow_tree
 
 # Successors stored for each token.
 _RANKS = 8
@@ -19,6 +20,10 @@ _CHANCES = (0.30, 0.10, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
 # Weight of the newest token in these chances.
 _NEWEST = 0.01
 
+S = TypeVar("S")
+# A token, the chance that it follows if all before it is right, and the state after it.
+Child = tuple[int, float, S]
+
 
 @dataclass(kw_only=True, eq=False)
 class Recycle(Drafter):
@@ -27,7 +32,7 @@ class Recycle(Drafter):
     Token Recycling (arXiv 2408.08696) keeps a matrix [V, 8] of each token's likeliest successors at
     the time it last went through the model, in the text or in a guess, right or wrong, and a fixed
     tree over it. Here the tree is the best of its size, by how often each rank came true in this
-    session (`trees.grow_tree`). Logits are taken as the check left them, of which often only the
+    session (`grow_tree`). Logits are taken as the check left them, of which often only the
     largest are exact. It stores 32 bytes for each token of the vocabulary that was read. It has no
     options.
     """
@@ -75,3 +80,36 @@ class Recycle(Drafter):
         if row[0]:
             for rank, chance in enumerate(self._chances):
                 self._chances[rank] += _NEWEST * ((row[rank] == successor + 1) - chance)
+
+
+def grow_tree(room: int, root: S, children: Callable[[S], Sequence[Child[S]]]) -> Draft:
+    """Returns the tree of at most `room` tokens with the most right tokens on average.
+
+    It takes the tokens with the largest chance that they and all before them are right, in this
+    order. So the first n tokens are the best tree of n. Sequoia (arXiv 2402.12374) finds this by
+    dynamic programming where chances depend on ranks alone, and DySpec (arXiv 2410.11744) by this
+    heap where they do not.
+
+    Args:
+        room: The most tokens.
+        root: The state at the end of the text.
+        children: Returns the tokens that may follow a state, likeliest first.
+    """
+    heap: list[tuple[float, int, int, int, Sequence[Child[S]]]] = []
+    ids, parents, chances = list[int](), list[int](), list[float]()
+
+    def offer(parent: int, chance: float, siblings: Sequence[Child[S]], rank: int) -> None:
+        if rank < len(siblings):
+            heappush(heap, (-chance * siblings[rank][1], len(ids), parent, rank, siblings))
+
+    offer(-1, 1.0, children(root), 0)
+    while heap and len(ids) < room:
+        negative, _, parent, rank, siblings = heappop(heap)
+        token, chance, state = siblings[rank]
+        offer(parent, -negative / chance if chance else 0.0, siblings, rank + 1)
+        ids.append(token)
+        parents.append(parent)
+        chances.append(chance)
+        if len(ids) < room:
+            offer(len(ids) - 1, -negative, children(state), 0)
+    return Draft(ids=tuple(ids), parents=tuple(parents), chances=tuple(chances))

@@ -30,9 +30,6 @@ class Repeats:
         self._older = array("i")
         self._newest = array("i", bytes(4 * _SLOTS))
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def follow(self, kept: int, new: Sequence[int]) -> None:
         """Makes the text its first `kept` tokens and then `new`."""
         for _ in range(len(self._tokens) - kept):
@@ -63,14 +60,6 @@ class Repeats:
                 yield end, length
             end = self._older[end - 1]
             most -= 1
-
-    def tail(self, count: int) -> list[int]:
-        """Returns the last `count` tokens, or all."""
-        return self._tokens[max(0, len(self._tokens) - count) :].tolist()
-
-    def at(self, place: int, otherwise: int) -> int:
-        """Returns the token at `place`, or `otherwise` where the text is over."""
-        return self._tokens[place] if place < len(self._tokens) else otherwise
 
     def after(self, end: int, place: int) -> int:
         """Returns the token `place` tokens after `end`, as if the text from there on repeated.

@@ -1,22 +1,27 @@
 """The writer `superposed`: several drafts for one row a pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from difflib import SequenceMatcher
+from math import inf, log
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import DataError, UsageError
-from kvq_runtime.answer.alternatives import AlternativesRequest, Line, step
+from kvq_runtime.answer.alternatives import AlternativesRequest, Line, log_normalizers, step
 from kvq_runtime.backends import C
 from kvq_runtime.sequence.branch import Branch
 from kvq_runtime.sequence.passes import Work
 from kvq_specdraft.branches import best
 from kvq_specdraft.ngrams import Ngrams
-from kvq_specdraft.rescoring import distinct, rescored
 
 # Candidate tokens for each draft, as in the paper's code.
 WIDTH_PER_DRAFT = 3
+# A line is cut before a token to which the model gives less probability than this.
+_LEAST_LOGPROB = log(0.002)
+# Lines whose texts are at least this similar count as the same.
+_ALIKE = 0.95
 
 
 @dataclass(slots=True)
@@ -75,8 +80,8 @@ class Superposed:
         lines = [line for line in mixture.all if line.ids]
         lines = [line for line in lines if all(line.ids != same.ids for same in greedy)]
         lines = sorted(lines, key=lambda line: -line.score)[: request.count - len(greedy)]
-        lines = yield from rescored(branch, [*greedy, *lines], request)
-        return distinct(lines, request)[: request.count]
+        lines = yield from _rescored(branch, [*greedy, *lines], request)
+        return _distinct(lines, request)[: request.count]
 
     def scores(
         self,
@@ -219,3 +224,67 @@ def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
     """Returns the natural logarithms of softmax(logits) [N]."""
     shifted = logits.astype(np.float64) - logits.max()
     return shifted - np.log(np.exp(shifted).sum())
+
+
+def _rescored(
+    branch: Branch[C], lines: list[Line], request: AlternativesRequest
+) -> Work[C, list[Line]]:
+    """Returns the lines with true log-probabilities, likeliest first, cut where these collapse.
+
+    A line with an infinite score, plain greedy decoding, stays whole and first. With a grammar all
+    lines stay whole. No line is cut below one token. Lines share the rows of a common beginning;
+    earlier rows of the branch are forgotten.
+    """
+    branch.rewind(0)
+    rows, ids, parents = _tree(lines)
+    yield from branch.extend(ids, parents, rows=range(-1, len(ids)))
+    logits, normalizers = branch.logits, log_normalizers(branch.logits)
+    whole = list[Line]()
+    for line, path in zip(lines, rows, strict=True):
+        logprobs = [
+            float(logits[row + 1, token] - normalizers[row + 1])
+            for row, token in zip(path, line.ids, strict=True)
+        ]
+        cuts = () if request.options.grammar else enumerate(logprobs)
+        length = next((n for n, logprob in cuts if n and logprob < _LEAST_LOGPROB), len(logprobs))
+        scored = replace(line, logprobs=tuple(logprobs))
+        if line.score == inf:
+            whole.append(scored)
+        else:
+            cut = request.shortened(scored, length)
+            whole.append(replace(cut, score=sum(cut.logprobs)))
+    return sorted(whole, key=lambda line: -line.score)
+
+
+def _distinct(lines: list[Line], request: AlternativesRequest) -> list[Line]:
+    """Returns the lines without those that are the beginning of an earlier line, or similar to one.
+
+    Lines are compared by their text, or by their tokens for a model without a tokenizer.
+    """
+    contents, kept = list[Sequence[object]](), list[Line]()
+    for line in lines:
+        content = request.finished(line).text.strip() or line.ids
+        if not any(_similar(content, earlier) for earlier in contents):
+            contents.append(content)
+            kept.append(line)
+    return kept
+
+
+def _similar(content: Sequence[object], earlier: Sequence[object]) -> bool:
+    if content == earlier[: len(content)]:
+        return True
+    return SequenceMatcher(None, content, earlier, autojunk=False).ratio() >= _ALIKE
+
+
+def _tree(lines: list[Line]) -> tuple[list[list[int]], list[int], list[int]]:
+    """Returns the rows before each token of each line, the tokens of the rows and their parents."""
+    places: dict[tuple[int, int], int] = {}
+    before = list[list[int]]()
+    for line in lines:
+        row, path = -1, [-1]
+        # The row of the last token would only tell what comes after it.
+        for token in line.ids[:-1]:
+            row = places.setdefault((row, token), len(places))
+            path.append(row)
+        before.append(path[: len(line.ids)])
+    return before, [token for _, token in places], [parent for parent, _ in places]

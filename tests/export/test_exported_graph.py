@@ -150,12 +150,12 @@ class CutGraph:
         before, after = node.inputs[0], node.outputs[0]
         fed = ir.Value(
             name=f"attended.{layer}",
-            shape=ir.Shape(["T", config.num_heads * config.head_dim]),
+            shape=ir.Shape(["T", config.first_attention.width]),
             type=ir.TensorType(ir.DataType.FLOAT),
         )
         after.replace_all_uses_with(fed)
         before.name, before.dtype = f"qkv.{layer}", ir.DataType.FLOAT
-        before.shape = ir.Shape(["T", config.qkv_width])
+        before.shape = ir.Shape(["T", config.first_attention.qkv_width])
         graph.remove(node, safe=True)
         graph.inputs.append(fed)
         graph.outputs.append(before)
@@ -175,7 +175,7 @@ class CutGraph:
         if config.has_long_rope:
             feeds["rope_long"] = np.ones(1, np.int64)
         for layer in range(config.num_layers):
-            width = config.num_heads * config.head_dim
+            width = config.first_attention.width
             feeds[f"attended.{layer}"] = np.zeros((len(ids), width), np.float32)
         memory = PlainAttention()
         for layer in range(config.num_layers):

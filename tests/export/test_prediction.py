@@ -85,7 +85,7 @@ def test_a_fit_recovers_the_layers_own_matrix_where_the_stream_is_its_own(fitted
     assert result.tokens == 900
     assert result.peak_bytes > 2 * 129**2 * 8
     assert 0.6 * allocated < result.peak_bytes < 2 * allocated
-    kv_rows = slice(bundle.config.num_heads * bundle.config.head_dim, None)
+    kv_rows = slice(bundle.config.first_attention.width, None)
     for layer in (2, 3):
         matrix = bundle.read_weight(f"layers.{layer}.qkv", kv_rows)
         np.testing.assert_allclose(result.maps[layer][layer][0], matrix, atol=1e-5)

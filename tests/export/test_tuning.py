@@ -21,7 +21,7 @@ from kvq_export.fit.trainable import Matrix
 from kvq_export.phases import no_progress
 from kvq_export.write.layout import plan_layout
 from kvq_export.write.weights import quantize
-from kvq_models.embedded import embedded_folder
+from kvq_models.catalogue import embedded_folder
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.bundle.bundle import Bundle

@@ -15,8 +15,7 @@ from environment import environment_in
 from kvq.errors import ModelError
 from kvq_apps.cli import EXTRAS
 from kvq_apps.names import model_path
-from kvq_models import embedded
-from kvq_models.catalogue import catalogue
+from kvq_models import catalogue
 
 ROOT = Path(__file__).parents[2]
 LINUX = "manylinux_2_28_x86_64"
@@ -73,7 +72,7 @@ def test_the_models_wheel_holds_their_files_and_no_others(
     builder: ModuleType, tmp_path: Path
 ) -> None:
     models = ROOT / "models"
-    folders = [models / "kvq_embedded" / name for name in embedded.NAMES]
+    folders = [models / "kvq_embedded" / name for name in catalogue.EMBEDDED]
     there = [file for folder in folders for file in folder.iterdir()]
     files = {file.relative_to(models).as_posix(): b"" for file in there}
     assert complaints(builder, tmp_path, files, "kvq-models") == []
@@ -130,19 +129,19 @@ def test_without_extras_bundles_run_and_the_rest_names_its_extra(
 
 
 def test_the_embedded_models_are_beside_the_code() -> None:
-    for name in embedded.NAMES:
-        assert embedded.embedded_folder(name) == ROOT / "models/kvq_embedded" / name
-    assert embedded.installed_names() == ("default", "nano")
-    assert embedded.embedded_folder("other") is None
+    for name in catalogue.EMBEDDED:
+        assert catalogue.embedded_folder(name) == ROOT / "models/kvq_embedded" / name
+    assert catalogue.installed_names() == ("default", "nano")
+    assert catalogue.embedded_folder("other") is None
 
 
 def test_without_them_only_models_to_pull_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "PACKAGE", "kvq_embedded_not_here")
-    assert embedded.installed_names() == ()
+    monkeypatch.setattr(catalogue, "PACKAGE", "kvq_embedded_not_here")
+    assert catalogue.installed_names() == ()
     assert model_path.default_name() == model_path.FIRST
-    assert model_path.FIRST in catalogue()
+    assert model_path.FIRST in catalogue.catalogue()
     for resolve in (model_path.resolve_model, model_path.resolve_checkpoint):
-        for name in embedded.NAMES:
+        for name in catalogue.EMBEDDED:
             with pytest.raises(ModelError, match=f"'{name}' is not installed; `pip install kvq-m"):
                 resolve(name)
     assert model_path.ready_model(None) is None

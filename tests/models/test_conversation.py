@@ -120,16 +120,16 @@ def test_every_text_is_in_the_prompt_once_and_in_order(
 ) -> None:
     for shape, messages in CONVERSATIONS.items():
         for tools in (False, True):
-            prompt = templates[name].prompt(context(messages, tools=tools))
+            text, _ = templates[name].prompt(context(messages, tools=tools))
             # An id may say the word of its call again.
-            said = re.sub(r"id[a-z]+[-a-z0-9]+", "", prompt.text)
+            said = re.sub(r"id[a-z]+[-a-z0-9]+", "", text)
             assert [word for word in texts(messages) if said.count(word) != 1] == [], (
                 shape,
-                prompt,
+                text,
             )
             turns = [row for row in messages if row["role"] not in ("system", "developer")]
             places = [said.index(word) for word in texts(turns, calls=False)]
-            assert places == sorted(places), (shape, prompt)
+            assert places == sorted(places), (shape, text)
 
 
 PLAIN = {
@@ -144,8 +144,7 @@ PLAIN = {
 def test_what_a_template_takes_is_rendered_as_it_is(name: str) -> None:
     """Tries texts with spaces, marks and nothing in them too."""
     template = ChatTemplate(TEMPLATES[name])
-    prompt = template.prompt(context(CONVERSATIONS["a system and turns"]))
-    assert (prompt.text, prompt.reconciled) == (PLAIN[name], ())
+    assert template.prompt(context(CONVERSATIONS["a system and turns"])) == (PLAIN[name], ())
 
 
 def test_a_conversation_that_is_taken_is_the_very_same_one() -> None:
@@ -157,10 +156,10 @@ def test_a_conversation_that_is_taken_is_the_very_same_one() -> None:
         {"role": "user", "content": ""},
         {"role": "system", "content": "s"},
     ]
-    prompt = template.prompt({"messages": messages})
-    assert prompt.reconciled == ()
-    assert '{"role": "user", "content": " a \\n", "name": "Ada"}' in prompt.text
-    assert prompt.text.count('"content": null') == 1
+    text, changed = template.prompt({"messages": messages})
+    assert changed == ()
+    assert '{"role": "user", "content": " a \\n", "name": "Ada"}' in text
+    assert text.count('"content": null') == 1
 
 
 @pytest.mark.parametrize(
@@ -197,16 +196,16 @@ def test_only_what_is_needed_is_changed_and_told(
     name: str, shape: str, changes: tuple[str, ...], said: str,
     templates: dict[str, ChatTemplate], caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    prompt = templates[name].prompt(context(CONVERSATIONS[shape]))
-    assert prompt.reconciled == changes
-    assert said in prompt.text
+    text, changed = templates[name].prompt(context(CONVERSATIONS[shape]))
+    assert changed == changes
+    assert said in text
 
 
 def test_a_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate(TEMPLATES["gemma 1 and 2"])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            template.render(context(CONVERSATIONS["a system and turns"]))
+            template.prompt(context(CONVERSATIONS["a system and turns"]))
     assert [record.getMessage().partition("changed: ")[2] for record in caplog.records] == [
         "system folded"
     ]
@@ -215,23 +214,23 @@ def test_a_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_where_nothing_helps_the_template_has_its_say() -> None:
     template = ChatTemplate("{{ raise_exception('not ' ~ messages[0].content) }}")
     with pytest.raises(ModelError, match="refuses these messages: not apple"):
-        template.render(context(CONVERSATIONS["three systems"][3:]))
+        template.prompt(context(CONVERSATIONS["three systems"][3:]))
     # What would help against one of its complaints does not against another.
     count = (
         "{% if messages|length > 4 %}{{ raise_exception(messages|length ~ ' rows') }}{% endif %}"
     )
     rows = [*CONVERSATIONS["systems throughout"], *CONVERSATIONS["three users"]]
     with pytest.raises(ModelError, match=f"refuses these messages: {len(rows)} rows"):
-        ChatTemplate(count + TEMPLATES["qwen 3.5"]).render(context(rows))
+        ChatTemplate(count + TEMPLATES["qwen 3.5"]).prompt(context(rows))
     silent = ChatTemplate("silence")
-    assert silent.prompt(context(CONVERSATIONS["a call"])) == type(silent.prompt({}))("silence")
+    assert silent.prompt(context(CONVERSATIONS["a call"])) == ("silence", ())
 
 
 @pytest.mark.slow
 def test_a_template_that_takes_too_long_is_asked_once() -> None:
     template = ChatTemplate("{% for a in range(99999) %}{{ range(99999)|sum }}{% endfor %}")
     with pytest.raises(ModelError, match="takes more than 3 s"):
-        template.render(context(CONVERSATIONS["three users"]))
+        template.prompt(context(CONVERSATIONS["three users"]))
 
 
 # The last message is continued
@@ -244,7 +243,7 @@ def test_a_continued_prompt_ends_with_the_text_of_its_last_message(
 ) -> None:
     messages = [system("brick"), user("apple"), answer(text)]
     variables = context(messages) | {"continue_final_message": True}
-    prompt = templates[name].render(variables)
+    prompt, _ = templates[name].prompt(variables)
     assert prompt.endswith(text.lstrip() or ("" if text else prompt[-1]))
     assert "apple" in prompt
     assert not re.search(r"(im_end|end_of_turn|eot_id|</s>)\W*$", prompt) or not text
@@ -253,17 +252,19 @@ def test_a_continued_prompt_ends_with_the_text_of_its_last_message(
 def test_a_thought_that_was_cut_goes_on() -> None:
     messages = [user("apple"), answer("", thought="Let me")]
     variables = context(messages) | {"continue_final_message": True}
-    assert ChatTemplate(TEMPLATES["qwen 3"]).render(variables).endswith("<think>\nLet me")
+    assert ChatTemplate(TEMPLATES["qwen 3"]).prompt(variables)[0].endswith("<think>\nLet me")
     # Where it is not shown, the message is begun.
-    assert ChatTemplate(TEMPLATES["chatml"]).render(variables).endswith("<|im_start|>assistant\n")
+    assert (
+        ChatTemplate(TEMPLATES["chatml"]).prompt(variables)[0].endswith("<|im_start|>assistant\n")
+    )
     messages = [user("apple"), answer("So", thought="Let me")]
     variables = context(messages) | {"continue_final_message": True}
     expected = "<think>\nLet me\n</think>\n\nSo"
-    assert ChatTemplate(TEMPLATES["qwen 3"]).render(variables).endswith(expected)
+    assert ChatTemplate(TEMPLATES["qwen 3"]).prompt(variables)[0].endswith(expected)
 
 
 def test_what_leaves_the_last_message_out_cannot_continue_it() -> None:
     with pytest.raises(ModelError, match="leaves out the last message"):
-        ChatTemplate("{{ messages[0].content }}").render(
+        ChatTemplate("{{ messages[0].content }}").prompt(
             context([user("apple"), answer("cedar")]) | {"continue_final_message": True}
         )

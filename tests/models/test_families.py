@@ -497,7 +497,8 @@ def cached_logits(family: Family, plan: KvPlan) -> np.ndarray:
         (part,) = cache.parts
         _, widths = part.columns()
     if plan.quantized:
-        layers, heads = family.bundle.config.num_layers, family.bundle.config.num_kv_heads
+        config = family.bundle.config
+        layers, heads = config.num_layers, config.first_attention.kv_heads
         assert widths.shape == (layers, heads, KV_PAGES, 2)
         assert (widths == (plan.k_bits, plan.v_bits)).all()
     return np.concatenate(logits)

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from kvq.config import ConvShape, DeltaShape
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
-from kvq_models.config import Attention, Dense, Experts, Layer, ModelConfig, RopeConfig
+from kvq_models.config import Experts, Layer, ModelConfig, RopeConfig
 from kvq_models.reference import (
     ACTIVATIONS,
     PlainAttention,
@@ -92,51 +92,6 @@ def test_config_survives_json(checkpoint: Path) -> None:
     assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
-def flat(config: ModelConfig) -> dict[str, Any]:
-    """Returns the config as bundles of version 6 have it."""
-    data = config.to_json()
-    layers, first = data.pop("layers"), config.layers[0]
-    del data["logits_scale"]
-    return data | {
-        "num_layers": len(layers),
-        "num_heads": first.mixer.heads,
-        "num_kv_heads": first.mixer.kv_heads,
-        "head_dim": first.mixer.head_dim,
-        "intermediate_size": first.feed.width,
-        "activation": first.feed.activation,
-        "layers": [
-            {name: layer["mixer"][name] for name in ("window_tokens", "rope")} for layer in layers
-        ],
-        "attention_scale": first.mixer.scale,
-        "attention_softcap": first.mixer.softcap,
-        "qk_norm": first.mixer.qk_norm == "heads",
-        "sandwich_norms": first.norms == "both",
-        "qkv_bias": first.mixer.qkv_bias,
-        "output_bias": first.mixer.output_bias,
-        "mlp_bias": first.feed.bias,
-    }
-
-
-def test_the_flat_config_of_older_bundles_is_read(checkpoint: Path) -> None:
-    _, config, _ = read_checkpoint(checkpoint)
-    plain = all(isinstance(layer.feed, Dense) for layer in config.layers)
-    mixers = [layer.mixer for layer in config.layers]
-    plain = plain and all(isinstance(mixer, Attention) and not mixer.growth for mixer in mixers)
-    plain = plain and not any(layer.scaled for layer in config.layers)
-    if config.layers[0].norms not in ("before", "both") or config.norm != "rms" or not plain:
-        pytest.skip("they knew no such model")
-    # They knew no such multipliers.
-    unscaled = tuple(dataclasses.replace(layer, scale=1.0) for layer in config.layers)
-    config = dataclasses.replace(config, layers=unscaled, logits_scale=1.0)
-    old = json.loads(json.dumps(flat(config)))
-    assert ModelConfig.from_json(old) == config
-    for name in ("num_layers", "head_dim", "layers"):
-        with pytest.raises(ModelError, match="not a model configuration"):
-            ModelConfig.from_json({key: old[key] for key in old if key != name})
-    with pytest.raises(ModelError, match="num_layers says another number"):
-        ModelConfig.from_json({**old, "num_layers": 99})
-
-
 def test_what_no_layer_can_be_is_refused() -> None:
     config = family_for(llama_json()).config(llama_json())
     for message, change in {
@@ -191,7 +146,8 @@ def test_scaling_matters_beyond_the_trained_context(case: str, shelf: Shelf) -> 
     """Guards the parity above: without the scaling the logits would be far outside TOLERANCE."""
     folder = shelf.family(case)
     _, config, _ = read_checkpoint(folder)
-    plain = 10_000.0 ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    dim = config.first_attention.head_dim
+    plain = 10_000.0 ** -(np.arange(0, dim, 2) / dim)
     unscaled = RopeConfig(inv_freq=tuple(plain.astype(np.float32).tolist()))
     changed = ModelConfig.from_json({**config.to_json(), "ropes": [vars_of(unscaled)]})
     weight, ids = tiny.checkpoint_weights(folder), random_ids(LONG)
@@ -462,7 +418,7 @@ def test_odd_values_are_refused_or_give_finite_numbers(model_type: str) -> None:
     needed = {"sliding_window": 8, "attn_logit_softcapping": 9.0, "final_logit_softcapping": None}
     needed |= {"full_attention_interval": 2}
     keys |= {name: needed[name] for name in needed.keys() & family.keys.keys()}
-    assert family.config(keys).head_dim == 64
+    assert family.config(keys).first_attention.head_dim == 64
     for name in family.keys:
         for odd in ODD:
             try:
@@ -612,7 +568,8 @@ def test_lfm2_is_read_in_both_spellings() -> None:
     assert config.conv_shape == ConvShape(num_layers=10, width=2048, taps=3)
     assert [config.mixer_place(layer) for layer in (0, 3, 15)] == [0, 2, 9]
     assert config.cache_classes[0].layers == (2, 5, 8, 10, 12, 14)
-    assert (config.head_dim, config.num_kv_heads, config.uniform) == (64, 8, False)
+    attention = config.first_attention
+    assert (attention.head_dim, attention.kv_heads, config.uniform) == (64, 8, False)
     types = ["full_attention" if layer.attends else "conv" for layer in config.layers]
     other = {"block_ff_dim": None, "intermediate_size": 12288, "full_attn_idxs": None}
     assert lfm2(**other, layer_types=types) == config

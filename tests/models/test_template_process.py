@@ -122,4 +122,4 @@ def test_a_machine_without_processes_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(subprocess, "Popen", refused)
     with pytest.raises(ModelError, match="cannot be started"):
-        ChatTemplate("a").render({})
+        ChatTemplate("a").prompt({})

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Library
 
 import tiny
 from kvq.errors import CheckpointError, DataError, ModelError
+from kvq_models import tokenizer as tokenizer_module
 from kvq_models.control import ControlTokens, FimTokens
 from kvq_models.registry import read_checkpoint
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -160,6 +161,18 @@ def test_unflagged_control_tokens_stay_text_too(folder: Path, tmp_path: Path) ->
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode(text, special=True)) == "xy"
     assert tokenizer.decode(tokenizer.encode(text, special=True), special=True) == text
+
+
+def test_a_much_too_long_text_is_not_read_to_its_end(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_FIRST_CHARACTERS", 500)
+    for text in (Path(__file__).read_text(), "a" * 4000):
+        whole = byte_level.encode(text)
+        assert byte_level.encode(text, most=len(whole)) == whole
+        short = byte_level.encode(text, most=100)
+        assert 100 < len(short) < len(whole)
+        assert short[:100] == whole[:100]
 
 
 def test_ordinary_added_tokens_keep_working(folder: Path) -> None:

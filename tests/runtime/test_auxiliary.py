@@ -116,7 +116,7 @@ def test_a_model_that_reads_for_itself_changes_nothing(
     base = shelf.bundle(ExportOptions(quality=False, weights=EIGHT), num_hidden_layers=3)
     copytree(base, tmp_path / "same")
     bundle = Bundle.open(tmp_path / "same")
-    width = 2 * bundle.config.num_kv_heads * bundle.config.head_dim
+    width = 2 * bundle.config.first_attention.kv_width
     identity = np.vstack([np.eye(width), np.zeros(width)]).astype(np.float32)
     info = auxiliary.store(bundle.path, [identity] * 3)
     with Engine.open(base, backend=backend, threads=1) as engine:

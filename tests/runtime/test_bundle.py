@@ -64,21 +64,17 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: rewrite(f, lambda d: d.update(version=13)),
         "version 13, newer than the 12 this kvq reads; upgrade kvq-runtime",
     ),
-    "older pages": (
-        lambda f: rewrite(f, lambda d: d.update(version=5)),
-        "of version 5, whose weights or pages this kvq no longer reads; export or pull the model",
+    "last version that is not read": (
+        lambda f: rewrite(f, lambda d: d.update(version=6)),
+        "of version 6, which this kvq no longer reads; export or pull the model again",
     ),
     "older version": (
         lambda f: rewrite(f, lambda d: d.update(version=1)),
-        "of version 1, whose graph this kvq no longer runs; export or pull the model again",
+        "of version 1, which this kvq no longer reads; export or pull the model again",
     ),
     "a version that is no number": (
         lambda f: rewrite(f, lambda d: d.update(version="7")),
         "kvq.json was altered",
-    ),
-    "older version with a GGUF file": (
-        lambda f: rewrite(f, lambda d: d.update(version=2)),
-        "of version 2, whose graph this kvq no longer runs; export or pull the model again",
     ),
     "altered manifest": (
         lambda f: rewrite(f, lambda d: d["kv"].update(k_bits=8), seal=False),

@@ -136,7 +136,7 @@ def test_later_layers_get_keys_and_values_of_the_stream_that_enters_the_first(
             return seen
 
         whole, predicted = inputs(), inputs(predicted=(2, 3))
-    width = config.num_heads * config.head_dim
+    width = config.first_attention.width
     for layer in (0, 1):
         np.testing.assert_array_equal(predicted[layer], whole[layer])
     for layer in (2, 3):

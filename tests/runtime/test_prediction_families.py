@@ -73,7 +73,7 @@ def test_a_fit_starts_where_the_layers_own_matrix_is(bundle: Path) -> None:
     weights, bias = fit(opened, [prompt(120, seed) for seed in range(4)], (first,)).maps[first][
         first
     ]
-    kept = slice(config.num_heads * config.head_dim, None)
+    kept = slice(config.first_attention.width, None)
     matrix = opened.read_weight(f"layers.{first}.qkv", kept)
     np.testing.assert_allclose(weights, matrix, atol=2e-4)
     if config.layers[first].mixer.qkv_bias:

@@ -27,8 +27,8 @@ from kvq_runtime.engine import Engine
 from kvq_runtime.sequence.passes import Work, forward_all, run
 from kvq_runtime.session.session import Session
 from kvq_specdraft import drafter_named
+from kvq_specdraft.guessing import TRIAL_ROUNDS, Pace
 from kvq_specdraft.model import Model
-from kvq_specdraft.pace import TRIAL_ROUNDS, Pace
 from kvq_specdraft.quantspec import QuantSpec
 from kvq_specdraft.relay import Relay
 from rule_backend import RuleBackend

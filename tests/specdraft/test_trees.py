@@ -1,14 +1,11 @@
-"""Drafts that branch: the tree grown, what Token Recycling learns, the store."""
+"""Drafts that branch: the tree that is grown, and what Token Recycling learns."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq_runtime.answer.drafter import NO_DRAFT, Draft, Round
-from kvq_specdraft.finished import FinishedAnswers
-from kvq_specdraft.recycle import Recycle
-from kvq_specdraft.suffix import Suffix
-from kvq_specdraft.trees import grow_tree
+from kvq_specdraft.recycle import Recycle, grow_tree
 
 PROPERTY = settings(max_examples=60, deadline=None)
 
@@ -75,41 +72,3 @@ def test_recycle_proposes_what_the_model_thought_of_even_after_wrong_guesses() -
     draft = drafter.propose(3)
     assert draft.ids == (3, 4, 8)
     assert draft.parents == (-1, -1, 0)
-
-
-def test_a_store_keeps_finished_answers_and_no_more_than_asked() -> None:
-    first = Suffix(store=64)
-    second, without = Suffix(store=64), Suffix()
-    logits = np.zeros((1, 4), np.float32)
-    first.follow(0, [1, 2])
-    for place, token in enumerate((30, 31, 32, 33)):
-        first.observe(outcome(NO_DRAFT, [token], logits))
-        first.follow(2 + place, [token])
-    for drafter in (second, without):
-        drafter.follow(0, [5, 30, 31])
-        assert drafter.propose(3) == NO_DRAFT
-    first.follow(0, [9])  # another prompt: the answer is finished
-    assert second.propose(5).ids == (32, 33)
-    assert without.propose(5) == NO_DRAFT
-    least = FinishedAnswers(1, 2)
-    for _ in range(4):
-        least.add([1, 2, 3])
-        assert len(least) <= 1
-    store = FinishedAnswers(64, 2)
-    for start in range(0, 4000, 40):
-        store.add(range(start, start + 40))
-        assert len(store) <= 64
-    assert [store.after(end, 0) for end, _ in store.find([3996, 3997], 8, 4)] == [3998]
-    assert store.find([0, 1], 8, 4) == []
-
-
-def test_a_suffix_tree_has_what_several_places_went_on_with() -> None:
-    text = [7, 8, 1, 2, 7, 8, 1, 3, 7, 8, 4, 5, 7, 8]
-    drafter = Suffix(tree=1)
-    drafter.follow(0, text)
-    draft = drafter.propose(6)
-    assert draft.parents is not None
-    assert {draft.ids[place] for place in draft.places_after(-1)} == {1, 4}
-    guess = draft.after(-1, 1)
-    assert guess is not None
-    assert {draft.ids[place] for place in draft.places_after(guess)} == {2, 3}

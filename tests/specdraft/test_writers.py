@@ -4,7 +4,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +74,7 @@ def test_lines_that_grow_from_one_another_keep_their_own_text(
     request = AlternativesRequest(
         Vocabulary.of(BYTES, frozenset({0})),
         GenerationOptions(max_tokens=6, stop_strings=stops),
-        count=3, branch_rows=99, room=99, history=TEXT, generator=np.random.default_rng(0),
+        count=3, branch_rows=99, room=99, history=TEXT,
     )  # fmt: skip
     lines = [request.start]
     for place, number in choices:
@@ -144,68 +143,17 @@ def test_the_likeliest_first_tokens_are_each_continued_greedily(count: int) -> N
 
 def test_nothing_of_the_drafts_is_kept() -> None:
     session, other = rule_session(), rule_session()
-    for method in ("branches", "branches:kind=beam"):
-        session.drafts(3, 6, method=writer_named(method))
+    session.drafts(3, 6, method=Branches())
     assert session.tokens == tuple(TEXT)
     assert session.sequence.cache.ids == TEXT
     plain = [step.token for step in other.generate(9, sampling=Sampling())]
     assert [step.token for step in session.generate(9, sampling=Sampling())] == plain
 
 
-def test_one_sample_is_the_sampled_answer() -> None:
-    sampling = Sampling(temperature=1.3, top_k=0, top_p=0.9, repeat_penalty=1.2)
-    drafts = rule_session(7).drafts(1, 12, method=Branches(kind="samples"), sampling=sampling)
-    answer = [step.token for step in rule_session(7).generate(12, sampling=sampling)]
-    assert list(drafts[0].ids) == [token for token in answer if token != END]
-    check_logprobs(drafts)
-
-
-def test_samples_are_the_models_distribution() -> None:
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    firsts = np.zeros(V)
-    session = rule_session(1)
-    for _ in range(40):
-        for draft in session.drafts(50, 1, method=Branches(kind="samples"), sampling=sampling):
-            firsts[draft.ids[0] if draft.ids else END] += 1
-    expected = 2000 * np.exp(log_probabilities(logits_after(TEXT)))
-    likely = expected >= 5
-    chi_square = ((firsts - expected)[likely] ** 2 / expected[likely]).sum()
-    assert chi_square < 40  # 11 degrees of freedom: one run of a million is above
-
-
-def test_a_beam_as_wide_as_the_tree_finds_the_likeliest_runs() -> None:
-    drafts = rule_session().drafts(V, 2, method=Branches(kind="beam"))
-    runs = [run for run in product(range(V), repeat=2) if END not in run]
-    ends = [(END,), *((token, END) for token in range(V - 1))]
-    best = sorted([*runs, *ends], key=lambda run: -sum(logprob_of(run)))[:V]
-    whole = [tuple(token for token in run if token != END) for run in best]
-    assert [draft.ids for draft in drafts] == whole
-    check_logprobs(drafts)
-
-
-def test_patience_waits_for_more_ends() -> None:
-    def impatient(tokens: Sequence[int]) -> np.ndarray:
-        logits = logits_after(tokens)
-        logits[END] += 5
-        return logits
-
-    def ended(patience: float) -> list[float]:
-        session = opened(RuleBackend(impatient, vocab_size=V, stop_ids=[END]))
-        drafts = session.drafts(3, 8, method=Branches(kind="beam", patience=patience))
-        return [draft.logprob for draft in drafts]
-
-    hasty, patient = ended(1), ended(3)
-    assert len(hasty) == len(patient) == 3
-    # The third of three that ended first is not so likely as one that ended later.
-    assert patient[:1] == hasty[:1]
-    assert sum(patient) > sum(hasty)
-
-
-@pytest.mark.parametrize("method", ["branches", "branches:kind=samples", "branches:kind=beam"])
-def test_a_cancel_in_any_step_gives_what_there_is(method: str) -> None:
+def test_a_cancel_in_any_step_gives_what_there_is() -> None:
     for limit in range(7):
         session, calls = rule_session(), iter([False] * limit + [True] * 99)
-        drafts = session.drafts(2, 6, method=writer_named(method), cancel=lambda it=calls: next(it))
+        drafts = session.drafts(2, 6, method=Branches(), cancel=lambda it=calls: next(it))
         assert all(len(draft.ids) <= limit for draft in drafts)
         assert all(draft.finish_reason in ("cancelled", "stop") for draft in drafts if limit < 6)
         assert session.sequence.cache.ids == TEXT
@@ -232,7 +180,7 @@ def test_what_does_not_fit_is_refused_before_a_pass(
 
 @pytest.mark.parametrize(
     "text",
-    ["branches:kind=x", "branches:patience=0", "superposed:tau=0", "superposed:alpha=1", "x"],
+    ["branches:kind=x", "superposed:tau=0", "superposed:alpha=1", "x"],
 )
 def test_impossible_options_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"possible"):
@@ -389,10 +337,7 @@ def test_a_bundle_that_recommends_a_method_of_before_opens(shelf: Shelf, tmp_pat
             assert len(default) == 3
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["branches", "branches:kind=samples", "branches:kind=beam", "superposed"],
-)
+@pytest.mark.parametrize("method", ["branches", "superposed"])
 def test_drafts_fit_their_constraint(method: str, shelf: Shelf) -> None:
     with Engine.open(shelf.bundle(), threads=1) as engine:
         for pattern in ("(yes|no|maybe)", "[0-9]{2,4}", "a{9}"):
@@ -401,18 +346,16 @@ def test_drafts_fit_their_constraint(method: str, shelf: Shelf) -> None:
                 drafts = session.drafts(
                     3, 9, method=writer_named(method), constraint=Constraint.regex(pattern)
                 )
-                # A beam stops when enough lines have ended, and may show better ones that have not.
-                ended = [draft for draft in drafts if draft.finish_reason != "cancelled"]
-                assert len(ended) == len(drafts) or method.endswith("beam")
-                assert ended
-                assert all(re.fullmatch(pattern, draft.text) for draft in ended), drafts
+                assert drafts
+                assert all(draft.finish_reason != "cancelled" for draft in drafts)
+                assert all(re.fullmatch(pattern, draft.text) for draft in drafts), drafts
 
 
 def test_alternatives_of_a_model_are_exact(shelf: Shelf) -> None:
     with Engine.open(shelf.bundle(), threads=1) as engine:
         rng = np.random.default_rng(2)
         ids = rng.integers(0, engine.model.vocab_size, 40).tolist()
-        for name in ("branches", "branches:kind=beam", "superposed:tau=1.0"):
+        for name in ("branches", "superposed:tau=1.0"):
             with engine.session(kv="fp", draft_tokens=100, seed=4) as session:
                 session.prefill(ids)
                 before = session.sequence.state().cache
@@ -425,11 +368,10 @@ def test_alternatives_of_a_model_are_exact(shelf: Shelf) -> None:
                     true = log_probabilities(logits)[len(ids) - 1 : -1]
                     logprobs = true[np.arange(len(draft.ids)), list(draft.ids)]
                     np.testing.assert_allclose(draft.logprobs, logprobs, atol=2e-4, err_msg=name)
-                if name != "branches:kind=beam":
-                    with engine.session(kv="fp") as plain:
-                        plain.prefill(ids)
-                        steps = plain.generate(8, sampling=Sampling(temperature=0))
-                        assert drafts[0].ids == tuple(step.token for step in steps)
+                with engine.session(kv="fp") as plain:
+                    plain.prefill(ids)
+                    steps = plain.generate(8, sampling=Sampling(temperature=0))
+                    assert drafts[0].ids == tuple(step.token for step in steps)
                 # Taking one is a prefill: what comes next is what a fresh run gives.
                 session.prefill(drafts[-1].ids)
                 with session.sequence.forward([], rows=[-1]) as branch:

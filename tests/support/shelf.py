@@ -18,7 +18,7 @@ from kvq_apps.names.model_path import resolve_model
 from kvq_apps.terminal.output import LOG
 from kvq_export.config import ExportOptions, WeightFormat
 from kvq_export.export import export_model
-from kvq_models.embedded import NAMES
+from kvq_models.catalogue import EMBEDDED
 from tiny import make_checkpoint, make_llama_checkpoint
 
 # As a first use exports it, and as quickly as can be.
@@ -71,7 +71,7 @@ class Shelf:
         (bundle,) = (self.once("cache", name, make) / "kvq/bundles").iterdir()
         return bundle
 
-    def used_before(self, cache: Path, names: Iterable[str] = NAMES) -> None:
+    def used_before(self, cache: Path, names: Iterable[str] = EMBEDDED) -> None:
         """Makes a cache folder that of a user who has run these embedded models."""
         for bundle in map(self.embedded, names):
             copytree(bundle, cache / "kvq/bundles" / bundle.name, copy_function=os.link)

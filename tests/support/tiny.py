@@ -617,9 +617,9 @@ def llama_tensor_shapes(config_json: Mapping[str, Any]) -> dict[str, tuple[int, 
     """Checkpoint tensor name -> shape of a llama checkpoint with this config.json."""
     family = family_for(config_json)
     config = family.config(config_json)
-    kv_width = config.num_kv_heads * config.head_dim
+    kv_width = config.first_attention.kv_width
     rows = {
-        "self_attn.q_proj": config.num_heads * config.head_dim,
+        "self_attn.q_proj": config.first_attention.width,
         "self_attn.k_proj": kv_width,
         "self_attn.v_proj": kv_width,
         "mlp.gate_proj": config.widest_feed,

@@ -66,7 +66,7 @@ def attention_model(bundle: Bundle) -> ir.Model:
     layers = [node for node in graph if node.domain == "kvq" and node.op_type == "Attention"]
     qkv = ir.Value(
         name="qkv",
-        shape=ir.Shape(["T", bundle.config.qkv_width]),
+        shape=ir.Shape(["T", bundle.config.first_attention.qkv_width]),
         type=ir.TensorType(ir.DataType.FLOAT),
     )
     graph.inputs.append(qkv)

@@ -118,7 +118,7 @@ class KvqSequence(BenchSequence):
         self._mixed = config.conv_shape is not None or config.delta_shape is not None
         self._cache = cache
         self._rope_long = config.needs_long_rope(cache.context_tokens)
-        self._qkv_width = config.qkv_width
+        self._qkv_width = config.first_attention.qkv_width
         self._beginning = cache.state()
         self._changed = False
         self.kv_bytes = cache.used_bytes

@@ -12,8 +12,7 @@ from kvq.errors import DataError, KvqError, UsageError
 from kvq.files import path_of
 from kvq_apps.settings import configuration, flags, options
 from kvq_apps.terminal import output, text_input
-from kvq_models.catalogue import catalogue
-from kvq_models.embedded import installed_names
+from kvq_models.catalogue import catalogue, installed_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -302,7 +302,7 @@ def _windowed(config: dict[str, Any]) -> str:
 def _print_names(*, as_json: bool) -> int:
     """Prints what `-m` takes: the embedded models, and those that were made or run."""
     from kvq_apps.names.model_path import known_names
-    from kvq_models.embedded import installed_names
+    from kvq_models.catalogue import installed_names
 
     names = list(dict.fromkeys((*installed_names(), *known_names())))
     if as_json:

@@ -16,8 +16,7 @@ from kvq_apps.names import known_models, last_use, pull_records
 from kvq_apps.names.model_names import is_hub_id, local_name
 from kvq_apps.terminal import output
 from kvq_apps.terminal.output import LOG, TERMINAL, Reporter
-from kvq_models.embedded import INSTALL, embedded_folder, installed_names
-from kvq_models.embedded import NAMES as EMBEDDED
+from kvq_models.catalogue import EMBEDDED, INSTALL, catalogue, embedded_folder, installed_names
 from kvq_runtime.bundle.gguf_format import SUFFIX, is_gguf
 from kvq_runtime.bundle.manifest import MANIFEST_FILE
 
@@ -118,8 +117,6 @@ def pull_missing(name: str | None) -> None:
 
     Commands that show a screen or start a thread call this first.
     """
-    from kvq_models.catalogue import catalogue
-
     name = default_name() if name is None else name
     request = _locate(name).request if name in catalogue() else None
     if request is not None:
@@ -181,8 +178,6 @@ def listed_path(name: str) -> Path:
 
 def other_meaning(path: Path) -> str | None:
     """Returns, in words, another model that the name of a new export at `path` already means."""
-    from kvq_models.catalogue import catalogue
-
     name = known_models.exported_name(path)
     if name in EMBEDDED:
         return "the embedded model"

@@ -8,8 +8,7 @@ from kvq.files import path_of
 from kvq_apps.names.model_names import HUB_FILE, is_hub_id, is_name, local_name
 from kvq_apps.names.stores import stored_models
 from kvq_apps.terminal import output
-from kvq_models.catalogue import CatalogueModel, CatalogueSource, catalogue
-from kvq_models.embedded import NAMES as EMBEDDED
+from kvq_models.catalogue import EMBEDDED, CatalogueModel, CatalogueSource, catalogue
 from kvq_runtime.bundle.gguf_format import is_gguf
 
 

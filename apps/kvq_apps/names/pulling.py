@@ -15,7 +15,7 @@ from kvq_apps.settings.flags import format_error
 from kvq_apps.terminal import text_input
 from kvq_apps.terminal.output import TERMINAL, Reporter
 from kvq_export.phases import FETCH, Phases
-from kvq_models.embedded import installed_names
+from kvq_models.catalogue import installed_names
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.bundle.manifest import Manifest
 from kvq_runtime.machine.tuning import default_threads

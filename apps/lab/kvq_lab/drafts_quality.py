@@ -16,14 +16,11 @@ from kvq.errors import DataError, argument
 from kvq_apps.evaluation.measurement import Measurement, OpenSession, PeakCacheUsage, Progress
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.alternatives import Alternative, Writer
-from kvq_runtime.config import Sampling
 from kvq_runtime.sequence.hunks import common_prefix
 
 # A draft alone, as completion without drafts has it. The others' times are shares of its time.
 GREEDY = "greedy"
-METHODS = ("branches", "branches:kind=samples", "branches:kind=beam", "superposed")
-# Nucleus samples, as the paper of Superposed Decoding compares with (arXiv 2405.18400).
-NUCLEUS = Sampling(temperature=1.0, top_k=0, top_p=0.9, min_p=0.0)
+METHODS = ("branches", "superposed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +88,10 @@ def drafting(
         for number, place in enumerate(places, 1):
             session.align(place.before)
             session.prefill()
-            session.reseed(number)
             truth, greedy_s = tokenizer.decode(list(place.after)), 0.0
             for run in runs:
                 since = perf_counter()
-                drafts = session.drafts(
-                    run[1], len(place.after), method=writers[run[0]], sampling=NUCLEUS
-                )
+                drafts = session.drafts(run[1], len(place.after), method=writers[run[0]])
                 seconds = perf_counter() - since
                 greedy_s = greedy_s or seconds
                 scores[run].add(drafts, truth, place, seconds / greedy_s)

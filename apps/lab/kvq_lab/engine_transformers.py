@@ -107,7 +107,7 @@ class TransformersEngine:
         """What is stored; a step restores a layer's keys and values beside it."""
         kind = QUANTIZED.get(setting.kv)
         each = self._dtype.itemsize if kind is None else kind.bytes_each
-        row = self._config.num_kv_heads * self._config.head_dim
+        row = self._config.first_attention.kv_width
         return int(2 * self._config.num_layers * row * tokens * each)
 
     def close(self) -> None:
@@ -122,7 +122,8 @@ class TransformersEngine:
 
     def _fill(self, cache: Any, depth: int) -> None:
         """Random keys and values, of all layers the same."""
-        shape = (1, self._config.num_kv_heads, depth, self._config.head_dim)
+        attention = self._config.first_attention
+        shape = (1, attention.kv_heads, depth, attention.head_dim)
         random = self._torch.Generator(self._device).manual_seed(0)
         rows = self._torch.randn(shape, generator=random, dtype=self._dtype, device=self._device)
         with self._torch.inference_mode():
@@ -227,9 +228,9 @@ def _fields(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "intermediate_size": feed.width,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": config.first_attention.heads,
+        "num_key_value_heads": config.first_attention.kv_heads,
+        "head_dim": config.first_attention.head_dim,
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_head,

@@ -46,7 +46,7 @@ def fit(
 ) -> list[NDArray[np.float32]]:
     """Returns W [n, 2 Hk D] for each layer of `base`, from the auxiliary layer in `served_by`."""
     config, sequences = base.config, list(texts)
-    first_kv = config.num_heads * config.head_dim
+    first_kv = config.first_attention.width
     reader = AuxiliaryReader(auxiliary, max(map(len, sequences)))
     gram: dict[int, Any] = dict.fromkeys(set(served_by), 0.0)
     cross: list[Any] = [0.0] * config.num_layers

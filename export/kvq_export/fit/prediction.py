@@ -102,8 +102,8 @@ def candidates(num_layers: int) -> tuple[int, ...]:
 def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -> Fit:
     """Fits maps after each of `counts` computed layers, from token sequences `texts`."""
     config = bundle.config
-    first_kv = config.num_heads * config.head_dim
-    size, rows = config.hidden_size + 1, 2 * config.num_kv_heads * config.head_dim
+    first_kv = config.first_attention.width
+    size, rows = config.hidden_size + 1, 2 * config.first_attention.kv_width
     grams = {count: np.zeros((size, size)) for count in counts}
     crosses = {
         (count, layer): np.zeros((size, rows))
@@ -132,7 +132,8 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
                 crosses[count, layer] += weighted.T @ attention.kv[layer]
         tokens += len(ids)
         arrays = [*streams.values(), *attention.kv.values(), *attention.kv.values()]
-        temporary_bytes = 3 * 4 * len(ids) * (config.num_heads * len(ids) + 2 * config.widest_feed)
+        per_token = config.first_attention.heads * len(ids) + 2 * config.widest_feed
+        temporary_bytes = 3 * 4 * len(ids) * per_token
         text_bytes = max(text_bytes, temporary_bytes + sum(array.nbytes for array in arrays))
     sums = sum(array.nbytes for array in (*grams.values(), *crosses.values()))
     maps: dict[int, Maps] = {}
@@ -151,7 +152,7 @@ def _solve(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Returns the map of a layer whose norm scales the stream: its own matrix, changed by ridge."""
     config = bundle.config
-    kv_rows = slice(config.num_heads * config.head_dim, None)
+    kv_rows = slice(config.first_attention.width, None)
     matrix = bundle.read_weight(f"layers.{layer}.qkv", kv_rows).astype(np.float64)
     bias = np.zeros(len(matrix))
     if config.layers[layer].attention.qkv_bias:

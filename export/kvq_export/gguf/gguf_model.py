@@ -104,7 +104,7 @@ def _refuse(config: ModelConfig, architecture: Architecture) -> None:
     )
     traits = {
         "heads that together are not as wide as its hidden states": architecture.square
-        and config.num_heads * config.head_dim != config.hidden_size,
+        and config.first_attention.width != config.hidden_size,
         "an output head that is its embedding": config.tied_head
         and name in ("gpt-oss", "olmo2", "olmoe"),
         "an output head of its own": not config.tied_head and name in ("gemma", "gemma2"),
@@ -240,7 +240,7 @@ def _keys(config: ModelConfig, architecture: Architecture) -> dict[str, Key]:
     kv_heads = [
         layer.mixer.kv_heads
         if isinstance(layer.mixer, Attention)
-        else config.num_kv_heads * isinstance(layer.mixer, DeltaNet)
+        else config.first_attention.kv_heads * isinstance(layer.mixer, DeltaNet)
         for layer in config.layers
     ]
     epsilon = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
@@ -250,7 +250,7 @@ def _keys(config: ModelConfig, architecture: Architecture) -> dict[str, Key]:
         "block_count": config.num_layers,
         "vocab_size": config.vocab_size,
         "feed_forward_length": _one_or_all(widths),
-        "attention.head_count": config.num_heads,
+        "attention.head_count": config.first_attention.heads,
         "attention.head_count_kv": _one_or_all(kv_heads),
         "attention.key_length": mixer.head_dim,
         "attention.value_length": mixer.head_dim,

@@ -93,7 +93,6 @@ class AlternativesRequest:
         branch_rows: int,
         room: int,
         history: Sequence[int],
-        generator: np.random.Generator,
         cancel: Cancel = never_cancelled,
         exact: bool = True,
     ) -> None:
@@ -107,7 +106,6 @@ class AlternativesRequest:
         self._branch_rows = branch_rows
         self._room = room
         self.history = tuple(history)
-        self.generator = generator
         self.cancel = cancel
         self.exact = exact
         # A line without a token.

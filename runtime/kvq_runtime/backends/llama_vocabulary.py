@@ -11,8 +11,7 @@ from functools import cached_property
 
 from kvq.errors import DataError
 from kvq_models.control import ControlTokens, FimTokens
-from kvq_models.slices import encoded_up_to
-from kvq_models.tokenizer import Tokenizer, looks_like_control
+from kvq_models.tokenizer import Tokenizer, encoded_up_to, looks_like_control
 from kvq_runtime.backends.llama_library import LlamaModel
 from kvq_runtime.bundle.gguf_file import (
     CONTROL,

@@ -337,7 +337,7 @@ class Bundle:
         """Returns shape and widths of every map, which makes a layer's keys and values."""
         config, form = self.config, self._graph_weights.format_of("layers.0.qkv")
         block = MAP_BLOCK if form.grid.has_supers else form.block
-        rows = 2 * config.num_kv_heads * config.head_dim
+        rows = 2 * config.first_attention.kv_width
         return PanelFormat(rows=rows, columns=config.hidden_size, bits=8, block=block)
 
     def maps(self) -> dict[str, np.ndarray]:
@@ -377,7 +377,7 @@ class Bundle:
         if self.manifest.auxiliary is None:
             return ()
         config, path = self.config, self.path / AUXILIARY_FILE
-        columns = 2 * config.num_kv_heads * config.head_dim
+        columns = 2 * config.first_attention.kv_width
         form = Form((None, columns), np.float16)
         forms = {f"layers.{layer}.map": form for layer in range(config.num_layers)}
         with _reading_fitted(path, forms) as arrays:

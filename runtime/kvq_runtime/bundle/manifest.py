@@ -23,12 +23,9 @@ from kvq_runtime.text_embedding import TextEmbedding
 
 FORMAT = "kvq-bundle"
 VERSION = 12
-# Older versions are read too. They describe layers in another way or have no draft head, and the
-# first is read only for a bundle of a GGUF file.
-GGUF_VERSION = 2
-READ_VERSIONS = (GGUF_VERSION, 6, 7, 8, 9, 10, 11, VERSION)
-# Not read: calibrated for older formats of pages, or with another layout of weights.
-OLD_VERSIONS = (3, 4, 5)
+# Of the older versions these are read too. Others have graphs, pages, layers or weights of forms
+# that are no longer known.
+READ_VERSIONS = (7, 8, 9, 10, 11, VERSION)
 # The op that multiplies weights.
 LINEAR = "kvq"
 MANIFEST_FILE = "kvq.json"
@@ -185,8 +182,8 @@ class Manifest:
             "model_type": self.config.model_type,
             "config": self.config.to_json(),
             "context_length": self.config.context_length,
-            "head_size": self.config.head_dim,
-            "num_key_value_heads": self.config.num_kv_heads,
+            "head_size": self.config.first_attention.head_dim,
+            "num_key_value_heads": self.config.first_attention.kv_heads,
             "eos_token_id": list(self.eos_token_ids),
             "weights": None if self.weights is None else self.weights.to_json(),
             "gguf": None if self.gguf is None else asdict(self.gguf),
@@ -374,15 +371,10 @@ def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
             f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
             "upgrade kvq-runtime, or export or pull the model again"
         )
-    if version == 1 or (version == GGUF_VERSION and data.get("weights") is not None):
+    if isinstance(version, int) and 1 <= version < READ_VERSIONS[0]:
         raise BundleError(
-            f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
-            "export or pull the model again"
-        )
-    if version in OLD_VERSIONS:
-        raise BundleError(
-            f"{folder} is a bundle of version {version}, whose weights or pages this kvq no longer "
-            "reads; export or pull the model again"
+            f"{folder} is a bundle of version {version}, which this kvq no longer reads; export or "
+            "pull the model again"
         )
     if version not in READ_VERSIONS:
         raise BundleError(

@@ -221,7 +221,7 @@ class PromptPassages:
         (part,), config = cache.parts, self._config
         keys, values = list[Half](), list[Half]()
         for layer in range(config.num_layers):
-            heads = [part.tail(layer, head) for head in range(config.num_kv_heads)]
+            heads = [part.tail(layer, head) for head in range(config.first_attention.kv_heads)]
             rotated = np.stack([head_keys[rows] for head_keys, _, _ in heads], axis=1)
             positions = heads[0][2][rows].astype(np.int64)
             turned_back = rotate(

@@ -347,7 +347,6 @@ class Answering(Generic[C]):
             branch_rows=self.config.draft_tokens,
             room=self.sequence.room,
             history=self.sequence.tokens,
-            generator=self._generator,
             cancel=cancel,
             exact=exact,
         )

@@ -88,7 +88,7 @@ class AuxiliaryReader:
         """
         config = self._config
         (cache,) = self.sequence.cache.parts
-        heads = [cache.tail(layer, head) for head in range(config.num_kv_heads)]
+        heads = [cache.tail(layer, head) for head in range(config.first_attention.kv_heads)]
         places = heads[0][2].astype(np.int64)
         newest = np.argsort(places)[start:]
         keys, values = (
@@ -149,7 +149,8 @@ class Auxiliary:
         """Gives `cache` keys and values of the tokens of `ids` from `start` on; returns seconds."""
         seconds = yield from self._reader.reading(ids)
         config = self._config
-        shape = (len(ids) - start, 2, config.num_kv_heads, config.head_dim)
+        attention = config.first_attention
+        shape = (len(ids) - start, 2, attention.kv_heads, attention.head_dim)
         made = np.stack(
             [
                 (self._reader.read(layer, start) @ weights).reshape(shape)

@@ -272,7 +272,6 @@ class Session(Answering[C]):
         length: int = 10,
         *,
         method: "Writer | str" = "branches",
-        sampling: Sampling | None = None,
         stop_strings: Iterable[str] = (),
         stop_ids: Iterable[int] | None = None,
         begin_with: bytes = b"",
@@ -288,7 +287,6 @@ class Session(Answering[C]):
             count: How many alternatives are asked for.
             length: Tokens of each at most.
             method: A `Writer`, or the name of one: `branches` or `superposed`.
-            sampling: For methods that draw. None: `Sampling()`.
             stop_strings: As in `generate`.
             stop_ids: As in `generate`.
             begin_with: As in `generate`.
@@ -306,7 +304,6 @@ class Session(Answering[C]):
         """
         options = GenerationOptions(
             max_tokens=length,
-            sampling=Sampling() if sampling is None else sampling,
             stop_strings=tuple(stop_strings),
             stop_ids=None if stop_ids is None else frozenset(stop_ids),
             begin_with=begin_with,

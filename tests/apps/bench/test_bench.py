@@ -195,7 +195,7 @@ def test_a_step_and_a_pass_read_what_is_stored(
     words = ["--context", "70", "--repeat", "1", "--prefill", "8", "--threads", "1", "--kv", "8:8"]
     (row,) = bench(capsys, str(bundle.path), *words, "--rows", "1,2,130")["rows"]
     # All that is stored, but norms, biases, rotary frequencies, and of the embedding every panel.
-    vectors = 5 * 256 + 2 * bundle.config.qkv_width + 32
+    vectors = 5 * 256 + 2 * bundle.config.first_attention.qkv_width + 32
     panel_bytes = 16 * 256 + 16 * 4 * 2
     assert row["weight_bytes_read"] == bundle.weight_bytes_per_step - 4 * vectors - panel_bytes
     # 70 tokens of two layers of two heads of 64, keys and values in float16: none has left yet
@@ -240,7 +240,8 @@ def test_attention_alone_is_that_of_every_layer(make: Make, case: str) -> None:
     opened = open_engine("kvq", bundle, threads=1, settings=[Setting(kv="8:8")])
     sequence = opened.sequence(Setting(kv="8:8"), 150, 16)
     cache = sequence._cache
-    rows, positions = engine_kvq.random_rows(5, config.qkv_width), np.arange(150, 155)
+    rows = engine_kvq.random_rows(5, config.first_attention.qkv_width)
+    positions = np.arange(150, 155)
     cache.begin(5)
     actual = opened._attention.run(cache, rows, rope_long=False).numpy()
     cache.commit(())

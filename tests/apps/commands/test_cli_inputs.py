@@ -106,7 +106,7 @@ def test_words(bundle: str, refused: Refused) -> None:
 def test_without_an_embedded_model_one_is_pulled_or_installed(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvq_models.embedded.PACKAGE", "kvq_embedded_not_here")
+    monkeypatch.setattr("kvq_models.catalogue.PACKAGE", "kvq_embedded_not_here")
     for words in (("run", "hello"), ("chat",), ("serve",)):
         assert "smollm2-135m is not here yet; pull it with `kvq pull" in refused(*words)
     for name in ("default", "nano"):

