@@ -649,8 +649,8 @@ class ClassCache:
             seen=int(streams * self.tokens - behind) * channels,
             k_bits=int(bits[0]) * channels,
             v_bits=int(bits[1]) * channels,
-            offloaded_bytes=self.storage.tiers.offloaded_bytes,
-            streamed_bytes=self.storage.tiers.streamed_bytes,
+            offloaded_bytes=self.storage.offloaded_bytes,
+            streamed_bytes=self.storage.streamed_bytes,
         )
 
     def entering(self) -> NDArray[np.uint8]:

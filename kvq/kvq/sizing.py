@@ -25,13 +25,7 @@ from kvq.config import (
 )
 from kvq.errors import BudgetError, UsageError, argument
 from kvq.formats import constant_bytes, format_bytes, kept_heads, seen_tokens, sized, value_groups
-from kvq.geometry import (
-    DELTA_PLACES,
-    LEAST_DELTA_STATES,
-    SPARE_VIEWS,
-    Geometry,
-    require_budget,
-)
+from kvq.geometry import DELTA_PLACES, LEAST_DELTA_STATES, Geometry, require_budget
 from kvq.policies import policy_named
 from kvq.selectors import rule_named
 
@@ -48,8 +42,8 @@ class ClassArena(Geometry):
     """The memory of one cache: what is held, in exactly `num_bytes`, of what `spec` asks for.
 
     `max_columns`: pages per stream the table has room for. `regions`: what lies before the pages.
-    `resident_columns`: of an arena in two tiers the newest so many lie on the device, in
-    `device_bytes` with all that is no page, and the others on the host; 0: there is one tier.
+    `resident_columns`: of an arena in two tiers the newest so many lie on the device, with all that
+    is no page, and the others on the host; 0: there is one tier.
     `file_bytes`: the last so many of a processor's arena, where the oldest pages lie, are a file's.
     """
 
@@ -59,11 +53,6 @@ class ClassArena(Geometry):
     regions: Regions
     resident_columns: int = 0
     file_bytes: int = 0
-
-    @property
-    def spare_views(self) -> int:
-        """Views beyond one of every column that an edited text may have."""
-        return self.max_columns + SPARE_VIEWS
 
     @property
     def pool_bytes(self) -> int:
@@ -102,13 +91,6 @@ class ClassArena(Geometry):
         if columns >= self.wanted_columns:
             return self.context_tokens
         return self.plan.sink_tokens + self.plan.tail_tokens + columns * PAGE_TOKENS
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes on a device."""
-        if not self.resident_columns:
-            return self.num_bytes
-        return self.bytes_with_resident(self.resident_columns)
 
     @property
     def offload_bytes(self) -> int:

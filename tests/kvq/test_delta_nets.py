@@ -32,8 +32,9 @@ from mixers import (
     refuse_edits_and_silence,
     refuse_rows_in_a_gap,
 )
+from native_calls import select_isa
 from numpy_cache import storage_named
-from regions import MOST_WANTED, delta_newest, delta_state_bytes
+from regions import MOST_WANTED, delta_newest, delta_row_width, delta_state_bytes
 from snapshot_bytes import HEADER, damaged
 
 pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
@@ -150,7 +151,7 @@ def test_steps_equal_chunks_and_the_text_alone(delta: DeltaShape) -> None:
 
 @pytest.mark.parametrize("isa", native_library.isas() if native_library.available() else [])
 def test_every_set_of_kernels_agrees_with_numpy(isa: str) -> None:
-    native_library.select_isa(isa)
+    select_isa(isa)
     try:
         with closing(Both(spec().resolved(), 3)) as both:
             both.grow(CHUNK + 5)
@@ -158,7 +159,7 @@ def test_every_set_of_kernels_agrees_with_numpy(isa: str) -> None:
             both.commit([0, 2, 3])
             both.check()
     finally:
-        native_library.select_isa(native_library.isas()[0])
+        select_isa(native_library.isas()[0])
 
 
 def test_a_path_of_a_tree_is_kept_and_goes_on() -> None:
@@ -300,7 +301,7 @@ def test_rows_that_were_saved_beyond_those_kept_are_left_out() -> None:
     with closing(Both(least())) as both, closing(Both(spec().resolved())) as roomy:
         for twins in (both, roomy):
             twins.grow(tokens)
-        row_bytes, layers = 4 * SHARED.row_width, SHARED.num_layers
+        row_bytes, layers = 4 * delta_row_width(SHARED), SHARED.num_layers
         kept, more = (delta_newest(SHARED, count) for count in (LEAST_DELTA_STATES, STATES))
         small, other = (twins.caches[0].state() for twins in (both, roomy))
         ends = [
