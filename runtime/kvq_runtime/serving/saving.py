@@ -206,7 +206,7 @@ class SavedSessions:
     def _write(self, parcel: Parcel) -> None:
         """Writes both files of a session, on the writing thread."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        parcel.snapshot.write(parcel.path)
+        snapshot.write(parcel.path, parcel.snapshot)
         state = parcel.snapshot.state
         exact_tokens = Staleness(state.ages).first_stale
         marks = [] if exact_tokens is None else [-1 - exact_tokens]

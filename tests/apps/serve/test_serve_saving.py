@@ -191,17 +191,17 @@ def test_a_captured_session_is_that_moments(tmp_path: Path) -> None:
     rule = Rule()
     session, other = rule.session(), rule.session()
     session.prefill([70] * 40)
-    snapshot = session.capture()
+    copy = session.capture()
     session.rollback(30)
     session.prefill([71] * 5)
-    other.restore(snapshot)
+    other.restore(copy)
     assert other.tokens == (70,) * 40
-    snapshot.write(tmp_path / "one.kvq")
+    snapshot.write(tmp_path / "one.kvq", copy)
     session.load(tmp_path / "one.kvq")
     assert session.tokens == other.tokens
     narrow = Rule(context_tokens=64).session()
     with pytest.raises(SnapshotError, match="another context_tokens"):
-        narrow.restore(snapshot)
+        narrow.restore(copy)
 
 
 def test_servers_that_share_a_folder_resume_each_others_sessions(tmp_path: Path) -> None:
