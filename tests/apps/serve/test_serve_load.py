@@ -158,7 +158,7 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(tmp_path: Path) -> None:
         saved = server.pool.served.slots.saved
 
         def quiet() -> bool:
-            return server.pool.queue == (0, 0) and saved.writer.has_room
+            return server.pool.queue == (0, 0) and saved.has_room
 
         mixed(server, 100)
         # The thread that writes sessions begins with the first of them.
