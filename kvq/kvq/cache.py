@@ -291,7 +291,7 @@ class Cache:
             retrieval: For every class its `Evidence.retrieval`; or ().
             feedback: For every class float32 [L, Hk, D, D], by which the rounding error of a key's
                 channel is carried to the next ones (`kvq.reference.stored.carried`); or ().
-            storage: Class that holds the pages, see `kvq.device_cache.storage_on`.
+            storage: Class that holds the pages, see `kvq.devices.storage_on`.
 
         Raises:
             BackendError: Where the native library or the device cannot be used.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,21 +15,27 @@ COMPLETION, CHAT, BATCH = 0, 1, 2
 
 @dataclass(eq=False)
 class Work:
+    """What the scheduler asks of a job."""
+
     rank: int
     ready: bool = True
     brief: bool = False
 
 
+def job_of(rank: int) -> Any:
+    return Work(rank)
+
+
 def filled(
     ranks: list[int], *, slots: int = 4, queue: int = 100
-) -> tuple[Scheduler[Work], list[Work]]:
-    scheduler: Scheduler[Work] = Scheduler(slots=slots, queue=queue)
-    jobs = [Work(rank) for rank in ranks]
+) -> tuple[Scheduler, list[Any]]:
+    scheduler = Scheduler(slots=slots, queue=queue)
+    jobs = [job_of(rank) for rank in ranks]
     assert all(scheduler.submit(job) for job in jobs)
     return scheduler, jobs
 
 
-def admitted(scheduler: Scheduler[Work]) -> list[Work]:
+def admitted(scheduler: Scheduler) -> list[Any]:
     return list(iter(scheduler.admit, None))
 
 
@@ -58,7 +65,7 @@ def test_a_completion_finds_a_slot_behind_a_queue_of_chats() -> None:
     scheduler, _ = filled([CHAT] * 20)
     assert len(admitted(scheduler)) == 3
     for _ in range(3 * OVERTAKES_PER_RANK):
-        quick = Work(COMPLETION)
+        quick = job_of(COMPLETION)
         assert scheduler.submit(quick)
         assert admitted(scheduler) == [quick]
         scheduler.finish(quick)
@@ -70,7 +77,7 @@ def test_what_is_overtaken_often_goes_first() -> None:
     assert scheduler.admit() is running
     overtakes = 0
     while True:
-        newcomer = Work(COMPLETION)
+        newcomer = job_of(COMPLETION)
         scheduler.submit(newcomer)
         scheduler.finish(running)
         running = scheduler.admit()
@@ -116,10 +123,10 @@ def test_brief_rows_join_every_pass_and_a_prompt_leads_its_own() -> None:
 
 def test_the_queue_is_bounded() -> None:
     scheduler, _ = filled([CHAT] * 3, slots=1, queue=3)
-    assert not scheduler.submit(Work(COMPLETION))
+    assert not scheduler.submit(job_of(COMPLETION))
     scheduler.admit()
-    assert scheduler.submit(Work(COMPLETION))
-    assert not scheduler.submit(Work(COMPLETION))
+    assert scheduler.submit(job_of(COMPLETION))
+    assert not scheduler.submit(job_of(COMPLETION))
 
 
 def test_unwanted_jobs_leave_the_queue_but_not_a_slot() -> None:
@@ -135,13 +142,13 @@ def test_unwanted_jobs_leave_the_queue_but_not_a_slot() -> None:
     st.lists(st.tuples(st.sampled_from("sfn"), st.integers(0, 2)), min_size=1, max_size=120),
 )
 def test_any_history_keeps_the_promises(slots: int, history: list[tuple[str, int]]) -> None:
-    scheduler: Scheduler[Work] = Scheduler(slots=slots, queue=8)
-    done: set[Work] = set()
-    arrived: list[Work] = []
-    started: list[Work] = []
+    scheduler = Scheduler(slots=slots, queue=8)
+    done: set[Any] = set()
+    arrived: list[Any] = []
+    started: list[Any] = []
     for action, rank in history:
         if action == "s":
-            job = Work(rank)
+            job = job_of(rank)
             accepted = len(scheduler.waiting) < 8
             assert scheduler.submit(job) == accepted
             arrived += [job] if accepted else []

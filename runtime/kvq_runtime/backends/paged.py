@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Arena, Cache, CacheSpec
 from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan, PageForm
-from kvq.device_cache import storage_on
+from kvq.devices import storage_on
 from kvq.errors import BackendError, argument
 from kvq.formats import bytes_per_token
 from kvq.residency import Resident

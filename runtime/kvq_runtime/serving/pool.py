@@ -18,9 +18,8 @@ from kvq_runtime.backends import Backend
 from kvq_runtime.sequence.passes import PassResult, SharedPassError, Work, forward_all
 from kvq_runtime.serving.job import Decoding, Job
 from kvq_runtime.serving.outbox import Done, Failed, Report
-from kvq_runtime.serving.pass_turns import Turns
 from kvq_runtime.serving.request import PoolError, shutdown_error
-from kvq_runtime.serving.scheduler import Scheduler
+from kvq_runtime.serving.scheduler import Scheduler, Turns
 from kvq_runtime.serving.slots import Slot, Slots
 from kvq_runtime.session.metrics import NO_ROUNDS, Rounds
 from kvq_runtime.session.session import Session
@@ -147,7 +146,7 @@ class SessionPool(Generic[S]):
         self._wake = Condition()
         self._stopping = False
         self._ended = False
-        self._scheduler: Scheduler[Job] = Scheduler(slots=config.sessions, queue=config.queue)
+        self._scheduler = Scheduler(slots=config.sessions, queue=config.queue)
         self._runs: dict[int, _RunningJob] = {}
         self._decoding: Decoding | None = None
         self._thread = Thread(target=self._main, name="kvq-pool", daemon=True)
