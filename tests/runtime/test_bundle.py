@@ -66,19 +66,19 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "older pages": (
         lambda f: rewrite(f, lambda d: d.update(version=5)),
-        "of version 5, whose weights or pages this kvq no longer reads; export or pull the model",
+        "of version 5, which this kvq no longer reads; export or pull the model again",
     ),
     "older version": (
         lambda f: rewrite(f, lambda d: d.update(version=1)),
-        "of version 1, whose graph this kvq no longer runs; export or pull the model again",
+        "of version 1, which this kvq no longer reads; export or pull the model again",
     ),
     "a version that is no number": (
         lambda f: rewrite(f, lambda d: d.update(version="7")),
-        "kvq.json was altered",
+        "of version 7, which this kvq no longer reads; export or pull the model again",
     ),
     "older version with a GGUF file": (
         lambda f: rewrite(f, lambda d: d.update(version=2)),
-        "of version 2, whose graph this kvq no longer runs; export or pull the model again",
+        "of version 2, which this kvq no longer reads; export or pull the model again",
     ),
     "altered manifest": (
         lambda f: rewrite(f, lambda d: d["kv"].update(k_bits=8), seal=False),

@@ -27,10 +27,6 @@ VERSION = 12
 # first is read only for a bundle of a GGUF file.
 GGUF_VERSION = 2
 READ_VERSIONS = (GGUF_VERSION, 6, 7, 8, 9, 10, 11, VERSION)
-# Not read: calibrated for older formats of pages, or with another layout of weights.
-OLD_VERSIONS = (3, 4, 5)
-# The op that multiplies weights.
-LINEAR = "kvq"
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
@@ -87,7 +83,7 @@ class WeightInfo:
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest's object."""
         # Earlier versions of kvq read the name of the op that multiplies.
-        return {"formats": self.by_format, "bytes": self.num_bytes, "linear": LINEAR}
+        return {"formats": self.by_format, "bytes": self.num_bytes, "linear": "kvq"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "WeightInfo":
@@ -279,7 +275,6 @@ def read_manifest(folder: Path) -> Manifest:
     _check_version(folder, data)
     if data.get("checksum") != checksum(data):
         raise BundleError(f"{path} was altered after the export; export the model again")
-    _check_products(path, data.get("weights"))
     try:
         manifest = Manifest.from_json(data)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, KvqError) as error:
@@ -357,16 +352,6 @@ def _auxiliary(data: Any, config: ModelConfig) -> Mapping[str, Any] | None:
     return dict(data) | {"served_by": served_by, "fingerprint": str(data["fingerprint"])}
 
 
-def _check_products(path: Path, weights: Any) -> None:
-    """Raises `BundleError` for weights in the layout of another op than kvq's."""
-    operator = weights.get("linear") if is_object(weights) else LINEAR
-    if operator != LINEAR:
-        raise BundleError(
-            f"{path} was exported for other products than kvq's (linear {operator!r}), which this "
-            "kvq no longer runs; export the model again"
-        )
-
-
 def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
     version = data.get("version")
     if isinstance(version, int) and version > VERSION:
@@ -374,19 +359,11 @@ def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
             f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
             "upgrade kvq-runtime, or export or pull the model again"
         )
-    if version == 1 or (version == GGUF_VERSION and data.get("weights") is not None):
+    has_old_graph = version == GGUF_VERSION and data.get("weights") is not None
+    if version not in READ_VERSIONS or has_old_graph:
         raise BundleError(
-            f"{folder} is a bundle of version {version}, whose graph this kvq no longer runs; "
-            "export or pull the model again"
-        )
-    if version in OLD_VERSIONS:
-        raise BundleError(
-            f"{folder} is a bundle of version {version}, whose weights or pages this kvq no longer "
-            "reads; export or pull the model again"
-        )
-    if version not in READ_VERSIONS:
-        raise BundleError(
-            f"{folder / MANIFEST_FILE} was altered after the export; export the model again"
+            f"{folder} is a bundle of version {version}, which this kvq no longer reads; export or "
+            "pull the model again"
         )
 
 

@@ -707,7 +707,7 @@ def test_a_pulled_model_of_another_version_is_pulled_again(
     whole = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(whole | {"version": 5}))
     assert main(["run", "-m", "tiny", "-n", "1", "hi"]) == 2
-    assert "of version 5, whose weights or pages this kvq no longer reads; export or pull" in (
+    assert "of version 5, which this kvq no longer reads; export or pull" in (
         capsys.readouterr().err
     )
     assert main(["pull", "tiny"]) == 0
