@@ -3,10 +3,8 @@
 How they divide is `geometry`'s. Knows policies by name and holds no data.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from kvq.abi import Regions
 from kvq.config import (
@@ -351,27 +349,6 @@ class ClassSpec:
                 return num_bytes
             geometry = geometry.with_shorter_chunk()
 
-    def changed(self, **changes: Any) -> "ClassSpec":
-        """With other values of these fields."""
-        return replace(self, **changes)
-
-    def shortened(self) -> "ClassSpec":
-        """With the longest context, up to this one, of which the budget gives up nothing.
-
-        A quantised cache demotes and evicts, so it keeps its context. An unquantised one does
-        not: its budget decides how long the context can be.
-        """
-        if self.plan.quantized:
-            return self
-        if self.budget.num_bytes is None and self.budget.fraction is None:
-            return replace(self, context_tokens=min(self._budget_tokens, self.context_tokens))
-        num_bytes = self.budget_bytes
-        fits = longest_context(
-            self.context_tokens,
-            lambda tokens: replace(self, context_tokens=tokens).minimum_bytes <= num_bytes,
-        )
-        return replace(self, context_tokens=fits, budget=Budget(num_bytes=num_bytes))
-
     @property
     def _budget_tokens(self) -> int:
         return DEFAULT_TOKENS if self.budget.tokens is None else self.budget.tokens
@@ -383,18 +360,6 @@ class ClassSpec:
     @property
     def _asks_samples(self) -> bool:
         return bool(self.observed) or "samples" in policy_named(self.policy).needs
-
-
-def longest_context(most: int, opens: Callable[[int], bool]) -> int:
-    """The longest context of up to `most` tokens that `opens`, as every shorter one does."""
-    fits, too_many = SHORTEST_CONTEXT_TOKENS, most + 1
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if opens(middle):
-            fits = middle
-        else:
-            too_many = middle
-    return fits
 
 
 def tight_plan(plan: KvPlan) -> KvPlan:
