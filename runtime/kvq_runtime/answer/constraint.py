@@ -190,18 +190,8 @@ class Grammars:
 
         A constraint that is not `small` is tried first in a process of its own. This takes about
         0.2 s more, and ends early when `cancelled` returns True. The first call takes about a
-        second for 150,000 tokens.
-
-        Args:
-            constraint: The constraint.
-            cancelled: Asked during the trial.
-
-        Returns:
-            The grammar, which is kept for the next call.
-
-        Raises:
-            UsageError: For a constraint that is wrong, that no text fits, that is too much work, or
-                that was cancelled.
+        second for 150,000 tokens. Raises `UsageError` for a constraint that is wrong, that no text
+        fits, that is too much work, or that was cancelled.
         """
         from llguidance import LLTokenizer
 

@@ -133,7 +133,6 @@ class LlamaCppBackend:
             )
 
     def forward(self, one_pass: Pass[LlamaCppCache]) -> list[NDArray[np.float32]]:
-        """Implements `Backend.forward`; each sequence is a context and a pass of its own."""
         if any(rows.ids.shape[1] != 1 or np.any(rows.weights != 1) for rows in one_pass.rows):
             raise BackendError(
                 "mixed embeddings are not possible on the llama.cpp backend; run a bundle with "
