@@ -100,6 +100,8 @@ def test_a_prompt_is_found_again_by_its_owner_only(sessions: int, tmp_path: Path
 
     def cached_tokens(salt: str) -> int:
         body = {"prompt": prompt, "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
+        # While the disk is behind, a text that another takes the place of is not saved.
+        wait_until(lambda: server.pool.served.slots.saved.has_room)
         return ask(server, COMPLETIONS, body).cached_tokens
 
     with running(rule.load, sessions=sessions, idle_save_s=0.0) as server:
