@@ -254,7 +254,7 @@ def test_a_budget_decides_of_how_many_places_states_are_kept() -> None:
     cache_spec, state_bytes = spec(), delta_state_bytes(SHARED, 1)
     places = list[int]()
     for num_bytes in range(cache_spec.minimum_bytes, cache_spec.whole_bytes, state_bytes // 2):
-        arena = cache_spec.changed(budget=Budget(num_bytes=num_bytes)).resolved()
+        arena = replace(cache_spec, budget=Budget(num_bytes=num_bytes)).resolved()
         places.append(arena.delta_states - LEAST_DELTA_STATES)
         assert places[-1] * state_bytes <= (num_bytes - cache_spec.minimum_bytes) * PLACES_SHARE
         assert arena.pool_bytes >= 0
@@ -262,14 +262,14 @@ def test_a_budget_decides_of_how_many_places_states_are_kept() -> None:
     assert places == sorted(places)
     assert {0, 1} <= set(places)
     for tokens in range(200, CONTEXT, 100):
-        arena = cache_spec.changed(budget=Budget(tokens=tokens)).resolved()
+        arena = replace(cache_spec, budget=Budget(tokens=tokens)).resolved()
         assert arena.whole_tokens >= tokens
 
 
 def least(delta: DeltaShape = SHARED) -> ClassArena:
     """An arena that keeps no place to go back to, and rows of one fold."""
     cache_spec = spec(delta)
-    arena = cache_spec.changed(budget=Budget(num_bytes=cache_spec.minimum_bytes)).resolved()
+    arena = replace(cache_spec, budget=Budget(num_bytes=cache_spec.minimum_bytes)).resolved()
     assert arena.delta_states == LEAST_DELTA_STATES
     return arena
 
@@ -338,7 +338,7 @@ def test_places_that_are_none_are_refused(both: Both) -> None:
 def test_random_traces(seed: int) -> None:
     cache_spec = spec(ALONE if seed % 2 else SHARED, draft_tokens=DRAFT if seed % 4 else 20)
     if seed % 3 == 0:
-        cache_spec = cache_spec.changed(budget=Budget(num_bytes=cache_spec.minimum_bytes + 30_000))
+        cache_spec = replace(cache_spec, budget=Budget(num_bytes=cache_spec.minimum_bytes + 30_000))
     arena = cache_spec.resolved()
     assert seed % 3 == 0 or arena.delta_states == STATES
     with closing(Both(arena, seed)) as both:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,27 +14,19 @@ COMPLETION, CHAT, BATCH = 0, 1, 2
 
 @dataclass(eq=False)
 class Work:
-    """What the scheduler asks of a job."""
-
     rank: int
     ready: bool = True
     brief: bool = False
 
 
-def job_of(rank: int) -> Any:
-    return Work(rank)
-
-
-def filled(
-    ranks: list[int], *, slots: int = 4, queue: int = 100
-) -> tuple[Scheduler, list[Any]]:
+def filled(ranks: list[int], *, slots: int = 4, queue: int = 100) -> tuple[Scheduler, list[Work]]:
     scheduler = Scheduler(slots=slots, queue=queue)
-    jobs = [job_of(rank) for rank in ranks]
+    jobs = [Work(rank) for rank in ranks]
     assert all(scheduler.submit(job) for job in jobs)
     return scheduler, jobs
 
 
-def admitted(scheduler: Scheduler) -> list[Any]:
+def admitted(scheduler: Scheduler) -> list[Work]:
     return list(iter(scheduler.admit, None))
 
 
@@ -65,7 +56,7 @@ def test_a_completion_finds_a_slot_behind_a_queue_of_chats() -> None:
     scheduler, _ = filled([CHAT] * 20)
     assert len(admitted(scheduler)) == 3
     for _ in range(3 * OVERTAKES_PER_RANK):
-        quick = job_of(COMPLETION)
+        quick = Work(COMPLETION)
         assert scheduler.submit(quick)
         assert admitted(scheduler) == [quick]
         scheduler.finish(quick)
@@ -77,7 +68,7 @@ def test_what_is_overtaken_often_goes_first() -> None:
     assert scheduler.admit() is running
     overtakes = 0
     while True:
-        newcomer = job_of(COMPLETION)
+        newcomer = Work(COMPLETION)
         scheduler.submit(newcomer)
         scheduler.finish(running)
         running = scheduler.admit()
@@ -123,10 +114,10 @@ def test_brief_rows_join_every_pass_and_a_prompt_leads_its_own() -> None:
 
 def test_the_queue_is_bounded() -> None:
     scheduler, _ = filled([CHAT] * 3, slots=1, queue=3)
-    assert not scheduler.submit(job_of(COMPLETION))
+    assert not scheduler.submit(Work(COMPLETION))
     scheduler.admit()
-    assert scheduler.submit(job_of(COMPLETION))
-    assert not scheduler.submit(job_of(COMPLETION))
+    assert scheduler.submit(Work(COMPLETION))
+    assert not scheduler.submit(Work(COMPLETION))
 
 
 def test_unwanted_jobs_leave_the_queue_but_not_a_slot() -> None:
@@ -143,12 +134,12 @@ def test_unwanted_jobs_leave_the_queue_but_not_a_slot() -> None:
 )
 def test_any_history_keeps_the_promises(slots: int, history: list[tuple[str, int]]) -> None:
     scheduler = Scheduler(slots=slots, queue=8)
-    done: set[Any] = set()
-    arrived: list[Any] = []
-    started: list[Any] = []
+    done: set[Work] = set()
+    arrived: list[Work] = []
+    started: list[Work] = []
     for action, rank in history:
         if action == "s":
-            job = job_of(rank)
+            job = Work(rank)
             accepted = len(scheduler.waiting) < 8
             assert scheduler.submit(job) == accepted
             arrived += [job] if accepted else []

@@ -281,7 +281,11 @@ class Guide:
     """
 
     def __init__(
-        self, matcher: "LLMatcher", pieces: "_Pieces", beginning: Beginning, stop_ids: frozenset[int]
+        self,
+        matcher: "LLMatcher",
+        pieces: "_Pieces",
+        beginning: Beginning,
+        stop_ids: frozenset[int],
     ) -> None:
         self._matcher = matcher
         self._pieces = pieces

@@ -48,12 +48,10 @@ class ModelFiles(Protocol):
     """Declares what a model is read from: a bundle folder or a GGUF file."""
 
     @property
-    def path(self) -> Path:
-        ...
+    def path(self) -> Path: ...
 
     @property
-    def name(self) -> str:
-        ...
+    def name(self) -> str: ...
 
     @property
     def kv(self) -> KvPlan:
@@ -76,8 +74,7 @@ class ModelFiles(Protocol):
         ...
 
     @property
-    def has_gguf(self) -> bool:
-        ...
+    def has_gguf(self) -> bool: ...
 
     @property
     def experts(self) -> ExpertBytes | None:

@@ -19,9 +19,9 @@ from kvq_apps.serve.server import Server
 from kvq_runtime.config import Sampling
 from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.outbox import Delta, Finished, Outbox, Report, TokenLog
-from kvq_runtime.serving.scheduler import Turns
 from kvq_runtime.serving.pool import SessionPool, measured_chunk
 from kvq_runtime.serving.request import GenerationRequest
+from kvq_runtime.serving.scheduler import Turns
 from serving import (
     CHAT,
     COMPLETIONS,
