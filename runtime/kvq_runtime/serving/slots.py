@@ -169,7 +169,7 @@ class Slots:
 
         There must be a free slot. A slot that would lose more than it shares is left alone when
         another one is free. What a slot holds is copied, to be saved, before something else takes
-        its place.
+        its place; a disk that is behind holds up no request, and the text is read again later.
 
         A `transient` text, which an editor sends with every key, is never saved. It takes the place
         of a text that it is an edit of, else an empty slot, else any other. With `edits` another
@@ -342,7 +342,7 @@ class Slots:
         return oldest
 
     def _save(self, slot: Slot) -> None:
-        """Has its text written, if that is worth it; a disk that is behind holds up no request."""
+        """Has its text written, if that is worth it and the disk is not behind."""
         worth = len(slot.tokens) >= WORTH_SAVING_TOKENS and not slot.transient
         if slot.dirty and worth and self.saved.fits(slot.session):
             if self.saved.has_room:
