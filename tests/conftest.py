@@ -116,11 +116,12 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels_restored() -> Generator[None]:
     """A test may choose the kernels; the next one has the machine's best."""
     from kvq import native_library
+    from native_calls import select_isa
 
     before = native_library.isa() if native_library.available() else ""
     yield
     if before:
-        native_library.select_isa(before)
+        select_isa(before)
 
 
 @pytest.fixture(scope="session")

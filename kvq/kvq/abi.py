@@ -186,13 +186,23 @@ class NativeResidencyStats(Structure):
 
 
 class NativeProcessor(Structure):
-    """`kvq_processor`: what a processor says of itself."""
+    """`kvq_processor`: what a processor says of itself.
+
+    Its maker, as CPUID spells it, and the size of its second-level cache; empty and 0 where it does
+    not say.
+    """
 
     _fields_ = (("maker", c_char * 16), ("level2_bytes", c_int64))
 
 
 class NativeBuiltIn(Structure):
-    """`kvq_built_in`: what products do where nobody has measured."""
+    """`kvq_built_in`: what products do where nobody has measured.
+
+    `second_level`: one row's weights are fetched into the second-level cache alone. They are
+    fetched `ahead_bytes` before their use; for panels up to `panel_bytes`, the same place of the
+    next panel is fetched. Rounded rows of a prompt are multiplied together until they fill
+    `row_bytes`.
+    """
 
     _fields_ = (
         ("second_level", c_int32),

@@ -5,8 +5,9 @@ most models have a single class. All classes hold the same tokens. Knows no mode
 """
 
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from kvq.config import AttentionParams, Budget, KvPlan
 from kvq.errors import CacheError, SnapshotError, UsageError, argument
 from kvq.geometry import require_budget
 from kvq.native import NativeCache, figure
-from kvq.sizing import DEFAULT_TOKENS, ClassArena, ClassSpec, longest_context
+from kvq.sizing import DEFAULT_TOKENS, SHORTEST_CONTEXT_TOKENS, ClassArena, ClassSpec
 
 if TYPE_CHECKING:
     from kvq.reference.delta import DeltaWeights
@@ -130,7 +131,7 @@ class CacheSpec:
     def changed(self, **changes: Any) -> "CacheSpec":
         """Returns a copy with other values of fields that all classes share, and of `budget`."""
         budget = changes.pop("budget", self.budget)
-        parts = tuple(part.changed(**changes) for part in self.parts)
+        parts = tuple(replace(part, **changes) for part in self.parts)
         return CacheSpec(parts=parts, budget=budget)
 
     def shortened(self) -> "CacheSpec":
@@ -143,20 +144,22 @@ class CacheSpec:
         if self.budget.num_bytes is None and self.budget.fraction is None:
             tokens = min(self._budget_tokens, self.context_tokens)
             return self.changed(context_tokens=tokens)
-        num_bytes = self.budget_bytes
-        longest = longest_context(
-            self.context_tokens,
-            lambda tokens: self.changed(context_tokens=tokens).minimum_bytes <= num_bytes,
+        num_bytes, shortest = self.budget_bytes, SHORTEST_CONTEXT_TOKENS
+        longer = bisect_right(
+            range(shortest + 1, self.context_tokens + 1),
+            num_bytes,
+            key=lambda tokens: self.changed(context_tokens=tokens).minimum_bytes,
         )
-        return self.changed(context_tokens=longest, budget=Budget(num_bytes=num_bytes))
+        return self.changed(context_tokens=shortest + longer, budget=Budget(num_bytes=num_bytes))
 
     def resolved(self) -> "Arena":
         """Divides the budget. Raises `BudgetError` naming the smallest budget that opens."""
         if len(self.parts) == 1:
-            return Arena(spec=self, parts=(self.parts[0].changed(budget=self.budget).resolved(),))
+            (part,) = self.parts
+            return Arena(spec=self, parts=(replace(part, budget=self.budget).resolved(),))
         require_budget(self.budget_bytes, self.minimum_bytes)
         arenas = tuple(
-            part.changed(budget=Budget(num_bytes=num_bytes)).resolved()
+            replace(part, budget=Budget(num_bytes=num_bytes)).resolved()
             for part, num_bytes in zip(self.parts, self._shares(), strict=True)
         )
         return Arena(spec=self, parts=arenas)
@@ -291,7 +294,7 @@ class Cache:
             retrieval: For every class its `Evidence.retrieval`; or ().
             feedback: For every class float32 [L, Hk, D, D], by which the rounding error of a key's
                 channel is carried to the next ones (`kvq.reference.stored.carried`); or ().
-            storage: Class that holds the pages, see `kvq.device_cache.storage_on`.
+            storage: Class that holds the pages, see `kvq.devices.storage_on`.
 
         Raises:
             BackendError: Where the native library or the device cannot be used.

@@ -94,7 +94,7 @@ class ClassCache:
     form a branch, which further passes may extend, until `commit` keeps a path of it or `rewind`
     forgets it. `weight_norms` and `retrieval`: as `Evidence` has them. `feedback` float32
     [L, Hk, D, D]: by which keys are rounded, see `kvq.reference.stored.carried`. `storage` is the
-    class that holds the pages and computes with them, see `kvq.device_cache.storage_on`.
+    class that holds the pages and computes with them, see `kvq.devices.storage_on`.
     """
 
     # The number by which a `kvq::Attention` node names the cache.
@@ -650,8 +650,8 @@ class ClassCache:
             seen=int(streams * self.tokens - behind) * channels,
             k_bits=int(bits[0]) * channels,
             v_bits=int(bits[1]) * channels,
-            offloaded_bytes=self.storage.tiers.offloaded_bytes,
-            streamed_bytes=self.storage.tiers.streamed_bytes,
+            offloaded_bytes=self.storage.offloaded_bytes,
+            streamed_bytes=self.storage.streamed_bytes,
         )
 
     def entering(self) -> NDArray[np.uint8]:

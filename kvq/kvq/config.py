@@ -146,12 +146,6 @@ class DeltaShape:
         return self.value_heads * self.value_dim
 
     @property
-    def row_width(self) -> int:
-        """Numbers that are kept of a token: what was convolved, then k, u and G."""
-        kept = self.key_heads * self.key_dim + self.value_width + self.value_heads
-        return self.conv_width + kept
-
-    @property
     def state_width(self) -> int:
         """Numbers of the matrices of a layer."""
         return self.value_heads * self.key_dim * self.value_dim

@@ -1,4 +1,4 @@
-"""Devices beside the processor: what is there, the library of its kernels, and why not.
+"""Devices beside the processor: what is there, caches in its memory, and why not.
 
 `kvq/csrc/device_library.h` loads the library. Knows no model and no backend.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvq import native, native_library
 from kvq.abi import NativeDevice
-from kvq.errors import BackendError, CacheError
+from kvq.errors import BackendError, CacheError, argument
 
 # Files beside the native library, or paths.
 LIBRARIES = {"cuda": "libkvq_cuda.so"}
@@ -105,6 +105,46 @@ def opened(name: str) -> Device:
         stream=facts.stream,
         head_dims=tuple(dim for dim in facts.head_dims if dim),
     )
+
+
+class DeviceCache(native.NativeCache):
+    """A cache whose pages and floating-point rows lie in a device's memory.
+
+    Decisions are those of the processor; the kernels are those of `device`'s library.
+    """
+
+    def _device_number(self) -> int:
+        if self.arena.conv is not None or self.arena.delta is not None:
+            mixers = "delta nets" if self.arena.delta else "convolutions"
+            raise BackendError(
+                f"{mixers} have no kernel on the device {self.device!r}; use "
+                f"{argument('device', 'cpu')}"
+            )
+        device, heads = opened(self.device), self.arena.shape.head_dim
+        if heads not in device.head_dims:
+            raise BackendError(
+                f"heads of {heads} channels have no kernel on the device {self.device!r}, which "
+                f"has those of {', '.join(map(str, device.head_dims))}; use "
+                f"{argument('device', 'cpu')}"
+            )
+        return device.number
+
+
+class CudaCache(DeviceCache):
+    """In a GPU's memory."""
+
+    device = "cuda"
+
+
+STORAGES: dict[str, type[native.NativeCache]] = {
+    native.HOST: native.NativeCache,
+    CudaCache.device: CudaCache,
+}
+
+
+def storage_on(device: str) -> type[native.NativeCache]:
+    """Returns the class whose caches lie in the memory of `device`, a row of `STORAGES`."""
+    return STORAGES[device]
 
 
 def best(

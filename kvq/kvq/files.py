@@ -61,14 +61,8 @@ def read_regular(
 def open_regular(path: Path, *, through_links: bool = True, private: bool = False) -> BinaryIO:
     """Opens a file that a stranger may have made, for reading; it never waits for a pipe.
 
-    Args:
-        path: The file.
-        through_links: Whether `path` may be a symbolic link.
-        private: Whether only a file of this user will do.
-
-    Raises:
-        OSError: It cannot be opened, or is a link where none is followed.
-        DataError: It is no regular file, or another user's.
+    Raises `OSError` where it cannot be opened, or is a link and not to be read `through_links`, and
+    `DataError` for what is no regular file, or another user's where it is to be `private`.
     """
     names = ["O_NONBLOCK", "O_BINARY"] + ["O_NOFOLLOW"] * (not through_links)
     flags = os.O_RDONLY

@@ -8,7 +8,6 @@ from kvq.config import PAGE_TOKENS, CacheShape, KvPlan, PageForm
 PAGE_VERSION = 3
 ALIGNMENT = 64
 # Query rows kept as evidence: the newest of every 8 tokens, and samples of the whole text.
-PROBE_STRIDE = 8
 NEWEST_PROBES = 4
 SAMPLED_PROBES = 8
 # Rows of a KV head that are looked at of each kind, probes times their query heads, at most.
@@ -19,16 +18,6 @@ REACH = CODE_SPAN // 2
 # Granules of one side of a page by its width: hi4 + lo4, hi4 + the top 2 bits of lo4, hi4, the top
 # 2 bits of hi4.
 GRANULES = {8: 4, 6: 3, 4: 2, 2: 1}
-
-
-def newest_slots(draft_tokens: int) -> int:
-    """Slots for the newest probes: those used, and what drafts overwrite."""
-    return NEWEST_PROBES + 2 * -(-draft_tokens // PROBE_STRIDE)
-
-
-def probe_slots(draft_tokens: int, *, samples: bool) -> int:
-    """Slots for all probes; `samples`: those of the whole text among them."""
-    return newest_slots(draft_tokens) + SAMPLED_PROBES * samples
 
 
 def kept_heads(shape: CacheShape) -> int:

@@ -7,7 +7,6 @@ from bisect import bisect_right
 from ctypes import byref, c_int64
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from kvq.abi import NativeConfig, Regions
 from kvq.config import (
@@ -38,9 +37,6 @@ SAMPLES = 1 << 20
 # looks at: heads then give up different pages of one column, and those that look back keep nearly
 # all. A row goes only with every page in it: a table too short takes from these what they keep.
 TABLE_SHARE = 0.05
-# Views that columns share beyond one each: so many, and one more per column. Of them an edit leaves
-# free what filling gaps may take.
-SPARE_VIEWS, GAP_VIEWS = 64, 32
 # Delta nets: states that are needed, that by which the next token is computed and the one before
 # it; and of how many places further back they are kept, in a budget that holds the whole context.
 LEAST_DELTA_STATES = 2
@@ -51,18 +47,6 @@ CHUNK_SHARE = 1 / 32
 SHORT_CHUNK_TOKENS = 128
 # Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
 SLACK_BYTES = 8 * ALIGNMENT
-
-
-class Tiers(NamedTuple):
-    """Where the bytes of a device's cache are.
-
-    Allocated on the device; of pages that lie in the host's memory instead; copied from there to
-    the device by the newest pass.
-    """
-
-    device_bytes: int = 0
-    offloaded_bytes: int = 0
-    streamed_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +137,6 @@ class Geometry:
         """
         behind = window_tokens + WINDOW_MARGIN_TOKENS + self.draft_tokens
         return _pages(behind + self.pass_tokens) + 2
-
-    def column_bytes(self, k_bits: int, v_bits: int) -> int:
-        """Bytes of one page of every stream."""
-        return self.streams * self._page_bytes(k_bits, v_bits)
 
     def columns_within(self, num_bytes: int, k_bits: int, v_bits: int, row_bytes: int = 0) -> int:
         """Most pages per stream, up to what the context needs, that fit `num_bytes`.

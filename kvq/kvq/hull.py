@@ -18,12 +18,9 @@ def hull_descent(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Returns items and the rungs they step to, [steps] each, the cheapest per byte first.
 
-    Args:
-        costs: [n, R]: the cost of each rung of each item.
-        sizes: [n, R] or [R]: the bytes of each rung.
-        start: [n]: the rung that each item is on.
-        reachable: [R, R]: whether the second rung may follow the first. A rung that frees nothing
-            is never used.
+    The rungs of n items have `costs` [n, R] and `sizes` [n, R] or [R] in bytes; `start` [n] are
+    those they are on. `reachable` [R, R]: whether the second rung may follow the first. One that
+    frees nothing is never used.
     """
     sizes = np.broadcast_to(sizes, costs.shape)
     rows = np.arange(len(costs), dtype=np.intp)

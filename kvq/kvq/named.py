@@ -11,15 +11,8 @@ from kvq.errors import UsageError
 def named(label: str, text: str, table: Mapping[str, str]) -> Any:
     """Creates what `NAME` or `NAME:option=value,...` names, from its `module:Class` in `table`.
 
-    Options are the fields of the class, a dataclass.
-
-    Args:
-        label: What takes the name, as messages call it.
-        text: The name and its options.
-        table: Name -> `module:Class`.
-
-    Raises:
-        UsageError: The name or an option is unknown; the message says what is possible.
+    Options are the fields of the class, a dataclass. Raises `UsageError` for an unknown name or
+    option; its message calls what takes the name `label`.
     """
     name, _, options = text.partition(":")
     if name not in table:

@@ -19,7 +19,7 @@ from kvq.config import PAGE_TOKENS, AttentionParams
 from kvq.errors import BackendError, BudgetError, CacheError, SnapshotError, argument, closed
 from kvq.files import room_on_disk
 from kvq.formats import constant_bytes, format_bytes, grid_bytes
-from kvq.geometry import Geometry, Tiers, as_config
+from kvq.geometry import Geometry, as_config
 from kvq.native_library import library
 from kvq.selectors import ReadRule
 from kvq.settings import cache_folder
@@ -90,6 +90,11 @@ class NativeCache:
     tail_rows = figure("_open_stats.tail_rows")
     pages_seen = figure("_open_stats.pages_seen")
     pages_read = figure("_open_stats.pages_read")
+    # Allocated on a device; of pages that lie in the host's memory instead; copied from there to
+    # the device by the newest pass.
+    device_bytes = figure("_open_stats.device_bytes")
+    offloaded_bytes = figure("_open_stats.offloaded_bytes")
+    streamed_bytes = figure("_open_stats.streamed_bytes")
 
     def __init__(self, arena: ClassArena) -> None:
         self.arena = arena
@@ -127,11 +132,6 @@ class NativeCache:
     def __del__(self) -> None:
         if getattr(self, "handle", 0):
             self.close()
-
-    @property
-    def tiers(self) -> Tiers:
-        stats = self._open_stats
-        return Tiers(stats.device_bytes, stats.offloaded_bytes, stats.streamed_bytes)
 
     def read_by(self, rule: ReadRule) -> None:
         numbers = NativeRead(share=rule.share, spread=1.0, octaves=rule.octaves)

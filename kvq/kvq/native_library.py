@@ -85,9 +85,3 @@ def isas() -> list[str]:
 def isa_refused() -> str:
     """Returns `NAME: why` of kernels that the processor announces and that fail here; or empty."""
     return library().kvq_isa_refused().decode()
-
-
-def select_isa(name: str) -> None:
-    """Switches kernels for the whole process. Raises `BackendError` if they cannot run here."""
-    if library().kvq_isa_select(name.encode()):
-        raise BackendError(f"kernels {name!r} cannot run here; choose from {', '.join(isas())}")

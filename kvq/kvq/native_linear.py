@@ -1,4 +1,4 @@
-"""Products with stored weights through the C ABI: what tests and measurements call.
+"""Products with stored weights through the C ABI: what exports and measurements call.
 
 A running model reaches the same code through the ONNX Runtime ops. Meaning: `reference_linear`.
 """
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from kvq import native, native_library
 from kvq.errors import BackendError
-from kvq.reference.experts import SCORINGS, Scoring
 from kvq.reference.linear import ACTIVATIONS, Bytes, Float, PanelFormat, View
 
 _STATUS = {
@@ -42,37 +41,6 @@ class NativeLinear(ctypes.Structure):
     )
 
 
-class NativeExperts(ctypes.Structure):
-    """`kvq_experts`: one mixture of experts."""
-
-    _fields_ = (
-        ("gate_up", NativeMatrix),
-        ("down", NativeMatrix),
-        *((f"{name}_panels", POINTER(c_uint8)) for name in ("gate_up", "down")),
-        *((name, POINTER(c_float)) for name in ("x", "logits", "residual")),
-        *((f"{name}_bias", POINTER(c_float)) for name in ("gate_up", "down", "choice")),
-        ("out", POINTER(c_float)),
-        *((name, c_int32) for name in ("tokens", "count", "chosen", "normalised", "activation")),
-        ("view", c_int32),
-        ("scoring", c_int32),
-        ("residency", c_int64),
-    )
-
-
-class NativeEmbed(ctypes.Structure):
-    """`kvq_embed`: rows of a matrix, mixed."""
-
-    _fields_ = (
-        ("matrix", NativeMatrix),
-        ("panels", POINTER(c_uint8)),
-        ("ids", POINTER(c_int64)),
-        ("weights", POINTER(c_float)),
-        ("out", POINTER(c_float)),
-        ("tokens", c_int32),
-        ("mixed", c_int32),
-    )
-
-
 def linear(
     form: PanelFormat,
     panels: Bytes,
@@ -97,60 +65,11 @@ def linear(
     out = np.empty((len(x), form.rows), np.float32)
     x = np.ascontiguousarray(x, np.float32)
     call = NativeLinear(
-        matrix(form), _pointer(panels), _pointer(x), _pointer(norm), _pointer(bias),
-        _pointer(residual), _pointer(out), len(x), ACTIVATIONS.index(activation),
+        matrix(form), pointer_to(panels), pointer_to(x), pointer_to(norm), pointer_to(bias),
+        pointer_to(residual), pointer_to(out), len(x), ACTIVATIONS.index(activation),
         VIEWS.index(view), exact_rows, first_row, norm_eps,
     )  # fmt: skip
-    _check(native_library.library().kvq_linear_run(ctypes.byref(call)))
-    return out
-
-
-def experts(
-    gate_up: tuple[PanelFormat, Bytes],
-    down: tuple[PanelFormat, Bytes],
-    x: Float,
-    logits: Float,
-    *,
-    chosen: int,
-    normalised: bool,
-    activation: str = "silu",
-    scoring: Scoring = "softmax",
-    gate_up_bias: Float | None = None,
-    down_bias: Float | None = None,
-    choice_bias: Float | None = None,
-    residual: Float | None = None,
-    view: View = "full",
-    residency: int = 0,
-) -> Float:
-    """`residual` + the experts of each token, float32 [T, K], on the calling thread.
-
-    As `reference_experts.experts`, with any activation. `residency`: the handle of what bounds
-    their memory (`kvq.residency`), for panels that are mapped from a file. Raises `BackendError`.
-    """
-    x, logits = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(logits, np.float32)
-    out = np.empty((len(x), down[0].rows), np.float32)
-    call = NativeExperts(
-        matrix(gate_up[0]), matrix(down[0]), _pointer(gate_up[1]), _pointer(down[1]),
-        _pointer(x), _pointer(logits), _pointer(residual), _pointer(gate_up_bias),
-        _pointer(down_bias), _pointer(choice_bias), _pointer(out), len(x), logits.shape[1],
-        chosen, normalised, ACTIVATIONS.index(activation), VIEWS.index(view),
-        SCORINGS.index(scoring), residency,
-    )  # fmt: skip
-    _check(native_library.library().kvq_experts_run(ctypes.byref(call)))
-    return out
-
-
-def embed(form: PanelFormat, panels: Bytes, ids: NDArray[np.int64], weights: Float) -> Float:
-    """Row t is the sum of `weights[t, k]` times row `ids[t, k]`: float32 [T, columns].
-
-    Raises `BackendError`, for an id that is no row too.
-    """
-    out = np.empty((len(ids), form.columns), np.float32)
-    ids = np.ascontiguousarray(ids, np.int64)
-    call = NativeEmbed(
-        matrix(form), _pointer(panels), _pointer(ids), _pointer(weights), _pointer(out), *ids.shape
-    )
-    _check(native_library.library().kvq_embed_run(ctypes.byref(call)))
+    check_status(native_library.library().kvq_linear_run(ctypes.byref(call)))
     return out
 
 
@@ -166,11 +85,13 @@ def matrix(form: PanelFormat) -> NativeMatrix:
     return NativeMatrix(form.rows, form.columns, form.bits, form.block, form.grid)
 
 
-def _pointer(x: NDArray[Any] | None) -> Any:
+def pointer_to(x: NDArray[Any] | None) -> Any:
+    """Returns where the numbers of `x` lie, for a call; None where there is no `x`."""
     assert x is None or x.flags.c_contiguous
     return None if x is None else native.pointer(x)
 
 
-def _check(status: int) -> None:
+def check_status(status: int) -> None:
+    """Raises `BackendError` with the reason of a call that was refused."""
     if status:
         raise BackendError(f"the product was refused: {_STATUS.get(status, f'status {status}')}")

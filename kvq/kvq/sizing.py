@@ -3,10 +3,8 @@
 How they divide is `geometry`'s. Knows policies by name and holds no data.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from kvq.abi import Regions
 from kvq.config import (
@@ -25,13 +23,7 @@ from kvq.config import (
 )
 from kvq.errors import BudgetError, UsageError, argument
 from kvq.formats import constant_bytes, format_bytes, kept_heads, seen_tokens, sized, value_groups
-from kvq.geometry import (
-    DELTA_PLACES,
-    LEAST_DELTA_STATES,
-    SPARE_VIEWS,
-    Geometry,
-    require_budget,
-)
+from kvq.geometry import DELTA_PLACES, LEAST_DELTA_STATES, Geometry, require_budget
 from kvq.policies import policy_named
 from kvq.selectors import rule_named
 
@@ -48,8 +40,8 @@ class ClassArena(Geometry):
     """The memory of one cache: what is held, in exactly `num_bytes`, of what `spec` asks for.
 
     `max_columns`: pages per stream the table has room for. `regions`: what lies before the pages.
-    `resident_columns`: of an arena in two tiers the newest so many lie on the device, in
-    `device_bytes` with all that is no page, and the others on the host; 0: there is one tier.
+    `resident_columns`: of an arena in two tiers the newest so many lie on the device, with all that
+    is no page, and the others on the host; 0: there is one tier.
     `file_bytes`: the last so many of a processor's arena, where the oldest pages lie, are a file's.
     """
 
@@ -59,11 +51,6 @@ class ClassArena(Geometry):
     regions: Regions
     resident_columns: int = 0
     file_bytes: int = 0
-
-    @property
-    def spare_views(self) -> int:
-        """Views beyond one of every column that an edited text may have."""
-        return self.max_columns + SPARE_VIEWS
 
     @property
     def pool_bytes(self) -> int:
@@ -102,13 +89,6 @@ class ClassArena(Geometry):
         if columns >= self.wanted_columns:
             return self.context_tokens
         return self.plan.sink_tokens + self.plan.tail_tokens + columns * PAGE_TOKENS
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes on a device."""
-        if not self.resident_columns:
-            return self.num_bytes
-        return self.bytes_with_resident(self.resident_columns)
 
     @property
     def offload_bytes(self) -> int:
@@ -369,27 +349,6 @@ class ClassSpec:
                 return num_bytes
             geometry = geometry.with_shorter_chunk()
 
-    def changed(self, **changes: Any) -> "ClassSpec":
-        """With other values of these fields."""
-        return replace(self, **changes)
-
-    def shortened(self) -> "ClassSpec":
-        """With the longest context, up to this one, of which the budget gives up nothing.
-
-        A quantised cache demotes and evicts, so it keeps its context. An unquantised one does
-        not: its budget decides how long the context can be.
-        """
-        if self.plan.quantized:
-            return self
-        if self.budget.num_bytes is None and self.budget.fraction is None:
-            return replace(self, context_tokens=min(self._budget_tokens, self.context_tokens))
-        num_bytes = self.budget_bytes
-        fits = longest_context(
-            self.context_tokens,
-            lambda tokens: replace(self, context_tokens=tokens).minimum_bytes <= num_bytes,
-        )
-        return replace(self, context_tokens=fits, budget=Budget(num_bytes=num_bytes))
-
     @property
     def _budget_tokens(self) -> int:
         return DEFAULT_TOKENS if self.budget.tokens is None else self.budget.tokens
@@ -401,18 +360,6 @@ class ClassSpec:
     @property
     def _asks_samples(self) -> bool:
         return bool(self.observed) or "samples" in policy_named(self.policy).needs
-
-
-def longest_context(most: int, opens: Callable[[int], bool]) -> int:
-    """The longest context of up to `most` tokens that `opens`, as every shorter one does."""
-    fits, too_many = SHORTEST_CONTEXT_TOKENS, most + 1
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if opens(middle):
-            fits = middle
-        else:
-            too_many = middle
-    return fits
 
 
 def tight_plan(plan: KvPlan) -> KvPlan:

@@ -138,10 +138,11 @@ def session_files(chance: random.Random) -> None:
             content[chance.randrange(len(content))] = chance.randrange(256)
         write(path, bytes(content), chance.randbytes(20))
         with suppress(SnapshotError):
-            contents = snapshot.read(path, IDENTITY)
-            restored = snapshot.restored(path, contents, vocab_size=VOCAB_SIZE)
-            snapshot.fill(path, empty_cache(), restored)
-    snapshot.restored("one", state(), vocab_size=VOCAB_SIZE)
+            contents = snapshot.examine(path)
+            snapshot.check_agrees(path, contents.identity, IDENTITY)
+            snapshot.check_state(path, contents.state, vocab_size=VOCAB_SIZE)
+            snapshot.fill(path, empty_cache(), contents.state)
+    snapshot.check_state("one", state(), vocab_size=VOCAB_SIZE)
 
 
 def requests(chance: random.Random, server: Server) -> None:

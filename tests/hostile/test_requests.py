@@ -160,7 +160,7 @@ def test_saved_sessions_are_found_by_their_owner_only(rule: Rule, tmp_path: Path
     session.prefill(tokens.tolist())
     saved = SavedSessions(tmp_path, "rule", 1 << 20)
     saved.save(session, tokens, None, "0123456789abcdef")
-    saved.writer.close()
+    saved.close()
     for sessions in (saved, SavedSessions(tmp_path, "rule", 1 << 20)):
         assert sessions.best(tokens)[1] == sessions.best(tokens, "fedcba9876543210")[1] == 0
         assert sessions.best(tokens, "0123456789abcdef")[1] == 50

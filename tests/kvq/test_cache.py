@@ -40,6 +40,7 @@ from pairs import (
     random_heads,
     step,
 )
+from regions import SPARE_VIEWS, column_bytes
 
 pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
 
@@ -126,7 +127,7 @@ def exact_budget(shape: CacheShape, plan: KvPlan, context: int, pages: int, spar
     """A budget whose pool holds just `pages` full pages of every stream, and `spare` bytes."""
     arena_of = open_cache(shape, tight_plan(plan), 64 << 20, context).arena
     budget = arena_of.bytes_for_columns(pages)
-    pool_bytes = pages * arena_of.column_bytes(plan.k_bits, plan.v_bits) + spare
+    pool_bytes = pages * column_bytes(arena_of, plan.k_bits, plan.v_bits) + spare
     while (short := pool_bytes - arena_of.room_for_pages(budget)) != 0:
         budget += short
     return budget
@@ -327,10 +328,6 @@ def test_wrong_shapes_are_refused_with_the_right_ones(use_native: bool) -> None:
     normed = cache.attend(LAYERS[0], rows, at, UNROTATED, 2 * ones.astype(np.float64))
     assert (normed == cache.attend(LAYERS[0], rows, at, UNROTATED, 2 * ones)).all()
     cache.close()
-
-
-# Of what the layout header keeps beyond a view for each page.
-SPARE_VIEWS = 64
 
 
 @BOTH

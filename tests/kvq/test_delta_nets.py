@@ -32,8 +32,9 @@ from mixers import (
     refuse_edits_and_silence,
     refuse_rows_in_a_gap,
 )
+from native_calls import select_isa
 from numpy_cache import storage_named
-from regions import MOST_WANTED, delta_newest, delta_state_bytes
+from regions import MOST_WANTED, delta_newest, delta_row_width, delta_state_bytes
 from snapshot_bytes import HEADER, damaged
 
 pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
@@ -150,7 +151,7 @@ def test_steps_equal_chunks_and_the_text_alone(delta: DeltaShape) -> None:
 
 @pytest.mark.parametrize("isa", native_library.isas() if native_library.available() else [])
 def test_every_set_of_kernels_agrees_with_numpy(isa: str) -> None:
-    native_library.select_isa(isa)
+    select_isa(isa)
     try:
         with closing(Both(spec().resolved(), 3)) as both:
             both.grow(CHUNK + 5)
@@ -158,7 +159,7 @@ def test_every_set_of_kernels_agrees_with_numpy(isa: str) -> None:
             both.commit([0, 2, 3])
             both.check()
     finally:
-        native_library.select_isa(native_library.isas()[0])
+        select_isa(native_library.isas()[0])
 
 
 def test_a_path_of_a_tree_is_kept_and_goes_on() -> None:
@@ -253,7 +254,7 @@ def test_a_budget_decides_of_how_many_places_states_are_kept() -> None:
     cache_spec, state_bytes = spec(), delta_state_bytes(SHARED, 1)
     places = list[int]()
     for num_bytes in range(cache_spec.minimum_bytes, cache_spec.whole_bytes, state_bytes // 2):
-        arena = cache_spec.changed(budget=Budget(num_bytes=num_bytes)).resolved()
+        arena = replace(cache_spec, budget=Budget(num_bytes=num_bytes)).resolved()
         places.append(arena.delta_states - LEAST_DELTA_STATES)
         assert places[-1] * state_bytes <= (num_bytes - cache_spec.minimum_bytes) * PLACES_SHARE
         assert arena.pool_bytes >= 0
@@ -261,14 +262,14 @@ def test_a_budget_decides_of_how_many_places_states_are_kept() -> None:
     assert places == sorted(places)
     assert {0, 1} <= set(places)
     for tokens in range(200, CONTEXT, 100):
-        arena = cache_spec.changed(budget=Budget(tokens=tokens)).resolved()
+        arena = replace(cache_spec, budget=Budget(tokens=tokens)).resolved()
         assert arena.whole_tokens >= tokens
 
 
 def least(delta: DeltaShape = SHARED) -> ClassArena:
     """An arena that keeps no place to go back to, and rows of one fold."""
     cache_spec = spec(delta)
-    arena = cache_spec.changed(budget=Budget(num_bytes=cache_spec.minimum_bytes)).resolved()
+    arena = replace(cache_spec, budget=Budget(num_bytes=cache_spec.minimum_bytes)).resolved()
     assert arena.delta_states == LEAST_DELTA_STATES
     return arena
 
@@ -300,7 +301,7 @@ def test_rows_that_were_saved_beyond_those_kept_are_left_out() -> None:
     with closing(Both(least())) as both, closing(Both(spec().resolved())) as roomy:
         for twins in (both, roomy):
             twins.grow(tokens)
-        row_bytes, layers = 4 * SHARED.row_width, SHARED.num_layers
+        row_bytes, layers = 4 * delta_row_width(SHARED), SHARED.num_layers
         kept, more = (delta_newest(SHARED, count) for count in (LEAST_DELTA_STATES, STATES))
         small, other = (twins.caches[0].state() for twins in (both, roomy))
         ends = [
@@ -337,7 +338,7 @@ def test_places_that_are_none_are_refused(both: Both) -> None:
 def test_random_traces(seed: int) -> None:
     cache_spec = spec(ALONE if seed % 2 else SHARED, draft_tokens=DRAFT if seed % 4 else 20)
     if seed % 3 == 0:
-        cache_spec = cache_spec.changed(budget=Budget(num_bytes=cache_spec.minimum_bytes + 30_000))
+        cache_spec = replace(cache_spec, budget=Budget(num_bytes=cache_spec.minimum_bytes + 30_000))
     arena = cache_spec.resolved()
     assert seed % 3 == 0 or arena.delta_states == STATES
     with closing(Both(arena, seed)) as both:

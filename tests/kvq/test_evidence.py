@@ -16,6 +16,7 @@ from kvq.config import PAGE_TOKENS, CacheShape, KvPlan, PageForm
 from kvq.errors import CacheError
 from kvq.policies import Constants, ObservedAttention
 from kvq.reference.stored import PageGrid, mass_code, mass_of, sample_slot, sampled_token
+from native_calls import select_isa
 from pairs import UNROTATED, Pair, attention, forward, frequencies, pack_heads, random_heads
 from tolerances import EVIDENCE, HISTORY
 
@@ -102,7 +103,7 @@ def test_a_capped_logit_counts_as_capped() -> None:
 def test_every_kernel_set_sees_the_same() -> None:
     seen = []
     for isa in native_library.isas():
-        native_library.select_isa(isa)
+        select_isa(isa)
         pair = opened(4, 2)
         layers = [attention(SHAPE, layer) for layer in range(2)]
         pair.fill(layers, rows(2, 500), frequencies(32))
@@ -110,7 +111,7 @@ def test_every_kernel_set_sees_the_same() -> None:
         assert evidence is not None
         seen.append(evidence)
         pair.close()
-    native_library.select_isa(native_library.isas()[0])
+    select_isa(native_library.isas()[0])
     for other in seen[1:]:
         for field in fields(ObservedAttention):
             a, b = getattr(seen[0], field.name), getattr(other, field.name)

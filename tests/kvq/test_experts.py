@@ -5,11 +5,12 @@ import pytest
 
 from kvq import native_library
 from kvq.errors import BackendError
-from kvq.native_linear import experts, weight_bytes_read
+from kvq.native_linear import weight_bytes_read
 from kvq.reference.experts import added, by_expert, clamped_swiglu, routed
 from kvq.reference.experts import experts as expected_experts
 from kvq.reference.linear import BlockFormat, Bytes, Float, Grid, PanelFormat
 from matrices import activations, matrix
+from native_calls import experts, select_isa
 from tolerances import PRODUCT
 
 pytestmark = pytest.mark.usefixtures("kernels_restored")
@@ -63,7 +64,7 @@ def test_every_token_is_the_sum_of_what_its_experts_found() -> None:
 def test_native_is_the_definition(
     isa: str, tokens: int, normalised: bool, bits: int, grid: Grid
 ) -> None:
-    native_library.select_isa(isa)
+    select_isa(isa)
     gate_up, down = stacks(bits, grid)
     x, routes = SMALL * activations(tokens, COLUMNS), logits(tokens)
     for view in ("full", "hi"):
@@ -103,7 +104,7 @@ def test_a_clamped_gate_ends_at_its_limits() -> None:
 @pytest.mark.parametrize("isa", KERNELS)
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_biases_clamps_and_sigmoids_are_the_definitions(isa: str, tokens: int) -> None:
-    native_library.select_isa(isa)
+    select_isa(isa)
     gate_up, down = stacks(8, Grid.SYMMETRIC)
     random = np.random.default_rng(tokens)
     x, routes = SMALL * activations(tokens, COLUMNS), logits(tokens)

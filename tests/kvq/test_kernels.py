@@ -24,6 +24,7 @@ from kvq.config import HEAD_DIMS, CacheShape, KvPlan, PageForm
 from kvq.errors import BackendError, CacheError
 from kvq.formats import grid_bytes
 from kvq.reference.stored import attention_weights, encode, planes, two_bit_plane
+from native_calls import select_isa
 from pairs import (
     UNROTATED,
     Float,
@@ -78,7 +79,7 @@ def assert_close(got: Float, want: Float, tolerance: Tolerance) -> None:
 @pytest.mark.parametrize("dim", [16, 48, *HEAD_DIMS])
 @pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
 def test_pages_are_packed_to_the_reference_bytes(kernels: str, dim: int, side: int) -> None:
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     for (name, x), axis in itertools.product(adversarial(64, dim).items(), (0, 1)):
         stored, grid = native.pack(x, side, axis=axis)
         codes, expected = encode(x, axis)
@@ -90,7 +91,7 @@ def test_pages_are_packed_to_the_reference_bytes(kernels: str, dim: int, side: i
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dim", [16, 48, *HEAD_DIMS])
 def test_carried_keys_are_packed_to_the_reference_bytes(kernels: str, dim: int) -> None:
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     feedback = some_feedback(np.random.default_rng(dim), dim)
     for bits, (name, x) in zip(itertools.cycle((4, 2, 8, 6)), adversarial(64, dim).items()):
         stored, grid = native.pack(x, 0, bits, feedback=feedback)
@@ -103,7 +104,7 @@ def test_carried_keys_are_packed_to_the_reference_bytes(kernels: str, dim: int) 
 @pytest.mark.parametrize("dim", [16, 80, 256])
 def test_carried_keys_are_narrowed_to_the_reference_bytes(kernels: str, dim: int) -> None:
     """By every step down, several in one call too; values lose bytes alone."""
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=dim)
     plan, rng = KvPlan(k_bits=8, v_bits=8), np.random.default_rng(dim)
     feedback = some_feedback(rng, 1, 2, dim)
@@ -124,7 +125,7 @@ def test_carried_keys_are_narrowed_to_the_reference_bytes(kernels: str, dim: int
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1e8, 1e30])
 @pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
 def test_beyond_float16_is_refused(kernels: str, value: float, side: int) -> None:
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     for where in ((0, 0), (63, 79), (31, 40)):
         x = adversarial(64, 80)["noise"]
         x[where] = value
@@ -136,7 +137,7 @@ def test_beyond_float16_is_refused(kernels: str, value: float, side: int) -> Non
 @pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
 @pytest.mark.parametrize("dim", [16, *HEAD_DIMS])
 def test_the_two_bit_plane_is_the_top_of_the_high_plane(kernels: str, dim: int, side: int) -> None:
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     x = adversarial(64, dim)["noise"]
     codes, _ = encode(x, side)
     assert (native.pack(x, side, 4)[0] == planes(codes, 4, side)).all()
@@ -148,12 +149,12 @@ def test_kernels_are_chosen_by_name() -> None:
     assert KERNELS[-1] == "generic"
     assert native_library.isa() in KERNELS
     for name in KERNELS:
-        native_library.select_isa(name)
+        select_isa(name)
         assert native_library.isa() == name
     with pytest.raises(
         BackendError, match=r"kernels 'abacus' cannot run here; choose from .*generic"
     ):
-        native_library.select_isa("abacus")
+        select_isa("abacus")
     assert native_library.isa() == "generic"
 
 
@@ -205,7 +206,7 @@ def attend_by_each_kernel(
     positions = np.arange(len(rows)) + pair.native.tokens
     outputs = {}
     for name in KERNELS:
-        native_library.select_isa(name)
+        select_isa(name)
         outputs[name] = forward(pair.native, layers, [rows], positions, inv_freq)[0]
         pair.native.rewind()
     return outputs
@@ -297,7 +298,7 @@ def test_rotated_keys_are_met_by_rotated_queries() -> None:
 @pytest.mark.parametrize("widths", [(8, 8), (4, 2), FLOAT_PAIR])
 def test_eight_rows_equal_eight_steps(kernels: str, widths: tuple[int, int]) -> None:
     """Verifying drafts gives bit for bit what decoding them one by one gives."""
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
     inv_freq = frequencies(32)
     pair, rng = filled(shape, widths, random_heads, 300, inv_freq=inv_freq)
@@ -321,7 +322,7 @@ def test_prefill_in_chunks_is_the_references(widths: tuple[int, int], chunk: int
     shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
     inv_freq = frequencies(32)
     for name in KERNELS:
-        native_library.select_isa(name)
+        select_isa(name)
         pair, rng = filled(shape, widths, random_heads, 290, inv_freq=inv_freq, more=chunk)
         rows = pack_heads(*random_heads(rng, shape, chunk))
         got, want = (
@@ -442,7 +443,7 @@ def test_pages_of_mixed_widths_are_merged_exactly(
 @pytest.mark.parametrize("widths", [(8, 8), (4, 2), (2, 2)])
 def test_loud_and_faint_keys_keep_the_softmax_stable(kernels: str, widths: tuple[int, int]) -> None:
     """Logits of thousands: the best token wins in whatever page it is, all others vanish."""
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64)
     for winner in (0, 5, 70, 131, 260, 398):
 
@@ -501,7 +502,7 @@ def test_splits_only_change_the_order_of_sums(
 @pytest.mark.parametrize("norms", ["none", "q", "k", "both"])
 def test_rotation_and_norms_are_the_references(kernels: str, pairs: int, norms: str) -> None:
     """Partial rotary, a rotary factor, and RMSNorm of q and k; floating-point cache."""
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=6, num_kv_heads=3, head_dim=80)
     plan = KvPlan(k_bits=16, v_bits=16)
     pair = Pair.open(shape, plan, budget_for_tokens(shape, plan, 100), 100)
@@ -552,7 +553,7 @@ def test_a_heads_sink_shares_in_its_softmax(window: int) -> None:
         rows = pack_heads(*random_heads(rng, shape, count))
         expected = attended(reference, rows)
         for name, cache in caches.items():
-            native_library.select_isa(name)
+            select_isa(name)
             actual = attended(cache, rows)
             assert_close(actual, expected, RANDOM[8, 8])
             heads = actual.reshape(count, 6, 64)
@@ -574,7 +575,7 @@ def test_a_sink_takes_its_share_of_what_keys_weigh() -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_empty_and_one_token_caches(kernels: str) -> None:
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     for head_dim, plan in itertools.product(HEAD_DIMS, (KvPlan(), KvPlan(k_bits=16, v_bits=16))):
         shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=head_dim)
         pair = Pair.open(shape, plan, 4 << 20, 64)
@@ -601,7 +602,7 @@ def test_a_query_that_is_no_number_has_no_answer_and_spoils_no_other(
     kernels: str, tokens: int, threads: int
 ) -> None:
     """Zeros would go on as if nothing had happened; sampling says what is wrong with NaN."""
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=4, head_dim=16)
     pair, rng = filled(shape, (8, 4), random_heads, tokens, threads=threads)
     q, k, v = random_heads(rng, shape, 1)
@@ -620,7 +621,7 @@ def test_a_query_that_is_no_number_has_no_answer_and_spoils_no_other(
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_one_token_pages(kernels: str) -> None:
     """Rolling back into a page leaves a mask of one token; rows written after it are seen."""
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
     pair, rng = filled(shape, (8, 8), sharp_heads, 300)
     pair.trim(SINKS + 64 + 1)

@@ -7,7 +7,7 @@ import pytest
 
 from kvq import native_library
 from kvq.errors import BackendError
-from kvq.native_linear import embed, linear, weight_bytes_read
+from kvq.native_linear import linear, weight_bytes_read
 from kvq.reference import linear as reference
 from kvq.reference.linear import (
     PANEL_ROWS,
@@ -20,6 +20,7 @@ from kvq.reference.linear import (
 )
 from kvq.reference.stored import normalize
 from matrices import FORMATS, KINDS, activations, matrix
+from native_calls import embed, select_isa
 from tolerances import PREPARED, PRODUCT
 
 pytestmark = pytest.mark.usefixtures("kernels_restored")
@@ -254,7 +255,7 @@ def test_products_equal_the_definition_for_every_row_count(
     views = ("full", "hi")
     expected = {view: reference.linear(form, panels, x, view) for view in views}
     for view, kernels in product(views, KERNELS):
-        native_library.select_isa(kernels)
+        select_isa(kernels)
         alone = np.concatenate([linear(form, panels, row[None], view=view) for row in x])
         close(alone, expected[view])
         for rows in (*range(2, 18), 31, 49, 130):
@@ -267,7 +268,7 @@ def test_products_equal_the_definition_for_every_row_count(
 @pytest.mark.parametrize("rows", [1, 3, 48])
 def test_the_largest_codes_and_levels_do_not_overflow(kernels: str, rows: int) -> None:
     """Sums of a few products lie in 16 bits of some kernels, fewer of them the larger codes are."""
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     for sign in (1, -1):
         x = np.full((rows, 64), sign, np.float32)
         for bits in WIDTHS:
@@ -302,7 +303,7 @@ def test_the_largest_codes_and_levels_do_not_overflow(kernels: str, rows: int) -
 def test_norm_activation_bias_and_residual(kernels: str, activation: str) -> None:
     from kvq_models.reference import ACTIVATIONS
 
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     form = PanelFormat(rows=50, columns=200, bits=8, block=32)
     _, panels = matrix(form)
     random = np.random.default_rng(4)
@@ -334,7 +335,7 @@ def test_norm_activation_bias_and_residual(kernels: str, activation: str) -> Non
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("spelled", ["8/64/symmetric", "6/64/zero_point", "6/16/super_symmetric"])
 def test_two_passes_are_exact_where_it_matters(kernels: str, spelled: str) -> None:
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     form = PanelFormat.of(BlockFormat.parse(spelled), (9001, 128))
     _, panels = matrix(form)
     x = activations(5, 128)
@@ -390,7 +391,7 @@ def test_rows_left_out_are_zeros() -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_are_sums_of_restored_rows(kernels: str, kind: BlockFormat) -> None:
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     form = PanelFormat.of(kind, (50, 200))
     _, panels = matrix(form)
     random = np.random.default_rng(2)
@@ -408,7 +409,7 @@ def test_embeddings_are_sums_of_restored_rows(kernels: str, kind: BlockFormat) -
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows_in_its_row_only(kernels: str, value: float) -> None:
-    native_library.select_isa(kernels)
+    select_isa(kernels)
     form = PanelFormat(rows=20, columns=100, bits=4, block=32)
     _, panels = matrix(form)
     x = activations(3, 100)

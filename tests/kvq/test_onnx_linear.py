@@ -11,10 +11,11 @@ from onnx import TensorProto, helper
 
 from emulated import emulated_library
 from kvq import devices, native_library
-from kvq.native_linear import embed, linear, weight_bytes_read
+from kvq.native_linear import linear, weight_bytes_read
 from kvq.reference.linear import Bytes, Grid, PanelFormat
 from kvq_runtime.machine.onnx_runtime import onnx_runtime
 from matrices import matrix
+from native_calls import embed
 from shelf import Shelf
 
 ort = onnx_runtime()

@@ -8,11 +8,11 @@ import pytest
 
 from kvq import native_library, residency
 from kvq.errors import BackendError
-from kvq.native_linear import experts
 from kvq.reference.linear import BlockFormat, Bytes, Float, PanelFormat
 from kvq.residency import Residency, most_in_memory
 from mapped import pages_in_memory
 from matrices import matrix
+from native_calls import experts
 
 pytestmark = [
     pytest.mark.skipif(not native_library.available(), reason=native_library.why_not()),

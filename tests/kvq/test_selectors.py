@@ -10,6 +10,7 @@ from kvq.config import DEFAULT_READ, CacheShape, KvPlan
 from kvq.errors import UsageError
 from kvq.reference.stored import chosen_pages, decode, encode, page_bounds, weighing
 from kvq.selectors import READ_ALL, SELECTORS, ReadRule, rule_named
+from native_calls import select_isa
 from pairs import Pair, attention, forward, frequencies, pack_heads, random_heads, relative_rms
 
 SHAPE = CacheShape(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
@@ -156,7 +157,7 @@ def test_a_head_that_finds_a_pages_keys_faint_does_not_see_it(
     rows: int, softcap: float, isa: str
 ) -> None:
     """By head, page and row; where threads share the pages, each part knows what it needs."""
-    native_library.select_isa(isa)
+    select_isa(isa)
     shape = CacheShape(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
     layer = attention(shape, softcap=softcap)
     plan = KvPlan(k_bits=8, v_bits=8)

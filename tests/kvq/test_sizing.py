@@ -24,7 +24,7 @@ from kvq.geometry import SLACK_BYTES, Geometry
 from kvq.policies import POLICIES, policy_named
 from kvq.sizing import tight_plan
 from pairs import attention, forward, pack_heads, random_heads
-from regions import expected_regions
+from regions import column_bytes, expected_regions
 
 MANY = settings(deadline=None, database=None, derandomize=True, max_examples=200)
 FEW = settings(deadline=None, database=None, derandomize=True, max_examples=25)
@@ -95,18 +95,18 @@ def test_any_budget_that_opens_has_room_for_what_a_draft_closes(
     arena: Geometry, share: float, extra: int
 ) -> None:
     assume(arena.wanted_columns)
-    column_bytes = arena.column_bytes(*_widths(arena))
+    full = column_bytes(arena, *_widths(arena))
     closed = min(math.ceil(arena.draft_tokens / 64), arena.wanted_columns)
     num_bytes = _some_bytes(arena, share, extra)
     columns, pool = arena.divide(num_bytes)[0], arena.room_for_pages(num_bytes)
     assert closed <= columns <= arena.wanted_columns
-    assert pool >= closed * column_bytes
+    assert pool >= closed * full
     # The table has a row for every page the pool can hold at two bits, or the context needs.
     if any(arena.windows):
         return
-    smallest = arena.column_bytes(2, 2)
+    smallest = column_bytes(arena, 2, 2)
     rows = 2 + (columns + 1) * (44 * arena.streams + 24) // smallest
-    at_most = columns + rows + closed * column_bytes // smallest
+    at_most = columns + rows + closed * full // smallest
     assert columns == arena.wanted_columns or at_most >= pool // smallest
 
 
@@ -245,7 +245,7 @@ def test_heads_that_give_up_different_pages_share_a_longer_table() -> None:
     shape, num_bytes = CacheShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64), 10 << 20
     arena = geometry(shape, tight_plan(KvPlan()), context_tokens=1_000_000)
     columns, _ = arena.divide(num_bytes)
-    used_bytes = columns * arena.column_bytes(2, 2)
+    used_bytes = columns * column_bytes(arena, 2, 2)
     assert 0.99 < used_bytes / arena.room_for_pages(num_bytes) <= 1
     probed = replace(arena, probes=True)
     longer, regions = probed.divide(num_bytes)
@@ -380,7 +380,7 @@ def test_a_tight_budget_shortens_the_chunk() -> None:
             budget = minimum_budget(shape, plan, 4096) + extra
             cache = open_cache(shape, plan, budget, 4096)
             pages = math.ceil(cache.chunk_tokens / 64)
-            assert cache.arena.pool_bytes >= pages * cache.arena.column_bytes(*widths)
+            assert cache.arena.pool_bytes >= pages * column_bytes(cache.arena, *widths)
             cache.close()
     assert open_cache(shape, KvPlan(), 4 << 20, 4096).chunk_tokens == 256
     assert (
@@ -395,7 +395,7 @@ def _widths(arena: Geometry) -> tuple[int, int]:
 def _some_bytes(arena: Geometry, share: float, extra: int) -> int:
     """The least it opens with, a share of all its pages, and `extra`."""
     columns = arena.wanted_columns
-    pages = columns * arena.column_bytes(*_widths(arena)) if columns else 0
+    pages = columns * column_bytes(arena, *_widths(arena)) if columns else 0
     return arena.minimum_bytes + int(share * pages) + extra
 
 
@@ -422,4 +422,4 @@ def test_a_budget_holds_its_whole_tokens_at_the_plans_widths() -> None:
     opened = tight.resolved()
     assert 0 < opened.whole_tokens < 1024
     columns = (opened.whole_tokens - opened.plan.sink_tokens - opened.plan.tail_tokens) / 64
-    assert columns == min(opened.max_columns, opened.pool_bytes // opened.column_bytes(2, 2)) > 0
+    assert columns == min(opened.max_columns, opened.pool_bytes // column_bytes(opened, 2, 2)) > 0

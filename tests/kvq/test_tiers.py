@@ -20,6 +20,7 @@ from kvq.formats import constant_bytes
 from kvq.sizing import ClassArena
 from numpy_cache import storage_named
 from pairs import attend_alike
+from regions import column_bytes
 from shelf import Shelf
 
 pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
@@ -59,7 +60,7 @@ def in_tiers(
 def plane_bytes(arena: ClassArena) -> int:
     """Of a column: what the host's memory holds of it."""
     constants = constant_bytes(arena.shape.head_dim, arena.value_groups)
-    return arena.column_bytes(PLAN.k_bits, PLAN.v_bits) - arena.streams * constants
+    return column_bytes(arena, PLAN.k_bits, PLAN.v_bits) - arena.streams * constants
 
 
 class Pair:
@@ -70,7 +71,6 @@ class Pair:
         needed = whole(layers).bytes_with_resident(RESIDENT)
         self.arena = in_tiers(layers, needed, read=read)
         assert self.arena.resident_columns == RESIDENT
-        assert self.arena.device_bytes == needed
         arenas = whole(layers, read), self.arena
         self.caches = [ClassCache(arena, storage=storage_named(device)) for arena in arenas]
 
@@ -88,7 +88,7 @@ class Pair:
     def check(self) -> None:
         states = [cache.state() for cache in self.caches]
         assert states[0] == states[1]
-        assert self.tiered.storage.tiers.device_bytes == self.arena.device_bytes
+        assert self.tiered.storage.device_bytes == self.arena.bytes_with_resident(RESIDENT)
 
 
 @pytest.fixture
@@ -129,7 +129,8 @@ def check_tiers(pair: Pair, layers: int) -> None:
     assert len(pair.tiered.columns()[0]) == 5
     # Of three layers the second is alone in its room, and stays there.
     streamed = 3 * page if layers == 4 else 2 * page
-    assert pair.tiered.storage.tiers[1:] == (3 * page, streamed)
+    assert pair.tiered.storage.offloaded_bytes == 3 * page
+    assert pair.tiered.storage.streamed_bytes == streamed
     pair.check()
 
     # What is there goes, and what comes takes its places.
@@ -164,7 +165,7 @@ def test_of_the_host_only_chosen_pages_come_over(
             away = columns - RESIDENT
             assert engine.pages_seen - seen == count * streams * columns
             assert engine.pages_read - read == count * streams * -(-2 * columns // 5)
-            came.append(engine.tiers.streamed_bytes / page / streams / away)
+            came.append(engine.streamed_bytes / page / streams / away)
     assert all(0 < share < 1 for share in came)
     assert min(came) < 0.5
     pair.check()

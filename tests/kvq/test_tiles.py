@@ -23,6 +23,7 @@ from kvq.native_linear import VIEWS, linear
 from kvq.reference import linear as reference_linear
 from kvq.reference.linear import BlockFormat, Float, PanelFormat
 from matrices import FORMATS, activations, matrix
+from native_calls import select_isa
 from shelf import Shelf
 from tolerances import PRODUCT
 
@@ -84,7 +85,7 @@ def by_tiles(built: Path) -> Iterator[None]:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_products_are_bit_for_bit_those_of_vectors(kind: BlockFormat, built: Path) -> None:
     """And of one row after the other, and close to the definition."""
-    native_library.select_isa("avx512vnni" if VECTORS_HERE else "generic")
+    select_isa("avx512vnni" if VECTORS_HERE else "generic")
     for shape, view in itertools.product(SHAPES, VIEWS):
         form = PanelFormat.of(kind, shape)
         panels, x = matrix(form)[1], activations(max(ROWS), shape[1])

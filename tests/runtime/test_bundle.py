@@ -74,7 +74,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a version that is no number": (
         lambda f: rewrite(f, lambda d: d.update(version="7")),
-        "kvq.json was altered",
+        "of version 7, which this kvq no longer reads; export or pull the model again",
     ),
     "altered manifest": (
         lambda f: rewrite(f, lambda d: d["kv"].update(k_bits=8), seal=False),

@@ -28,6 +28,7 @@ from kvq_runtime.machine.onnx_runtime import onnx_runtime, onnx_runtime_state
 from kvq_runtime.sequence.passes import run, run_all
 from kvq_runtime.session.metrics import SessionStats
 from logits import far
+from regions import column_bytes
 from shelf import EIGHT, Shelf
 
 pytestmark = pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
@@ -152,7 +153,7 @@ def test_what_a_device_does_not_hold_comes_from_the_host(shelf: Shelf) -> None:
             engine.session(**options, kv_budget=budget - 1, kv_offload="1GiB")
     assert tiered == alone
     assert stats.kv_bytes == whole.kv_bytes
-    planes = arena.column_bytes(4, 2) - arena.streams * constant_bytes(arena.shape.head_dim)
+    planes = column_bytes(arena, 4, 2) - arena.streams * constant_bytes(arena.shape.head_dim)
     assert stats.held.offloaded_bytes == stats.held.streamed_bytes == planes
     assert whole.held.offloaded_bytes == 0
     assert chosen == chosen_tiered

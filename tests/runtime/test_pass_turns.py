@@ -3,8 +3,7 @@
 from contextlib import suppress
 from threading import Thread
 
-from kvq_runtime.serving.pass_turns import Turns
-from kvq_runtime.serving.scheduler import STEPS_PER_RANK
+from kvq_runtime.serving.scheduler import STEPS_PER_RANK, Turns
 
 WAIT_S = 10.0
 

@@ -19,16 +19,14 @@ class Work:
     brief: bool = False
 
 
-def filled(
-    ranks: list[int], *, slots: int = 4, queue: int = 100
-) -> tuple[Scheduler[Work], list[Work]]:
-    scheduler: Scheduler[Work] = Scheduler(slots=slots, queue=queue)
+def filled(ranks: list[int], *, slots: int = 4, queue: int = 100) -> tuple[Scheduler, list[Work]]:
+    scheduler = Scheduler(slots=slots, queue=queue)
     jobs = [Work(rank) for rank in ranks]
     assert all(scheduler.submit(job) for job in jobs)
     return scheduler, jobs
 
 
-def admitted(scheduler: Scheduler[Work]) -> list[Work]:
+def admitted(scheduler: Scheduler) -> list[Work]:
     return list(iter(scheduler.admit, None))
 
 
@@ -135,7 +133,7 @@ def test_unwanted_jobs_leave_the_queue_but_not_a_slot() -> None:
     st.lists(st.tuples(st.sampled_from("sfn"), st.integers(0, 2)), min_size=1, max_size=120),
 )
 def test_any_history_keeps_the_promises(slots: int, history: list[tuple[str, int]]) -> None:
-    scheduler: Scheduler[Work] = Scheduler(slots=slots, queue=8)
+    scheduler = Scheduler(slots=slots, queue=8)
     done: set[Work] = set()
     arrived: list[Work] = []
     started: list[Work] = []

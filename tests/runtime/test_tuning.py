@@ -11,13 +11,12 @@ import pytest
 from tests.support.matrices import activations, matrix
 
 from kvq import native_library, native_linear
+from kvq.abi import NativeProcessor
 from kvq.errors import BackendError, DataError
 from kvq.reference.linear import PanelFormat
 from kvq_runtime.machine import device, tuning
 from kvq_runtime.machine.tuning import (
     MOST_AHEAD_BYTES,
-    BuiltIn,
-    Processor,
     built_in,
     built_in_of,
     default_threads,
@@ -120,13 +119,11 @@ def test_the_library_refuses_to_fetch_from_too_far() -> None:
 def test_what_is_built_in_goes_by_the_maker_and_the_cache(
     maker: str, level2_kib: int, second_level: bool, panel_kib: int, row_kib: int
 ) -> None:
-    of = Processor(maker=maker, level2_bytes=level2_kib << 10)
-    assert built_in_of(of) == BuiltIn(
-        second_level=second_level,
-        ahead_bytes=8 << 10,
-        panel_bytes=panel_kib << 10,
-        row_bytes=row_kib << 10,
-    )
+    of = NativeProcessor(maker.encode(), level2_kib << 10)
+    values = built_in_of(of)
+    assert bool(values.second_level) == second_level
+    sizes = values.ahead_bytes, values.panel_bytes, values.row_bytes
+    assert sizes == (8 << 10, panel_kib << 10, row_kib << 10)
     said = tuning.reason(of)
     assert (maker or "does not name") in said
     assert (f"{level2_kib} KiB" if level2_kib else "not known") in said
@@ -137,7 +134,7 @@ def test_what_is_built_in_goes_by_the_maker_and_the_cache(
 def test_a_processor_says_who_made_it_and_what_its_cache_holds() -> None:
     processor = tuning.processor()
     said = Path("/proc/cpuinfo").read_text()
-    assert f"vendor_id\t: {processor.maker}\n" in said or "vendor_id" not in said
+    assert f"vendor_id\t: {processor.maker.decode()}\n" in said or "vendor_id" not in said
     sizes = {
         folder.joinpath("size").read_text().strip()
         for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")

@@ -21,6 +21,7 @@ from kvq.reference.experts import SCORINGS
 from kvq.reference.experts import experts as expected_experts
 from kvq.reference.linear import Float, PanelFormat
 from matrices import FORMATS, matrix
+from native_calls import NativeEmbed, NativeExperts
 from pairs import some_feedback
 from tolerances import PRODUCT
 
@@ -151,7 +152,7 @@ class Products(Draw):
         if tokens and mixed and self.goes_wild():
             ids[self.chance.randrange(tokens), 0] = self.choice((-1, form.rows, 2**62, -(2**63)))
             status = BAD_ARGUMENT
-        call = native_linear.NativeEmbed(
+        call = NativeEmbed(
             native_linear.matrix(form), *map(address, (panels, ids, weights, out)), tokens, mixed
         )
         if self.run("embed", call, status) and of_weights and np.isfinite(weights).all() and mixed:
@@ -200,7 +201,7 @@ class Products(Draw):
             status = status or stack.status(handle, count)
         numbers = tokens, count, chosen, self.chance.randint(0, 1), gate, view, scoring
         pointers = [*stack.panels, x, logits, residual, *biases, bias]
-        call = native_linear.NativeExperts(
+        call = NativeExperts(
             native_linear.matrix(up), native_linear.matrix(down),
             *map(address, [*pointers, out]), *numbers, handle,
         )  # fmt: skip

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvq import device_cache, devices
-from kvq.device_cache import DeviceCache
+from kvq import devices
+from kvq.devices import DeviceCache
 from shelf import Shelf
 
 DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -49,5 +49,5 @@ def emulated_library(shelf: Shelf) -> Path:
     contents = b"".join(path.read_bytes() for path in sorted(headers))
     path = shelf.once("libkvq_cuda_emulated.so", contents, build)
     devices.LIBRARIES["emulated"] = str(path)
-    device_cache.STORAGES["emulated"] = EmulatedCache
+    devices.STORAGES["emulated"] = EmulatedCache
     return path

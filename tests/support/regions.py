@@ -2,8 +2,8 @@
 
 from kvq.abi import Regions
 from kvq.config import CONV_CHECKPOINTS, FOLD_TOKENS, ConvShape, DeltaShape
-from kvq.formats import granule_bytes, kept_heads, probe_slots
-from kvq.geometry import LEAST_DELTA_STATES, SPARE_VIEWS, Geometry
+from kvq.formats import NEWEST_PROBES, SAMPLED_PROBES, granule_bytes, kept_heads, page_bytes
+from kvq.geometry import LEAST_DELTA_STATES, Geometry
 
 # `sizeof` of the library's structs.
 STATE_BYTES = 200
@@ -18,6 +18,11 @@ LAYER_BYTES = 552
 LAYER_PAIRS = 128
 # Bytes of what a floating-point row is: token, position, how far it has moved.
 PLACE_BYTES = 12
+# Views that columns share beyond one each: so many, and one more per column. Of them an edit leaves
+# free what filling gaps may take.
+SPARE_VIEWS, GAP_VIEWS = 64, 32
+# Of so many tokens one has its query rows kept, while it is among the newest.
+PROBE_STRIDE = 8
 # Convolutions: committed rows kept beyond those that the next row needs, so that going back by no
 # more computes nothing again; and how many tokens decoding passes from one checkpoint to the next.
 CONV_BACK_ROWS = 8
@@ -58,6 +63,22 @@ def expected_regions(geometry: Geometry, columns: int, pool_bytes: int) -> Regio
     )
 
 
+def newest_slots(draft_tokens: int) -> int:
+    """Slots for the newest probes: those used, and what drafts overwrite."""
+    return NEWEST_PROBES + 2 * -(-draft_tokens // PROBE_STRIDE)
+
+
+def probe_slots(draft_tokens: int, *, samples: bool) -> int:
+    """Slots for all probes; `samples`: those of the whole text among them."""
+    return newest_slots(draft_tokens) + SAMPLED_PROBES * samples
+
+
+def column_bytes(geometry: Geometry, k_bits: int, v_bits: int) -> int:
+    """Bytes of one page of every stream."""
+    dim, groups = geometry.shape.head_dim, geometry.value_groups
+    return geometry.streams * page_bytes(dim, k_bits, v_bits, groups)
+
+
 def conv_bytes(conv: ConvShape | None, draft_tokens: int) -> int:
     """Bytes of the rows that convolutions remember.
 
@@ -96,7 +117,13 @@ def delta_row_bytes(delta: DeltaShape | None, draft_tokens: int, states: int) ->
         return 0
     newest = delta_newest(delta, states)
     rows = newest + draft_tokens + max(newest, 2 * FOLD_TOKENS - 1)
-    return delta.num_layers * rows * delta.row_width * 4
+    return delta.num_layers * rows * delta_row_width(delta) * 4
+
+
+def delta_row_width(delta: DeltaShape) -> int:
+    """Numbers that are kept of a token: what was convolved, then k, u and G."""
+    kept = delta.key_heads * delta.key_dim + delta.value_width + delta.value_heads
+    return delta.conv_width + kept
 
 
 def delta_state_bytes(delta: DeltaShape | None, states: int) -> int:

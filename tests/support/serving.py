@@ -35,10 +35,11 @@ from kvq_models.pieces import PieceIndex
 from kvq_models.tokenizer import IncrementalDetokenizer, Tokenizer
 from kvq_runtime.answer.generation import Vocabulary
 from kvq_runtime.backends import SequencePass
-from kvq_runtime.config import SessionConfig
+from kvq_runtime.config import Sampling, SessionConfig
 from kvq_runtime.engine import Engine
+from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.saving import SavedSessions
-from kvq_runtime.serving.slots import Slots
+from kvq_runtime.serving.slots import Slot, Slots
 from kvq_runtime.session.session import Session
 from rule_backend import RuleBackend, RuleCache
 from tiny import CHATML, byte_level_tokenizer
@@ -55,6 +56,13 @@ def wait_until(holds: Callable[[], Any], condition: str = "") -> None:
     while not holds():
         assert time.monotonic() < end, f"waited in vain {condition}"
         time.sleep(0.002)
+
+
+def leased(slots: Slots, ids: Sequence[int], **fields: Any) -> Slot:
+    """The slot that a request for one prompt gets."""
+    return slots.lease(
+        GenerationRequest(prompts=(tuple(ids),), sampling=Sampling(), seed=0, rank=1, **fields)
+    )
 
 
 class GatedBackend(RuleBackend):

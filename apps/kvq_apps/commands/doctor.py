@@ -193,11 +193,14 @@ def _built_in() -> dict[str, Any]:
     if not native_library.available():
         return {}
     processor = tuning.processor()
-    return (
-        asdict(processor)
-        | asdict(tuning.built_in_of(processor))
-        | {"reason": tuning.reason(processor)}
-    )
+    values = tuning.built_in_of(processor)
+    return {
+        "maker": processor.maker.decode(),
+        "level2_bytes": processor.level2_bytes,
+        "second_level": bool(values.second_level),
+        **{name: getattr(values, name) for name in ("ahead_bytes", "panel_bytes", "row_bytes")},
+        "reason": tuning.reason(processor),
+    }
 
 
 def _gpu() -> dict[str, Any]:

@@ -34,8 +34,8 @@ from kvq_apps.serve.reclaim import reclaim
 from kvq_apps.serve.responses_api import StoredResponses
 from kvq_apps.serve.workers import gone
 from kvq_apps.terminal.estimate import estimate
-from kvq_runtime.serving.pass_turns import Turns
 from kvq_runtime.serving.request import PoolError, shutdown_error
+from kvq_runtime.serving.scheduler import Turns
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvq.errors import UsageError
@@ -66,35 +66,29 @@ class Tools:
         """
         if not self.required and text is None:
             return None
-        functions, places = self._callable_functions()
+        functions, unheld = self._callable_functions()
         calls = self._calls(tokenizer, functions)
         if self.required or text is None:
-            return replace(places, lark=f"start: calls\n{calls}")
+            return Constraint(f"start: calls\n{calls}", unheld)
         answer = text.lark.replace("start:", "answer:", 1)
-        return Constraint(
-            f"start: answer | calls\n{answer}{calls}",
-            text.unheld + places.unheld,
-            text.doubts + places.doubts,
-        )
+        return Constraint(f"start: answer | calls\n{answer}{calls}", text.unheld + unheld)
 
-    def _callable_functions(self) -> tuple[list[dict[str, Any]], Constraint]:
+    def _callable_functions(self) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
         """Returns the functions that may be called with the schemas that calls can follow.
 
-        The constraint has no rules, only the places of schemas that calls do not follow.
+        With them come the places of schemas that calls do not follow.
         """
         follower = JSON_FOLLOWER if self.form.calls is None else CALL_FOLLOWER
         functions: list[dict[str, Any]] = []
-        places = Constraint("")
+        unheld: tuple[str, ...] = ()
         for place, function in self.functions.items():
             if not self.required or function["name"] in self.required:
                 schema = json_schema(function.get("parameters") or _NO_PARAMETERS)
                 strict = function.get("strict") is True
                 followed = held_schema(schema, follower, strict=strict, place=place)
                 functions.append({**function, "parameters": followed.schema})
-                places = Constraint(
-                    "", places.unheld + followed.unheld, places.doubts + followed.doubts
-                )
-        return functions, places
+                unheld += followed.unheld
+        return functions, unheld
 
     def _calls(self, tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]]) -> str:
         """Returns rules in Lark's notation for one or more calls of `functions`."""

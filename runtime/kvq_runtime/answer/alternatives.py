@@ -170,18 +170,10 @@ class Writer(Protocol):
     """Writes alternatives by one method. Its dataclass fields are the options of the method."""
 
     def writing(self, branch: Branch[C], request: AlternativesRequest) -> Work[C, list[Line]]:
-        """Writes the lines that `request` asks for.
+        """Writes the lines that `request` asks for, best first, with the model's `logprobs`.
 
-        Args:
-            branch: An empty branch after the text. Its rows are forgotten afterwards.
-            request: What is asked for: count, length, options, cancellation.
-
-        Returns:
-            Work that gives the lines, best first. Their `logprobs` are natural log-probabilities by
-            the model.
-
-        Raises:
-            UsageError: For what the method or the branch cannot do, before any pass.
+        `branch` is empty and after the text; its rows are forgotten afterwards. Raises `UsageError`
+        for what the method or the branch cannot do, before any pass.
         """
         ...
 

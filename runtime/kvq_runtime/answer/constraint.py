@@ -10,20 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib import import_module
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import BackendError, UsageError, reason_of
+from kvq.errors import UsageError, reason_of
 from kvq.json_values import is_object
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.healing import Beginning
 
 if TYPE_CHECKING:
-    from kvq_runtime.answer.grammar_trial import Matcher
+    from llguidance import LLMatcher, LLTokenizer
 
 Ids = NDArray[np.int64]
 
@@ -63,12 +62,10 @@ class Constraint:
     Attributes:
         lark: The constraint in llguidance's own notation.
         unheld: Places of a schema that are not enforced, as JSON pointers, each with a reason.
-        doubts: Places of a schema that may fit no value.
     """
 
     lark: str
     unheld: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _bounded(self.lark)
@@ -101,7 +98,7 @@ class Constraint:
         from kvq_runtime.answer.schemas import held_schema
 
         result = held_schema(json_schema(schema), strict=strict)
-        return cls(f"start: {json_part(result.schema)}\n", result.unheld, result.doubts)
+        return cls(f"start: {json_part(result.schema)}\n", result.unheld)
 
     @classmethod
     def grammar(cls, grammar: str) -> "Constraint":
@@ -183,7 +180,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._pieces = _Pieces(tokenizer)
         self._lock = Lock()
-        self._vocabulary: Any = None
+        self._vocabulary: LLTokenizer | None = None
         self._kept: dict[bytes, tuple[Grammar, int]] = {}
 
     def read(
@@ -193,24 +190,14 @@ class Grammars:
 
         A constraint that is not `small` is tried first in a process of its own. This takes about
         0.2 s more, and ends early when `cancelled` returns True. The first call takes about a
-        second for 150,000 tokens.
-
-        Args:
-            constraint: The constraint.
-            cancelled: Asked during the trial.
-
-        Returns:
-            The grammar, which is kept for the next call.
-
-        Raises:
-            UsageError: For a constraint that is wrong, that no text fits, that is too much work, or
-                that was cancelled.
-            BackendError: Where llguidance is not installed.
+        second for 150,000 tokens. Raises `UsageError` for a constraint that is wrong, that no text
+        fits, that is too much work, or that was cancelled.
         """
+        from llguidance import LLTokenizer
+
         from kvq_runtime.answer import grammar_trial as trial
 
         _check_kind(constraint)
-        library = _library()
         digest = sha256(constraint.lark.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if digest in self._kept:
@@ -219,9 +206,9 @@ class Grammars:
             trial.try_out(constraint.lark, cancelled)
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = library.LLTokenizer(self._pieces)
-        matcher = trial.read(library, self._vocabulary, constraint.lark)
-        _check(matcher, constraint.doubts)
+                self._vocabulary = LLTokenizer(cast(Any, self._pieces))
+        matcher = trial.read(self._vocabulary, constraint.lark)
+        _check(matcher)
         grammar = Grammar(matcher, self._pieces)
         with self._lock:
             return self._keep(digest, grammar, 1 if constraint.small else _KEPT_LARGE)
@@ -279,7 +266,7 @@ class _Pieces:
 class Grammar:
     """Holds a constraint that was read for one vocabulary."""
 
-    matcher: "Matcher"
+    matcher: "LLMatcher"
     pieces: "_Pieces"
 
     def guide(self, beginning: Beginning, stop_ids: frozenset[int]) -> "Guide":
@@ -294,7 +281,11 @@ class Guide:
     """
 
     def __init__(
-        self, matcher: "Matcher", pieces: "_Pieces", beginning: Beginning, stop_ids: frozenset[int]
+        self,
+        matcher: "LLMatcher",
+        pieces: "_Pieces",
+        beginning: Beginning,
+        stop_ids: frozenset[int],
     ) -> None:
         self._matcher = matcher
         self._pieces = pieces
@@ -372,21 +363,9 @@ def _check_kind(value: object) -> None:
         )
 
 
-def _library() -> Any:
-    try:
-        return import_module("llguidance")
-    except ImportError:
-        raise BackendError(
-            "answers under a constraint need llguidance, which is not installed; install it with "
-            "`pip install llguidance`"
-        ) from None
-
-
-def _check(matcher: "Matcher", doubts: Sequence[str] = ()) -> None:
+def _check(matcher: "LLMatcher") -> None:
     if matcher.is_error():
-        look = f"; look at the schema's {', '.join(doubts)}" if doubts else ""
-        message = _in_words(matcher.get_error())
-        raise UsageError(f"the constraint cannot be followed: {message}{look}")
+        raise UsageError(f"the constraint cannot be followed: {_in_words(matcher.get_error())}")
 
 
 def _in_words(error: str) -> str:

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib import import_module
 from tempfile import TemporaryFile
 from threading import Lock, Thread, stack_size
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvq.errors import UsageError
 from kvq.limited_process import command, limit_memory, limit_time
@@ -31,7 +32,7 @@ _TRIAL_BYTES = 96 << 20
 # Where processes have limits, the limits end a trial, however busy the machine is.
 _TRIAL_S = 5 if sys.platform == "win32" else 60
 _LOOK_S = 0.05
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "max_items_in_row": 10_000,
     "step_max_items": 50_000,
     "step_lexer_fuel": 200_000,
@@ -46,45 +47,9 @@ _TOKEN = re.compile(r"<\[[0-9]+\]>")
 _starting = Lock()
 
 
-class Matcher(Protocol):
-    """Declares the part of llguidance's LLMatcher that is used here."""
-
-    def compute_bitmask(self) -> bytes:
-        """Returns a bit for every token that may come next."""
-        ...
-
-    def consume_token(self, sampled_token: int) -> bool:
-        """Goes on by a token."""
-        ...
-
-    def validate_tokens(self, tokens: list[int]) -> int:
-        """Returns how many of `tokens` may come next."""
-        ...
-
-    def is_accepting(self) -> bool:
-        """Returns whether the text may end here."""
-        ...
-
-    def is_stopped(self) -> bool:
-        """Returns whether the text must end here."""
-        ...
-
-    def is_error(self) -> bool:
-        """Returns whether it cannot go on."""
-        ...
-
-    def get_error(self) -> str:
-        """Returns why it cannot go on."""
-        ...
-
-    def deep_copy(self) -> "Matcher":
-        """Returns another one at the same place."""
-        ...
-
-
-def read(library: Any, vocabulary: Any, lark: str) -> Matcher:
+def read(vocabulary: LLTokenizer, lark: str) -> LLMatcher:
     """Reads `lark` with llguidance up to the first choice; a fault of it is the matcher's error."""
-    return on_stack(_STACK_BYTES, lambda: new_matcher(library, vocabulary, lark))
+    return on_stack(_STACK_BYTES, lambda: new_matcher(vocabulary, lark))
 
 
 def try_out(lark: str, cancelled: Callable[[], bool]) -> None:
@@ -115,20 +80,19 @@ def try_out(lark: str, cancelled: Callable[[], bool]) -> None:
 
 def main() -> None:
     """Runs in the process of `try_out`: reads the grammar on stdin within limits."""
-    library: Any = import_module("llguidance")
     limit_time(_TRIAL_CPU_S)
     limit_memory(_TRIAL_BYTES)
     text = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
     lark = _TOKEN.sub("<[0]>", text)
     # The model's own tokens would add little work, as the limits of a step bound it.
-    on_stack(_TRIAL_STACK_BYTES, lambda: new_matcher(library, library.LLTokenizer("byte"), lark))
+    on_stack(_TRIAL_STACK_BYTES, lambda: new_matcher(LLTokenizer("byte"), lark))
 
 
-def new_matcher(library: Any, vocabulary: Any, lark: str) -> Matcher:
+def new_matcher(vocabulary: LLTokenizer, lark: str) -> LLMatcher:
     """Reads `lark` up to the first choice, on the current stack."""
     fuel = _LEAST_LEXER_FUEL + 2 * len(lark)
-    limits = library.LLParserLimits(**_LIMITS, initial_lexer_fuel=fuel)
-    matcher: Matcher = library.LLMatcher(vocabulary, lark, log_level=0, limits=limits)
+    limits = LLParserLimits(**_LIMITS, initial_lexer_fuel=fuel)
+    matcher = LLMatcher(vocabulary, lark, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher

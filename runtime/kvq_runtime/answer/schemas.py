@@ -8,9 +8,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from math import inf, isfinite
+from math import isfinite
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -40,7 +38,7 @@ FORMATS = frozenset(
     {*("date-time", "time", "date", "duration", "email"), *("hostname", "ipv4", "ipv6"),
      "uuid", "uri"}
 )  # fmt: skip
-_MOST_UNHELD, _MOST_DOUBTS = 100, 3
+_MOST_UNHELD = 100
 # So many patterns and numbers of a schema are tried. A fault in a later one refuses the schema.
 _MOST_TRIED = 500
 _PATTERN_FAULTS = {
@@ -92,8 +90,6 @@ class HeldSchema:
 
     schema: dict[str, Any]
     unheld: tuple[str, ...]
-    # Places that may fit no value: to look at first if no value fits the whole.
-    doubts: tuple[str, ...]
 
 
 def pattern_fault(pattern: str) -> str | None:
@@ -129,7 +125,7 @@ def held_schema(
             f"the JSON schema is strict, and an answer cannot be held to {', '.join(lost[:3])}; "
             "leave that out, or leave strict out, which holds the answer to the rest"
         )
-    return HeldSchema(reader.root, tuple(reader.unheld)[:_MOST_UNHELD], tuple(reader.doubts))
+    return HeldSchema(reader.root, tuple(reader.unheld)[:_MOST_UNHELD])
 
 
 class _SchemaReader:
@@ -139,7 +135,6 @@ class _SchemaReader:
         self.root: dict[str, Any] = deepcopy(dict(schema))
         # Message -> the word that it is about.
         self.unheld: dict[str, str] = {}
-        self.doubts: list[str] = []
         self._follower = follower
         self._first = place
         # Parts to read. A list, as parts that refer to each other may be a long chain.
@@ -163,8 +158,6 @@ class _SchemaReader:
         renamed = _as_today(schema)
         self._narrow(schema)
         _check(schema, place)
-        if _may_be_empty(schema) and len(self.doubts) < _MOST_DOUBTS:
-            self.doubts.append(place or "top")
         for word in [*schema]:
             self._read_word(schema, word, place)
         self._due += [(part, place + path) for path, part in _parts(schema, renamed)]
@@ -294,23 +287,6 @@ def _check(schema: Mapping[str, Any], place: str) -> None:
             _refuse(f"{place}/type", f"{str(kind)[:40]!r} is none of {', '.join(KEYWORDS)}")
 
 
-def _may_be_empty(schema: Mapping[str, Any]) -> bool:
-    """Decides whether `schema` contradicts itself, or may: a pattern beside a length or format."""
-    bounds = ("Length", "Items", "Properties", "imum")
-    crossed = any(
-        schema.get(f"min{bound}", -inf) > schema.get(f"max{bound}", inf) for bound in bounds
-    )
-    nothing = any(schema.get(word) == [] for word in ("enum", "anyOf", "oneOf", "type"))
-    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
-    properties = schema.get("properties", {})
-    impossible = any(
-        properties.get(name, not closed) is False for name in schema.get("required", ())
-    )
-    regular = sum(word in schema for word in ("pattern", "format"))
-    doubtful = regular + bool(schema.keys() & {"minLength", "maxLength"}) > 1 and regular > 0
-    return crossed or nothing or impossible or doubtful
-
-
 def _parts(schema: Mapping[str, Any], renamed: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     """Yields the schemas inside `schema`, each with its path as it was written."""
     for word in schema:
@@ -336,15 +312,6 @@ def _names(value: Any) -> Iterator[str]:
         yield from _names(row)
 
 
-@cache
-def _library() -> Any:
-    """Returns llguidance, or None where it is not installed."""
-    try:
-        return import_module("llguidance")
-    except ImportError:
-        return None
-
-
 def _is_bound(word: str, value: float) -> bool:
     """Decides whether the bound `value` of the number word `word` can be enforced."""
     if word == "multipleOf":
@@ -355,11 +322,11 @@ def _is_bound(word: str, value: float) -> bool:
 
 def _is_followed(word: str, value: Any) -> bool:
     """Tries whether llguidance can follow this pattern or number."""
-    if _library() is None:
-        return True
+    from llguidance import LLMatcher
+
     kind = "string" if word == "pattern" else "number"
     grammar = f"start: %json {json.dumps({'type': kind, word: value})}\n"
-    return not _library().LLMatcher.validate_grammar(grammar)
+    return not LLMatcher.validate_grammar(grammar)
 
 
 def _refuse(place: str, message: str) -> NoReturn:

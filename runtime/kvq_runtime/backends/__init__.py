@@ -48,14 +48,10 @@ class ModelFiles(Protocol):
     """Declares what a model is read from: a bundle folder or a GGUF file."""
 
     @property
-    def path(self) -> Path:
-        """Returns the folder or the file."""
-        ...
+    def path(self) -> Path: ...
 
     @property
-    def name(self) -> str:
-        """Returns the model's name."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def kv(self) -> KvPlan:
@@ -78,9 +74,7 @@ class ModelFiles(Protocol):
         ...
 
     @property
-    def has_gguf(self) -> bool:
-        """Returns whether there is a GGUF file."""
-        ...
+    def has_gguf(self) -> bool: ...
 
     @property
     def experts(self) -> ExpertBytes | None:
@@ -221,21 +215,14 @@ class SequenceCache(Protocol):
         at: int | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        """Adds rows to the branch, before the pass that fills them.
+        """Adds `tokens` rows to the branch, before the pass that fills them.
 
         A chain that begins a branch may have more rows than a branch holds: a piece of a prompt. It
-        is then committed whole.
-
-        Args:
-            tokens: How many rows are added.
-            parents: For each new row the row of the branch that it follows, -1 for the last cached
-                token. None: each row follows the one before it.
-            view: `full`, or `hi` for the upper nibbles of 8-bit pages, see `Mode`.
-            at: First token of the gap that the rows fill. None: they come after the last token.
-            silent: Layers in which the rows attend to nothing and are only stored.
-
-        Raises:
-            BudgetError: Where the context has no room for the rows.
+        is then committed whole. `parents` are the rows of the branch that the new ones follow, -1
+        for the last cached token; by default each follows the one before it. `view` is `full`, or
+        `hi` for the upper nibbles of 8-bit pages. `at` is the first token of the gap that the rows
+        fill. In the layers `silent` they attend to nothing and are only stored. Raises
+        `BudgetError` where the context has no room.
         """
         ...
 
@@ -244,17 +231,9 @@ class SequenceCache(Protocol):
         ...
 
     def edit(self, start: int, stop: int, count: int, /) -> None:
-        """Removes tokens and moves those after them, so that `count` others can stand there.
+        """Removes tokens `start` to `stop` and moves those after them, leaving a gap for `count`.
 
-        This leaves a gap, which `begin` with `at=start` and a `commit` fill.
-
-        Args:
-            start: First token that is removed.
-            stop: The token after the last one that is removed.
-            count: How many tokens the gap has.
-
-        Raises:
-            CacheError: Where the cache cannot do it.
+        `begin` with `at=start` and a `commit` fill it. Raises `CacheError` where the cache cannot.
         """
         ...
 
@@ -500,18 +479,11 @@ def open_backend(
     device: str = gpu.PROCESSOR,
     weights_budget: int | None = None,
 ) -> Backend[Any]:
-    """Opens the backend called `name` with the weights of `files` loaded.
+    """Opens the backend called `name`, a row of `BACKENDS` or `auto`, over the weights of `files`.
 
-    Args:
-        name: A row of `BACKENDS`, or `auto` for the best one.
-        files: The bundle or GGUF file.
-        threads: Threads of the processor.
-        device: As in `gpu.usable_device`.
-        weights_budget: Bytes of experts that may be in memory. None: no limit.
-
-    Raises:
-        UsageError: For an unknown name.
-        BackendError: For a backend that cannot run here or does not read these files.
+    `device` is as in `gpu.usable_device`; `weights_budget` limits the bytes of experts in memory.
+    Raises `UsageError` for an unknown name, and `BackendError` for a backend that cannot run here
+    or does not read these files.
     """
     options: dict[str, Any] = {} if weights_budget is None else {"weights_budget": weights_budget}
     if (chosen_device := gpu.usable_device(device)) != gpu.PROCESSOR:

@@ -42,13 +42,11 @@ class FloatBackend(PagedBackend):
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
-        """Returns whether these files hold a graph, or are a checkpoint."""
         return files.has_onnx or files.has_checkpoint
 
     def forward(
         self, rows: Sequence[SequencePass[Cache]], *, rope_long: bool = False
     ) -> list[NDArray[np.float32]]:
-        """See `Backend.forward`; one sequence after the other."""
         mode, config = rows[0].mode, self.bundle.config
         weight = self._weight if mode.view == "full" else self._half_weight
         if mode.view == "hi":  # a tied head reads the embedding by halves
@@ -80,7 +78,6 @@ class FloatBackend(PagedBackend):
         return self.bundle.read_weight(name, view="full" if name == "embed" else "hi")
 
     def close(self) -> None:
-        """Implements `Backend.close`."""
         super().close()
         self._weight.cache_clear()
         self._half_weight.cache_clear()

@@ -150,11 +150,9 @@ class LlamaCppCache:
         """Does nothing: llama.cpp keeps no places."""
 
     def why_not_edit(self) -> str:
-        """Returns why tokens in the middle cannot be replaced."""
         return "llama.cpp takes new tokens at the end alone"
 
     def edit(self, start: int, stop: int, count: int) -> None:
-        """Raises `BackendError`."""
         raise BackendError(f"an edit in the middle is not possible: {self.why_not_edit()}")
 
     def crowded(self, tokens: int) -> list[tuple[int, int]]:
@@ -162,7 +160,6 @@ class LlamaCppCache:
         return []
 
     def state(self) -> bytes:
-        """Returns a snapshot of everything held, which `load_state` of an equal cache restores."""
         size = self._functions.llama_state_seq_get_size(self._live(), _SEQUENCE)
         state = (ctypes.c_uint8 * size)()
         copied = self._functions.llama_state_seq_get_data(self._live(), state, size, _SEQUENCE)
@@ -171,7 +168,6 @@ class LlamaCppCache:
         return STATE_PREFIX.pack(self.tokens) + ctypes.string_at(state, copied)
 
     def load_state(self, state: bytes) -> None:
-        """Restores a snapshot; raises `SnapshotError` and changes nothing where it is refused."""
         before = self.state()
         if not self._restored(state):
             self._restored(before)
@@ -181,7 +177,6 @@ class LlamaCppCache:
             )
 
     def close(self) -> None:
-        """Frees the context; the cache cannot be used afterwards."""
         if self._context is not None:
             self._functions.llama_free(self._context)
             self._context = None

@@ -136,7 +136,6 @@ class LlamaCppBackend:
     def forward(
         self, rows: Sequence[SequencePass[LlamaCppCache]], *, rope_long: bool = False
     ) -> list[NDArray[np.float32]]:
-        """Implements `Backend.forward`; each sequence is a context and a pass of its own."""
         if any(part.ids.shape[1] != 1 or np.any(part.weights != 1) for part in rows):
             raise BackendError(
                 "mixed embeddings are not possible on the llama.cpp backend; run a bundle with "

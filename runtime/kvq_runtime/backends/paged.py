@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvq.cache import Arena, Cache, CacheSpec
 from kvq.config import DEFAULT_POLICY, DEFAULT_READ, KvPlan, PageForm
-from kvq.device_cache import storage_on
+from kvq.devices import storage_on
 from kvq.errors import BackendError, argument
 from kvq.formats import bytes_per_token
 from kvq.residency import Resident
@@ -45,7 +45,6 @@ class PagedBackend(ABC):
 
     @property
     def paged(self) -> "PagedBackend":
-        """Returns itself, see `Backend.paged`."""
         return self
 
     @property
@@ -78,22 +77,18 @@ class PagedBackend(ABC):
         return None
 
     def close(self) -> None:
-        """Implements `Backend.close`; the draft head's memory is freed too."""
         if self._draft_head is not None:
             self._draft_head.close()
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
-        """Returns whether these files hold a graph."""
         return files.has_onnx
 
     def tokenizer(self) -> Tokenizer | None:
-        """Implements `Backend.tokenizer`."""
         return self.bundle.tokenizer()
 
     @staticmethod
     def estimate(files: Bundle, request: SessionRequest, *, threads: int) -> Estimate:
-        """Implements `backends.estimate`."""
         classes = files.config.cache_classes
         config = _config(
             files, request.whole(files.config.context_length), threads, on_processor=True
@@ -109,7 +104,6 @@ class PagedBackend(ABC):
         )
 
     def check_mode(self, mode: Mode) -> None:
-        """Implements `Backend.check_mode`."""
         layers = self.bundle.config.num_layers
         wrong = next((layer for layer in mode.predicted if not 0 <= layer < layers), None)
         if wrong is not None:
@@ -131,7 +125,6 @@ class PagedBackend(ABC):
             )
 
     def session_config(self, request: SessionRequest) -> SessionConfig:
-        """Implements `Backend.session_config`."""
         if request.draft_head:
             _ = self.draft_head  # raises before any memory is taken
         return _config(
@@ -139,7 +132,6 @@ class PagedBackend(ABC):
         )
 
     def open_cache(self, config: SessionConfig) -> Cache:
-        """Implements `Backend.open_cache`."""
         assert config.arena is not None
         return self.cache_in(config.arena)
 

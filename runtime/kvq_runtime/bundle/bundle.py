@@ -102,12 +102,10 @@ class Bundle:
 
     @property
     def config(self) -> ModelConfig:
-        """Returns the configuration of the model."""
         return self.manifest.config
 
     @property
     def name(self) -> str:
-        """Returns the model's name."""
         return self.manifest.name
 
     @property
@@ -153,12 +151,10 @@ class Bundle:
 
     @property
     def context_length(self) -> int:
-        """Returns the number of tokens that the model was made for."""
         return self.config.context_length
 
     @property
     def kv(self) -> KvPlan:
-        """Returns the default plan of the cache."""
         return self.manifest.kv
 
     def weights_json(self) -> dict[str, Any]:
@@ -168,12 +164,10 @@ class Bundle:
 
     @property
     def has_onnx(self) -> bool:
-        """Returns whether the bundle holds a graph with its weights."""
         return MODEL_FILE in self.manifest.files
 
     @property
     def has_gguf(self) -> bool:
-        """Returns whether the bundle holds a GGUF file."""
         return GGUF_FILE in self.manifest.files
 
     @property
@@ -189,7 +183,6 @@ class Bundle:
 
     @property
     def model_path(self) -> Path:
-        """Returns the path of the ONNX graph."""
         return self.path / MODEL_FILE
 
     @property
@@ -227,7 +220,6 @@ class Bundle:
 
     @property
     def experts(self) -> ExpertBytes | None:
-        """Implements `ModelFiles.experts`."""
         if self.manifest.weights is None:
             return None
         parts: dict[int, list[int]] = {}  # bytes of one expert's matrices, by layer
@@ -468,7 +460,6 @@ class DraftHead(Bundle):
 
     @property
     def model_path(self) -> Path:
-        """Returns the path of its graph."""
         return self.path / DRAFT_FILE
 
     @property
@@ -480,7 +471,6 @@ class DraftHead(Bundle):
         return read_bytes - (experts.stored - experts.chosen if experts else 0)
 
     def stored_name(self, name: str) -> str:
-        """Implements `Bundle.stored_name`."""
         return draft_name(super().stored_name(name))
 
 

@@ -26,8 +26,6 @@ VERSION = 12
 # Of the older versions these are read too. Others have graphs, pages, layers or weights of forms
 # that are no longer known.
 READ_VERSIONS = (7, 8, 9, 10, 11, VERSION)
-# The op that multiplies weights.
-LINEAR = "kvq"
 MANIFEST_FILE = "kvq.json"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
@@ -84,7 +82,7 @@ class WeightInfo:
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest's object."""
         # Earlier versions of kvq read the name of the op that multiplies.
-        return {"formats": self.by_format, "bytes": self.num_bytes, "linear": LINEAR}
+        return {"formats": self.by_format, "bytes": self.num_bytes, "linear": "kvq"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "WeightInfo":
@@ -276,7 +274,6 @@ def read_manifest(folder: Path) -> Manifest:
     _check_version(folder, data)
     if data.get("checksum") != checksum(data):
         raise BundleError(f"{path} was altered after the export; export the model again")
-    _check_products(path, data.get("weights"))
     try:
         manifest = Manifest.from_json(data)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, KvqError) as error:
@@ -354,16 +351,6 @@ def _auxiliary(data: Any, config: ModelConfig) -> Mapping[str, Any] | None:
     return dict(data) | {"served_by": served_by, "fingerprint": str(data["fingerprint"])}
 
 
-def _check_products(path: Path, weights: Any) -> None:
-    """Raises `BundleError` for weights in the layout of another op than kvq's."""
-    operator = weights.get("linear") if is_object(weights) else LINEAR
-    if operator != LINEAR:
-        raise BundleError(
-            f"{path} was exported for other products than kvq's (linear {operator!r}), which this "
-            "kvq no longer runs; export the model again"
-        )
-
-
 def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
     version = data.get("version")
     if isinstance(version, int) and version > VERSION:
@@ -371,14 +358,10 @@ def _check_version(folder: Path, data: Mapping[str, Any]) -> None:
             f"{folder} is a bundle of version {version}, newer than the {VERSION} this kvq reads; "
             "upgrade kvq-runtime, or export or pull the model again"
         )
-    if isinstance(version, int) and 1 <= version < READ_VERSIONS[0]:
+    if version not in READ_VERSIONS:
         raise BundleError(
             f"{folder} is a bundle of version {version}, which this kvq no longer reads; export or "
             "pull the model again"
-        )
-    if version not in READ_VERSIONS:
-        raise BundleError(
-            f"{folder / MANIFEST_FILE} was altered after the export; export the model again"
         )
 
 

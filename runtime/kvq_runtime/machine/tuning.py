@@ -11,7 +11,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from kvq import abi, native_library
+from kvq import native_library
+from kvq.abi import NativeBuiltIn, NativeProcessor
 from kvq.errors import BackendError, DataError, reason_of
 from kvq.files import read_regular, replace_file
 from kvq.json_values import is_object
@@ -41,57 +42,23 @@ class Tuning:
     ahead_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Processor:
-    """Holds the maker of a processor, as CPUID spells it, and the size of its second-level cache.
-
-    They are empty and 0 where it does not say.
-    """
-
-    maker: str
-    level2_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuiltIn:
-    """Says what products do on a processor where nobody has measured.
-
-    `second_level` as in `Tuning`. Weights are fetched `ahead_bytes` before their use; for panels up
-    to `panel_bytes`, the same place of the next panel is fetched. Rounded rows of a prompt are
-    multiplied together until they fill `row_bytes`.
-    """
-
-    second_level: bool
-    ahead_bytes: int
-    panel_bytes: int
-    row_bytes: int
-
-
-def processor() -> Processor:
+def processor() -> NativeProcessor:
     """Returns this machine's processor."""
-    here = abi.NativeProcessor()
+    here = NativeProcessor()
     native_library.library().kvq_processor_of(ctypes.byref(here))
-    return Processor(maker=here.maker.decode(), level2_bytes=here.level2_bytes)
+    return here
 
 
-def built_in_of(processor: Processor) -> BuiltIn:
+def built_in_of(processor: NativeProcessor) -> NativeBuiltIn:
     """Returns what is built in for a processor, this machine's or another."""
-    native_processor, values = (
-        abi.NativeProcessor(processor.maker.encode(), processor.level2_bytes),
-        abi.NativeBuiltIn(),
-    )
-    native_library.library().kvq_built_in_of(ctypes.byref(native_processor), ctypes.byref(values))
-    return BuiltIn(
-        second_level=bool(values.second_level),
-        ahead_bytes=values.ahead_bytes,
-        panel_bytes=values.panel_bytes,
-        row_bytes=values.row_bytes,
-    )
+    values = NativeBuiltIn()
+    native_library.library().kvq_built_in_of(ctypes.byref(processor), ctypes.byref(values))
+    return values
 
 
-def reason(processor: Processor) -> str:
+def reason(processor: NativeProcessor) -> str:
     """Explains in words why that is built in."""
-    maker = processor.maker or "a maker that it does not name"
+    maker = processor.maker.decode() or "a maker that it does not name"
     alone = "into the second-level cache alone, which pays on AMD's design"
     both = "into both caches, since only on AMD's design another way was measured to be faster"
     cache = f"the second-level cache holds {processor.level2_bytes >> 10} KiB"

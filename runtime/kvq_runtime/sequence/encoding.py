@@ -18,7 +18,7 @@ from kvq_runtime.sequence.staleness import Ages, EditCounts, Staleness
 
 logger = logging.getLogger(__name__)
 
-# A cache has room for the views that filling so many gaps takes, see `kvq.geometry.GAP_VIEWS`.
+# A cache has room for the views that filling so many gaps takes, see `csrc/layout.h`.
 MOST_GAPS = 16
 # After an edit there is room for so many tokens more, or for the rest of the context.
 TOKENS_AHEAD = 256

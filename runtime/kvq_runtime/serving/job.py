@@ -43,9 +43,8 @@ class Decoding:
 class Job:
     """Does what one client asked for. Its handler makes it; only the pool's thread works on it.
 
-    `cancelled`, which any thread may set, ends it before its next pass. `waits` belongs to the
-    pool: the job has a slot, but the slot's text is not saved yet. `pass_request` is what it asks
-    for next.
+    `cancelled`, which any thread may set, ends it before its next pass. `pass_request` is what it
+    asks for next.
     """
 
     def __init__(self, request: GenerationRequest, outbox: Outbox) -> None:
@@ -54,7 +53,6 @@ class Job:
         self.rank = request.rank
         self.outbox = outbox
         self.cancelled = False
-        self.waits = False
         self.pass_request: PassRequest[Any] | None = None
         self.progress = (0, sum(map(len, request.prompts)))
         self._arrived = monotonic()
@@ -77,11 +75,8 @@ class Job:
 
     @property
     def ready(self) -> bool:
-        """Returns whether a pass makes sense.
-
-        It does where the job has begun and its reader keeps up, and where it is to end.
-        """
-        return self.cancelled or not (self.waits or self.outbox.full)
+        """Returns whether a pass makes sense: its reader keeps up, or it is to end."""
+        return self.cancelled or not self.outbox.full
 
     def work(self, slot: Slot, decoding: Decoding) -> Work[Any, None]:
         """Does everything the request asked for, with the drafter and predictor it asked for."""

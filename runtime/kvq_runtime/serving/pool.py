@@ -18,9 +18,8 @@ from kvq_runtime.backends import Backend
 from kvq_runtime.sequence.passes import PassResult, SharedPassError, Work, forward_all
 from kvq_runtime.serving.job import Decoding, Job
 from kvq_runtime.serving.outbox import Done, Failed, Report
-from kvq_runtime.serving.pass_turns import Turns
 from kvq_runtime.serving.request import PoolError, shutdown_error
-from kvq_runtime.serving.scheduler import Scheduler
+from kvq_runtime.serving.scheduler import Scheduler, Turns
 from kvq_runtime.serving.slots import Slot, Slots
 from kvq_runtime.session.metrics import NO_ROUNDS, Rounds
 from kvq_runtime.session.session import Session
@@ -101,7 +100,8 @@ class Counts:
     decode_s: float = 0.0
     queued_s: float = 0.0
     busy_s: float = 0.0
-    _recent_s: float = 1.0
+    # The engine's seconds for a recent request, about.
+    recent_s: float = 1.0
 
     def add(self, report: Report, *, failed: bool) -> None:
         """Adds a job that ended."""
@@ -115,11 +115,7 @@ class Counts:
         self.decode_s += report.decode_ms / 1e3
         self.queued_s += report.queued_ms / 1e3
         seconds = (report.prompt_ms + report.decode_ms) / 1e3
-        self._recent_s += _RECENT * (seconds - self._recent_s)
-
-    def mean_s(self) -> float:
-        """Returns the engine's seconds for a recent request, about."""
-        return self._recent_s
+        self.recent_s += _RECENT * (seconds - self.recent_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -150,9 +146,8 @@ class SessionPool(Generic[S]):
         self._wake = Condition()
         self._stopping = False
         self._ended = False
-        self._scheduler: Scheduler[Job] = Scheduler(slots=config.sessions, queue=config.queue)
+        self._scheduler = Scheduler(slots=config.sessions, queue=config.queue)
         self._runs: dict[int, _RunningJob] = {}
-        self._arriving: list[Job] = []
         self._decoding: Decoding | None = None
         self._thread = Thread(target=self._main, name="kvq-pool", daemon=True)
 
@@ -189,14 +184,9 @@ class SessionPool(Generic[S]):
 
     @property
     def running(self) -> tuple[Job, ...]:
-        """Returns the jobs that have begun, or begin once their slot's old text is on disk."""
+        """Returns the jobs that have begun."""
         with self._wake:
             return self._scheduler.running
-
-    @property
-    def stopping(self) -> bool:
-        """Returns whether no further pass is made."""
-        return self._stopping
 
     def submit(self, job: Job) -> None:
         """Queues `job`. Raises `PoolError` when the queue is full or the pool shuts down."""
@@ -220,7 +210,7 @@ class SessionPool(Generic[S]):
             self._wake.notify()
 
     def poke(self) -> None:
-        """Wakes the pool: a reader took something, or a session is on disk."""
+        """Wakes the pool: a reader took something."""
         with self._wake:
             self._wake.notify()
 
@@ -258,7 +248,6 @@ class SessionPool(Generic[S]):
     def _serve(self) -> None:
         """Loads the model and takes turns until `stop`."""
         self.served = self._load()
-        self.served.slots.saved.writer.on_room = self.poke
         session = self.served.slots.all[0].session
         self._decoding = Decoding(
             stop_ids=self.served.stop_ids,
@@ -281,8 +270,6 @@ class SessionPool(Generic[S]):
                 self._cancelled(job)
             admitted = list(iter(self._scheduler.admit, None))
             num_waiting = len(self._scheduler.waiting)
-            if self._arriving and served.slots.saved.writer.has_room:
-                admitted, self._arriving = [*self._arriving, *admitted], []
             jobs = [] if admitted else self._scheduler.next()
             if not jobs and self._config.turns is not None:
                 self._config.turns.wish(self, None)
@@ -293,7 +280,7 @@ class SessionPool(Generic[S]):
         runs = [run for job in jobs if (run := self._continuing_run(job, served)) is not None]
         if runs:
             self._pass_in_turn(runs, served)
-        elif not self._runs and not self._arriving:
+        elif not self._runs:
             assert self._decoding is not None
             if not served.slots.refresh_idle(IDLE_REFRESH_S, self._decoding.chunk_tokens):
                 served.slots.save_idle(self._config.idle_save_s)
@@ -316,25 +303,11 @@ class SessionPool(Generic[S]):
         """Gives `job` a slot and works on it up to its first pass."""
         assert self._decoding is not None
         try:
-            request = job.request
-            slot = served.slots.lease(
-                request.read[0][0],
-                owner=request.owner,
-                reuse=request.reuse,
-                transient=request.transient,
-                edits=request.edits,
-                gap=request.gap,
-                predict=request.predict,
-                passages=request.passages,
-            )
+            slot = served.slots.lease(job.request)
         except Exception as error:  # noqa: BLE001  one request's fault must not end the pool
             self._log_fault(error)
             self._leave(job)
             job.fail(error)
-            return
-        job.waits = slot is None
-        if slot is None:
-            self._arriving.append(job)
             return
         run = _RunningJob(job=job, slot=slot, work=job.work(slot, self._decoding))
         self._runs[id(job)] = run
@@ -342,12 +315,6 @@ class SessionPool(Generic[S]):
 
     def _continuing_run(self, job: Job, served: Served) -> _RunningJob | None:
         """Returns the run of `job`, or ends it if its client has left."""
-        if job.waits:
-            assert job.cancelled
-            self._arriving.remove(job)
-            self._cancelled(job)
-            self._leave(job)
-            return None
         run = self._runs[id(job)]
         if not job.cancelled:
             return run
@@ -450,7 +417,7 @@ class SessionPool(Generic[S]):
     def _retry_s(self) -> int:
         """Returns the seconds after which a place in the queue is likely free."""
         waiting = len(self._scheduler.waiting)
-        return max(1, min(60, round(waiting * self.counts.mean_s())))
+        return max(1, min(60, round(waiting * self.counts.recent_s)))
 
     def _close(self) -> None:
         """Ends what runs, saves what was read, frees the model."""

@@ -6,8 +6,8 @@ predicted or moved by an edit, -n follows them; this is only a hint where to loo
 model and KV setting share a folder, and several servers may share it: each finds what the others
 wrote. Other users may write there, too. What is no regular file of this user, or larger than it can
 be, is never read. The thread that saves a session copies it, and another one writes the copy; until
-it is on disk the copy stands in for the file. Whatever the disk does, the worst case is that a
-prompt is read again.
+it is on disk the copy stands in for the file. There are at most `MOST_UNWRITTEN` copies. Whatever
+the disk does, the worst case is that a prompt is read again.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -29,7 +30,6 @@ from kvq.errors import DataError, KvqError
 from kvq.files import is_private, read_regular, replace_file
 from kvq_runtime.sequence.hunks import common_prefix, hunks
 from kvq_runtime.sequence.staleness import Staleness
-from kvq_runtime.serving.writer import Parcel, SnapshotWriter
 from kvq_runtime.session import snapshot
 from kvq_runtime.session.session import Session
 
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int64]
 
+# Copies in memory at most: one that is being written, and one that waits.
+MOST_UNWRITTEN = 2
 # Between an owner and the rest of a file's name.
 _OWNED = "-"
 # A file that is still being written is younger than this.
@@ -67,7 +69,7 @@ class SavedSessions:
     """Finds, saves and loads the sessions of one model and KV setting below `root`.
 
     `limit_bytes` limits all of them, of any model. None has more than `context_tokens`. The
-    engine's thread calls `save` and `load`; the writing thread notes when a file is there.
+    engine's thread calls `save` and `load`; a thread of its own writes.
     """
 
     def __init__(
@@ -82,7 +84,10 @@ class SavedSessions:
         # Names in the folder that cannot be used; each is logged once.
         self._unusable: set[str] = set()
         self._seen_ns = 0
-        self.writer = SnapshotWriter(self._write)
+        # What is not on disk yet, and where it will be, in the order of writing.
+        self._unwritten: list[tuple[Path, snapshot.Snapshot]] = []
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvq-writer")
+        self._failing = False
         self.saved = 0
         self.restored = 0
         self.failures = 0
@@ -118,10 +123,11 @@ class SavedSessions:
     ) -> SavedSession:
         """Copies `session` to be written, over `replaces` if that is an earlier state of the text.
 
-        The writer must have room. `best` finds the returned row from now on. When writing it fails,
-        this is logged and counted, and what was there before is found again. A session that is
-        larger than the limit is not written.
+        There must be room (`has_room`). `best` finds the returned row from now on. When writing it
+        fails, this is logged and counted, and what was there before is found again. A session that
+        is larger than the limit is not written.
         """
+        assert self.has_room
         exact_tokens = session.sequence.encoding.staleness.first_stale
         path = self._path_for(tokens, replaces, owner)
         row = SavedSession(path=path, tokens=tokens, exact_tokens=exact_tokens)
@@ -129,15 +135,6 @@ class SavedSessions:
             return row
         with self._lock:
             before = next((other for other in self._rows if other.path == row.path), None)
-
-        def done(error: Exception | None) -> None:
-            if error is None:
-                self.saved += 1
-                self._make_room(row.path)
-            else:
-                self._count_failure()
-                self._take_back(row, before)
-
         try:
             copy = session.capture()
         except (KvqError, MemoryError) as error:
@@ -146,8 +143,23 @@ class SavedSessions:
             logger.warning("a session was not saved and will be computed again: %s", reason)
             return row
         self._replace(row)
-        self.writer.put(Parcel(path=row.path, snapshot=copy, done=done))
+        with self._lock:
+            self._unwritten.append((row.path, copy))
+        self._executor.submit(self._write, row, before, copy)
         return row
+
+    @property
+    def has_room(self) -> bool:
+        """Returns whether `save` may make another copy now."""
+        return len(self._unwritten) < MOST_UNWRITTEN
+
+    def flush(self) -> None:
+        """Returns when everything is written."""
+        self._executor.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Writes the rest and ends the thread that writes."""
+        self._executor.shutdown()
 
     def fits(self, session: Session[Any]) -> bool:
         """Decides whether `session` is small enough to be saved."""
@@ -159,7 +171,7 @@ class SavedSessions:
         Returns False, and removes the file, where it cannot be used.
         """
         try:
-            copy = self.writer.unwritten(row.path) or snapshot.examine(
+            copy = self._copy_of(row.path) or snapshot.examine(
                 row.path, most_bytes=self._limit_bytes, private=True
             )
             session.restore(copy)
@@ -203,15 +215,43 @@ class SavedSessions:
         with self._lock:
             self.failures += 1
 
-    def _write(self, parcel: Parcel) -> None:
-        """Writes both files of a session, on the writing thread."""
+    def _copy_of(self, path: Path) -> snapshot.Snapshot | None:
+        """Returns what will be at `path`, while it is not on disk yet."""
+        with self._lock:
+            copies = reversed(self._unwritten)
+            return next((copy for place, copy in copies if place == path), None)
+
+    def _write(
+        self, row: SavedSession, before: SavedSession | None, copy: snapshot.Snapshot
+    ) -> None:
+        """Writes a session, on the writing thread, which goes on whatever happens."""
+        try:
+            self._write_files(row.path, copy)
+        except Exception as error:
+            if isinstance(error, OSError | KvqError):
+                # A full disk fails every time, so only the first failure is a warning.
+                level = logging.DEBUG if self._failing else logging.WARNING
+                logger.log(level, "a session was not saved and will be computed again: %s", error)
+                self._failing = True
+            else:
+                logger.error("a session was not saved", exc_info=error)
+            self._count_failure()
+            self._take_back(row, before)
+        else:
+            self._failing = False
+            self.saved += 1
+            self._make_room(row.path)
+        finally:
+            with self._lock:
+                del self._unwritten[0]
+
+    def _write_files(self, path: Path, copy: snapshot.Snapshot) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        parcel.snapshot.write(parcel.path)
-        state = parcel.snapshot.state
-        exact_tokens = Staleness(state.ages).first_stale
+        snapshot.write(path, copy)
+        exact_tokens = Staleness(copy.state.ages).first_stale
         marks = [] if exact_tokens is None else [-1 - exact_tokens]
-        ids = np.append(state.tokens, marks).astype("<i8").tobytes()
-        with replace_file(parcel.path.with_suffix(".ids")) as stream:
+        ids = np.append(copy.state.tokens, marks).astype("<i8").tobytes()
+        with replace_file(path.with_suffix(".ids")) as stream:
             stream.write(ids)
 
     def _replace(self, row: SavedSession) -> None:

@@ -14,6 +14,7 @@ from kvq_runtime.sequence.hunks import Hunk, common_prefix, hunks, with_moved_ga
 from kvq_runtime.sequence.passages import without_passages
 from kvq_runtime.sequence.prediction import OFF
 from kvq_runtime.sequence.staleness import next_tokens
+from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.serving.saving import Ids, SavedSession, SavedSessions, as_ids
 from kvq_runtime.session.answering import AnswerHelpers
 from kvq_runtime.session.session import Session
@@ -26,6 +27,8 @@ WORTH_SAVING_TOKENS = 32
 LEAST_SAVED_TOKENS = 256
 # Tokens at the end of a prompt, most of which stay where its conversation goes on.
 END_TOKENS = 64
+# While the disk is behind, it is looked at this often whether the next text can be saved.
+ROOM_CHECK_S = 0.5
 # An edit is looked for in so many texts, those that share the longest beginning.
 COMPARED_TEXTS = 8
 
@@ -161,30 +164,22 @@ class Slots:
         self.saved = saved
         self.all = [Slot(open_session()) for _ in range(count)]
 
-    def lease(
-        self,
-        ids: Sequence[int],
-        *,
-        owner: str,
-        reuse: bool,
-        transient: bool = False,
-        edits: bool = False,
-        gap: int | None = None,
-        predict: str | None = None,
-        passages: Sequence[Sequence[int]] = (),
-    ) -> Slot | None:
-        """Returns a free slot for a text of `owner`, the one that shares most with it.
+    def lease(self, request: GenerationRequest) -> Slot:
+        """Returns a free slot for the first prompt of `request`, the one that shares most with it.
 
         There must be a free slot. A slot that would lose more than it shares is left alone when
         another one is free. What a slot holds is copied, to be saved, before something else takes
-        its place; None while that has to wait for earlier copies to reach the disk.
+        its place; a disk that is behind holds up no request, and the text is read again later.
 
         A `transient` text, which an editor sends with every key, is never saved. It takes the place
         of a text that it is an edit of, else an empty slot, else any other. With `edits` another
         text may take the place of a text that it is an edit of, where that saves much reading.
         Predicted tokens are shared only with a text that would be predicted too, and moved ones
-        with a text that may be edited; `gap`, `predict` and `passages` are as in a request.
+        with a text that may be edited.
         """
+        (ids, _), owner, passages = request.read[0], request.owner, request.passages
+        edits, transient, reuse = request.edits, request.transient, request.reuse
+        predict = request.predict
         predicted = self.all[0].session.predicts if predict is None else predict != OFF
         outside = as_ids(without_passages(ids, passages) if passages else ids)
         prompt = _Prompt(as_ids(ids), owner, outside, predicted=predicted, moved=edits)
@@ -199,24 +194,22 @@ class Slots:
             slot = self._edited_slot(edit, free, prompt)
         else:
             slot = self._kept_slot(_closest_slot(free, prompt), free, prompt, reuse=reuse)
-        if slot is None:
-            return None
         slot.give_to(owner)
         if edits and not transient and slot.changes is None:
             shared = common_prefix(slot.tokens, prompt.ids)
             slot.changes = [Hunk(shared, len(slot.tokens), prompt.ids[shared:].tolist())]
-        if edits and transient and gap is not None:
+        if edits and transient and request.gap is not None:
             tokens = as_ids(slot.session.tokens)
             changes = hunks(tokens, prompt.ids) if slot.changes is None else slot.changes
-            slot.changes = with_moved_gap(tokens, changes, gap)
+            slot.changes = with_moved_gap(tokens, changes, request.gap)
         slot.transient, slot.busy = transient, True
         slot.without_passages = outside if transient else None
         return slot
 
     def _kept_slot(
         self, closest: Slot, free: Sequence[Slot], prompt: "_Prompt", *, reuse: bool
-    ) -> Slot | None:
-        """Returns a slot for `prompt` that costs no other text more than it must; None: not yet."""
+    ) -> Slot:
+        """Returns a slot for `prompt` that costs no other text more than it must."""
         exact = not (prompt.predicted or prompt.moved)
         shared = closest.shared(prompt) if reuse else 0
         row, on_disk = (
@@ -224,14 +217,15 @@ class Slots:
         )
         if row is not None and on_disk >= shared + WORTH_SAVING_TOKENS:
             return self._copied_slot(row, free, prompt)
-        return self._unless_lost(closest, shared, free)
+        loses_more = len(closest.tokens) - shared > max(WORTH_SAVING_TOKENS, shared)
+        return self._make_free(free) if loses_more and not closest.transient else closest
 
     def _copied_slot(
         self, text: Slot | SavedSession, free: Sequence[Slot], prompt: "_Prompt"
-    ) -> Slot | None:
-        """Returns a slot that holds `text`, or another one if it cannot be used; None: not yet."""
+    ) -> Slot:
+        """Returns a slot that holds `text`, or another one if it cannot be used."""
         slot = self._make_free(free)
-        if slot is None or slot is text:
+        if slot is text:
             return slot
         slot.give_to(prompt.owner)
         if isinstance(text, Slot):
@@ -242,11 +236,6 @@ class Slots:
             loaded = self.saved.load(slot.session, text)
             slot.mark_loaded(text if loaded else None, prompt.owner)
         return slot
-
-    def _unless_lost(self, slot: Slot, shared: int, free: Sequence[Slot]) -> Slot | None:
-        """Returns `slot`, or another one if it would lose more than it shares; None: not yet."""
-        loses_more = len(slot.tokens) - shared > max(WORTH_SAVING_TOKENS, shared)
-        return self._make_free(free) if loses_more and not slot.transient else slot
 
     def _best_edit(self, free: Sequence[Slot], prompt: "_Prompt") -> "_Edit | None":
         """Returns the edit of a text into `prompt` that leaves least to read; None: no good one.
@@ -274,8 +263,8 @@ class Slots:
                 best, least_unread = _Edit(text, changes), unread - 1
         return best
 
-    def _edited_slot(self, edit: "_Edit", free: Sequence[Slot], prompt: "_Prompt") -> Slot | None:
-        """Returns a slot that holds the text of `edit`, to be edited; None: not yet.
+    def _edited_slot(self, edit: "_Edit", free: Sequence[Slot], prompt: "_Prompt") -> Slot:
+        """Returns a slot that holds the text of `edit`, to be edited.
 
         A conversation goes on in its own slot. A text that only resembles the prompt is copied.
         Where that fails, there is nothing to edit.
@@ -285,7 +274,7 @@ class Slots:
             slot = text
         else:
             slot = self._copied_slot(text, free, prompt)
-        if slot is not None and np.array_equal(slot.tokens, text.tokens):
+        if np.array_equal(slot.tokens, text.tokens):
             slot.changes = edit.changes
         return slot
 
@@ -298,22 +287,21 @@ class Slots:
         slot.busy = False
 
     def save_idle(self, idle_s: float) -> bool:
-        """Saves one session that has been idle for so long; returns False when there is none."""
+        """Saves one session that has been idle for so long; False: there is none, or no room."""
         before = monotonic() - idle_s
         for slot in self.all:
-            if not slot.busy and slot.dirty and slot.released_at <= before:
-                if not self.saved.writer.has_room:
-                    return False
+            if not slot.busy and slot.dirty and slot.released_at <= before and self.saved.has_room:
                 self._save(slot)
                 return True
         return False
 
     def next_save_s(self, idle_s: float) -> float | None:
-        """Returns the seconds until `save_idle` finds something; None: nothing, or no room yet."""
+        """Returns the seconds until `save_idle` may find something; None: nothing."""
         dirty = [slot.released_at for slot in self.all if not slot.busy and slot.dirty]
-        if not dirty or not self.saved.writer.has_room:
+        if not dirty:
             return None
-        return max(0.0, min(dirty) + idle_s - monotonic())
+        least_s = 0.0 if self.saved.has_room else ROOM_CHECK_S
+        return max(least_s, min(dirty) + idle_s - monotonic())
 
     def next_refresh_s(self, idle_s: float) -> float | None:
         """Returns the seconds until `refresh_idle` finds something; None: nothing."""
@@ -335,36 +323,32 @@ class Slots:
 
     def save_all(self) -> None:
         """Saves what is not saved yet, at the end; returns when it is on disk."""
-        self.saved.writer.wait()
+        self.saved.flush()
         while self.save_idle(0.0):
-            self.saved.writer.wait()
-        self.saved.writer.close()
+            self.saved.flush()
+        self.saved.close()
 
     def close(self) -> None:
         for slot in self.all:
             slot.session.close()
 
-    def _make_free(self, free: Sequence[Slot]) -> Slot | None:
-        """Returns the free slot unused for longest, its content copied to be saved, or None.
-
-        None: earlier copies have to be written first.
-        """
+    def _make_free(self, free: Sequence[Slot]) -> Slot:
+        """Returns the free slot unused for longest, its content copied to be saved."""
         oldest = min(
             free, key=lambda slot: (len(slot.tokens) > 0, not slot.transient, slot.released_at)
         )
-        if self._worth_saving(oldest) and not self.saved.writer.has_room:
-            return None
         self._save(oldest)
         oldest.saved = None
         return oldest
 
-    def _worth_saving(self, slot: Slot) -> bool:
-        worth = len(slot.tokens) >= WORTH_SAVING_TOKENS and not slot.transient
-        return slot.dirty and worth and self.saved.fits(slot.session)
-
     def _save(self, slot: Slot) -> None:
-        if self._worth_saving(slot):
-            slot.saved = self.saved.save(slot.session, slot.tokens, slot.saved, slot.owner)
+        """Has its text written, if that is worth it and the disk is not behind."""
+        worth = len(slot.tokens) >= WORTH_SAVING_TOKENS and not slot.transient
+        if slot.dirty and worth and self.saved.fits(slot.session):
+            if self.saved.has_room:
+                slot.saved = self.saved.save(slot.session, slot.tokens, slot.saved, slot.owner)
+            else:
+                logger.info("a session was not saved: others are still on their way to the disk")
         slot.dirty = False
 
     def _empty(self, slot: Slot) -> None:

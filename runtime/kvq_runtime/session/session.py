@@ -384,24 +384,20 @@ class Session(Answering[C]):
         Raises:
             SnapshotError: Where the file cannot be written.
         """
-        self.capture().write(path)
+        from kvq_runtime.session import snapshot
+
+        snapshot.write(Path(path), self.capture())
 
     def capture(self) -> "snapshot.Snapshot":
         """Copies what `save` writes, so that another thread may write it later."""
         from kvq_runtime.session import snapshot
 
         with self._one_thread:
-            state = self.sequence.state()
-        return snapshot.Snapshot(
-            identity=self._identity(),
-            state=snapshot.SessionState(
-                tokens=state.tokens,
-                logits=np.zeros(0, np.float32) if state.logits is None else state.logits,
+            return snapshot.Snapshot(
+                identity=self._identity(),
+                state=self.sequence.state(),
                 generator=self._generator.bit_generator.state,
-                cache=state.cache,
-                ages=state.ages,
-            ),
-        )
+            )
 
     def load(self, path: Path | str) -> None:
         """Becomes the session that was saved at `path`.
@@ -415,15 +411,11 @@ class Session(Answering[C]):
         """
         from kvq_runtime.session import snapshot
 
-        self._become(path, snapshot.read(Path(path), self._identity()))
+        self._become(path, snapshot.examine(Path(path)))
 
     def restore(self, copy: "snapshot.Snapshot") -> None:
         """Becomes what `capture` copied; raises `SnapshotError` for another model or KV plan."""
-        from kvq_runtime.session import snapshot
-
-        source = "the session in memory"
-        snapshot.check_agrees(source, copy.identity, self._identity())
-        self._become(source, copy.state)
+        self._become("the session in memory", copy)
 
     @property
     def rounds(self) -> Rounds:
@@ -500,17 +492,19 @@ class Session(Answering[C]):
         self.sequence.keep(num_tokens)
         self._prompt_end = min(self._prompt_end, num_tokens)
 
-    def _become(self, source: Path | str, state: "snapshot.SessionState") -> None:
+    def _become(self, source: Path | str, copy: "snapshot.Snapshot") -> None:
         """Checks everything before it replaces anything."""
         from kvq_runtime.session import snapshot
 
+        state = copy.state
         with self._one_thread:
-            restored = snapshot.restored(source, state, vocab_size=self._backend.model.vocab_size)
-            snapshot.fill(source, self.sequence.cache, restored)
-            logits = restored.logits if len(restored.logits) else None
-            self.sequence.adopt(restored.tokens, logits, restored.ages)
+            snapshot.check_agrees(source, copy.identity, self._identity())
+            snapshot.check_state(source, state, vocab_size=self._backend.model.vocab_size)
+            snapshot.fill(source, self.sequence.cache, state)
+            self.sequence.adopt(state.tokens.tolist(), state.logits, state.ages)
             self._prompt_end = len(self.sequence)
-            self._generator = restored.generator
+            self._generator = np.random.default_rng(0)
+            self._generator.bit_generator.state = copy.generator
 
     def _identity(self) -> dict[str, Any]:
         """Returns what a saved session must agree on with the one that loads it."""

@@ -15,14 +15,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvq.errors import DataError, SnapshotError
 from kvq.files import read_regular, replace_file
-from kvq_runtime.sequence.staleness import Ages
+from kvq_runtime.backends import SequenceCache
+from kvq_runtime.sequence.encoding import SequenceState
 
 FORMAT = "kvq-session"
 VERSION = 10
@@ -37,81 +37,33 @@ _ITEM_BYTES = (8, 4, 4, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SessionState:
-    """Holds all that a session needs to go on.
-
-    Attributes:
-        tokens: Token ids int64 [n].
-        logits: Logits float32 [V] of the last cached token, or [0].
-        generator: State of its numpy bit generator.
-        cache: State of its cache.
-        ages: Ages int32 of the first tokens, see `kvq_runtime.sequence.staleness`.
-    """
-
-    tokens: NDArray[np.int64]
-    logits: NDArray[np.float32]
-    generator: Mapping[str, Any]
-    cache: bytes
-    ages: Ages
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RestoredState:
-    """Holds a checked `SessionState` that is ready for use; its random numbers go on."""
-
-    tokens: list[int]
-    logits: NDArray[np.float32]
-    generator: np.random.Generator
-    cache: bytes
-    ages: Ages
-
-
-class Restorable(Protocol):
-    """Declares a cache that can be restored. `load_state` changes nothing when it refuses."""
-
-    @property
-    def tokens(self) -> int:
-        """Returns how many tokens the cache holds."""
-        ...
-
-    def state(self) -> bytes:
-        """Returns everything held."""
-        ...
-
-    def load_state(self, state: bytes, /) -> None:
-        """Becomes what `state` returned. Raises `SnapshotError`."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
     """Holds a session at one moment, and what it must agree on to be restored.
 
-    `version` is that of the file it was read from, or would be written to.
+    `generator` is the state of its numpy bit generator. `version` is that of the file it was read
+    from, or would be written to.
     """
 
     identity: Mapping[str, Any]
-    state: SessionState
+    state: SequenceState
+    generator: Mapping[str, Any]
     version: int = VERSION
 
-    def write(self, path: Path | str) -> None:
-        """Writes a whole file or none, from any thread. Raises `SnapshotError`."""
-        write(Path(path), self.identity, self.state)
 
-
-def write(path: Path, identity: Mapping[str, Any], state: SessionState) -> None:
-    """Writes a whole file or none. Raises `SnapshotError` when the place cannot be written."""
+def write(path: Path, copy: Snapshot) -> None:
+    """Writes a whole file or none, from any thread. Raises `SnapshotError` where it cannot."""
+    state = copy.state
     parts = (
         state.tokens.astype("<i8").tobytes(),
-        state.logits.astype("<f4").tobytes(),
+        b"" if state.logits is None else state.logits.astype("<f4").tobytes(),
         state.ages.astype("<i4").tobytes(),
         state.cache,
     )
     header = {
         "format": FORMAT,
         "version": VERSION,
-        "identity": dict(identity),
-        "generator": dict(state.generator),
+        "identity": dict(copy.identity),
+        "generator": dict(copy.generator),
         "part_bytes": [len(part) for part in parts],
     }
     encoded = json.dumps(header).encode()
@@ -121,42 +73,26 @@ def write(path: Path, identity: Mapping[str, Any], state: SessionState) -> None:
         raise SnapshotError(f"the session cannot be saved to {path}: {error.strerror}") from error
 
 
-def read(path: Path, identity: Mapping[str, Any]) -> SessionState:
-    """Reads the state at `path`, checked as `examine` does. Raises `SnapshotError`."""
-    snapshot = examine(path)
-    check_agrees(path, snapshot.identity, identity)
-    return snapshot.state
-
-
-def restored(source: Path | str, state: SessionState, *, vocab_size: int) -> RestoredState:
-    """Checks `state`, which was read from `source`, against the model. Raises `SnapshotError`."""
-    tokens, logits = state.tokens, state.logits
+def check_state(source: Path | str, state: SequenceState, *, vocab_size: int) -> None:
+    """Raises `SnapshotError` if `state`, found at `source`, is none of this model."""
+    tokens, logits, ages = state.tokens, state.logits, state.ages
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise _damaged(source, f"holds tokens that are not the model's 0 to {vocab_size - 1}")
-    if len(logits) not in (0, vocab_size) or not np.isfinite(logits).all():
+    if logits is not None and (len(logits) != vocab_size or not np.isfinite(logits).all()):
         raise _damaged(source, f"holds no {vocab_size} finite logits")
-    if len(state.ages) > len(tokens) or (len(state.ages) and state.ages.min() < -1):
+    if len(ages) > len(tokens) or (len(ages) and ages.min() < -1):
         raise _damaged(source, "holds ages that are not its tokens'")
-    generator = np.random.default_rng(0)
-    generator.bit_generator.state = _generator_state(source, state.generator)
-    return RestoredState(
-        tokens=tokens.tolist(),
-        logits=logits.copy(),
-        generator=generator,
-        cache=state.cache,
-        ages=state.ages,
-    )
 
 
-def fill(source: Path | str, cache: Restorable, restored: RestoredState) -> None:
-    """Gives `cache` what `restored` holds; raises `SnapshotError` and changes nothing if refused.
+def fill(source: Path | str, cache: SequenceCache, state: SequenceState) -> None:
+    """Gives `cache` what `state` holds; raises `SnapshotError` and changes nothing if refused.
 
     The cache's tokens are the first of the session's. How many is known once it is loaded.
     """
     before = cache.state()
-    cache.load_state(restored.cache)
-    if not len(restored.ages) <= cache.tokens <= len(restored.tokens):
-        mismatch = f"holds {len(restored.tokens)} tokens and a cache of {cache.tokens}"
+    cache.load_state(state.cache)
+    if not len(state.ages) <= cache.tokens <= len(state.tokens):
+        mismatch = f"holds {len(state.tokens)} tokens and a cache of {cache.tokens}"
         cache.load_state(before)
         raise _damaged(source, mismatch)
 
@@ -164,8 +100,8 @@ def fill(source: Path | str, cache: Restorable, restored: RestoredState) -> None
 def examine(path: Path, *, most_bytes: int = sys.maxsize, private: bool = False) -> Snapshot:
     """Reads the file at `path`, of any model, and checks its digest, types and lengths.
 
-    `private`: only a file of this user will do, and no link. `restored` checks what depends on the
-    model. Raises `SnapshotError`.
+    `private`: only a file of this user will do, and no link. `check_state` checks what depends on
+    the model. Raises `SnapshotError`.
     """
     try:
         content = read_regular(path, most_bytes, through_links=not private, private=private)
@@ -175,14 +111,18 @@ def examine(path: Path, *, most_bytes: int = sys.maxsize, private: bool = False)
         raise SnapshotError(str(error)) from error
     header, offset = _header(path, content)
     tokens, logits, ages, cache = _parts(path, content, offset, header["part_bytes"])
-    state = SessionState(
+    state = SequenceState(
         tokens=np.frombuffer(tokens, "<i8").astype(np.int64),
-        logits=np.frombuffer(logits, "<f4").astype(np.float32),
-        generator=_generator_state(path, header["generator"]),
+        logits=np.frombuffer(logits, "<f4").astype(np.float32) if logits else None,
         cache=cache,
         ages=np.frombuffer(ages, "<i4").astype(np.int32),
     )
-    return Snapshot(identity=header["identity"], state=state, version=header["version"])
+    return Snapshot(
+        identity=header["identity"],
+        state=state,
+        generator=_generator_state(path, header["generator"]),
+        version=header["version"],
+    )
 
 
 def is_snapshot(path: Path) -> bool:

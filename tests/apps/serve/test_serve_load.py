@@ -19,9 +19,9 @@ from kvq_apps.serve.server import Server
 from kvq_runtime.config import Sampling
 from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.outbox import Delta, Finished, Outbox, Report, TokenLog
-from kvq_runtime.serving.pass_turns import Turns
 from kvq_runtime.serving.pool import SessionPool, measured_chunk
 from kvq_runtime.serving.request import GenerationRequest
+from kvq_runtime.serving.scheduler import Turns
 from serving import (
     CHAT,
     COMPLETIONS,
@@ -158,7 +158,7 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(tmp_path: Path) -> None:
         saved = server.pool.served.slots.saved
 
         def quiet() -> bool:
-            return server.pool.queue == (0, 0) and saved.writer.has_room
+            return server.pool.queue == (0, 0) and saved.has_room
 
         mixed(server, 100)
         # The thread that writes sessions begins with the first of them.

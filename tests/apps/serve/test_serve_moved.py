@@ -11,7 +11,7 @@ from kvq_apps.cli import main
 from kvq_runtime.serving import pool
 from kvq_runtime.serving.saving import SavedSessions, as_ids
 from kvq_runtime.serving.slots import LEAST_SAVED_TOKENS, Slot, Slots
-from serving import CHAT, GREEDY, Rule, ask, chat, loaded, metric, running, wait_until
+from serving import CHAT, GREEDY, Rule, ask, chat, leased, loaded, metric, running, wait_until
 from shelf import Shelf
 
 pytestmark = pytest.mark.usefixtures("own_state")
@@ -22,9 +22,8 @@ CHANGED = [*TEXT[:20], 261, 262, 263, *TEXT[22:], *range(70, 90)]
 
 def read(slots: Slots, ids: list[int], *, edits: bool, owner: str = "me") -> tuple[Slot, int]:
     """Reads `ids` as a request does; returns its slot, and how many tokens were kept."""
-    slots.saved.writer.wait()
-    slot = slots.lease(ids, owner=owner, reuse=True, edits=edits)
-    assert slot is not None
+    slots.saved.flush()
+    slot = leased(slots, ids, owner=owner, edits=edits)
     kept = slot.align(ids, edits=edits)
     assert list(slot.session.tokens) == ids
     if slot.session.pending_tokens:
@@ -137,7 +136,7 @@ def test_a_copy_that_fails_is_not_edited(
     slots = Slots(rule.session, 1, SavedSessions(tmp_path, "key", 1 << 30))
     read(slots, TEXT, edits=True)
     read(slots, other, edits=True)
-    slots.saved.writer.wait()
+    slots.saved.flush()
     (path,) = tmp_path.glob("*/*.kvq")
     path.write_bytes(path.read_bytes()[:-100])
     assert read(slots, CHANGED, edits=True)[1] == 0

@@ -1,6 +1,6 @@
 """The cache in numpy: the oracle that the native cache is compared with."""
 
-from kvq.device_cache import STORAGES as DEVICE_STORAGES
+from kvq.devices import STORAGES as DEVICE_STORAGES
 from kvq.native import NativeCache
 from numpy_cache.cache import NumpyCache
 

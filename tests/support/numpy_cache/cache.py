@@ -16,7 +16,6 @@ from kvq.array_files import read_arrays
 from kvq.config import PAGE_TOKENS, AttentionParams, PageForm
 from kvq.errors import CacheError, SnapshotError
 from kvq.formats import PAGE_VERSION, constant_bytes
-from kvq.geometry import GAP_VIEWS, Tiers
 from kvq.reference.delta import DeltaWeights
 from kvq.reference.stored import (
     KEYS,
@@ -43,6 +42,7 @@ from kvq.sizing import ClassArena
 from numpy_cache.mixed_rows import ConvRows, DeltaRows
 from numpy_cache.pages import NO_PLACES, Page, PageTable, Places, Rows, View, grid_axis
 from numpy_cache.probes import Look, Looks, Probe, Probes, record
+from regions import GAP_VIEWS, SPARE_VIEWS
 
 # Query rows that pass over the pages together.
 BLOCK_ROWS = 16
@@ -105,7 +105,7 @@ class NumpyCache:
         self._open_branch()
         self._rule = READ_ALL
         self.pages_seen = self.pages_read = 0
-        self.tiers = Tiers()
+        self.offloaded_bytes = self.streamed_bytes = 0
         self._probes = Probes(arena)
         self.tokens = 0
         self.peak_bytes = self.used_bytes
@@ -644,7 +644,7 @@ class NumpyCache:
         further = sum(len(views) - 1 for views in columns if views)
         rows = places.take(slice(self.arena.plan.sink_tokens, None))
         needed = further + rows.stretches + reserve
-        return not self.arena.plan.quantized or needed <= self.arena.spare_views
+        return not self.arena.plan.quantized or needed <= self.arena.max_columns + SPARE_VIEWS
 
     def _keep_rows(self, kept: NDArray[Any]) -> None:
         for rows in self._tail:

@@ -25,6 +25,7 @@ from regions import (
     CONV_STEP_TOKENS,
     MOST_WANTED,
     delta_newest,
+    delta_row_width,
     most_delta_newest,
 )
 
@@ -232,7 +233,7 @@ class DeltaRows(MixedRows):
 
     def __init__(self, shape: DeltaShape, draft_tokens: int, states: int) -> None:
         places = min(max(1, states - LEAST_DELTA_STATES), MOST_WANTED)
-        super().__init__(shape.num_layers, shape.row_width, draft_tokens, places)
+        super().__init__(shape.num_layers, delta_row_width(shape), draft_tokens, places)
         self.shape = shape
         self._most, self._most_newest = states, delta_newest(shape, states)
         self._begin_anew()
@@ -277,7 +278,7 @@ class DeltaRows(MixedRows):
 
     def _seen(self, layer: int, path: Sequence[int]) -> Float:
         """The newest rows and those of a path, behind as many of zeros as a convolution sees."""
-        start = np.zeros((self.shape.before, self.shape.row_width), np.float32)
+        start = np.zeros((self.shape.before, delta_row_width(self.shape)), np.float32)
         return np.concatenate([start, self._newest[layer], self._branch[layer, list(path)]])
 
     def _since(self, layer: int, path: Sequence[int], base: int, tokens: int) -> list[DeltaRow]:
@@ -376,7 +377,7 @@ class DeltaRows(MixedRows):
         self.mark(tokens)
         self._live = base
         count = min(base, self.shape.before)
-        self._newest = np.zeros((len(self._newest), count, self.shape.row_width), np.float32)
+        self._newest = np.zeros((len(self._newest), count, delta_row_width(self.shape)), np.float32)
         rows = self._before[base]
         self._newest[:, :, : self.shape.conv_width] = rows[:, self.shape.before - count :]
         return base
@@ -401,7 +402,7 @@ class DeltaRows(MixedRows):
         least = min(tokens, max(tokens - live, shape.before))
         fits = (
             newest.dtype == states.dtype == before.dtype == np.float32
-            and newest.shape[::2] == (layers, shape.row_width)
+            and newest.shape[::2] == (layers, delta_row_width(shape))
             and least <= newest.shape[1] <= min(tokens, most_delta_newest(shape))
             and 0 < len(bases) == len(states) == len(before) <= self._most
             and states.shape[1:] == (layers, *matrices)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_TOKENS, AttentionParams
-from kvq.formats import NEWEST_PROBES, PROBE_ROWS, PROBE_STRIDE, kept_heads, newest_slots
+from kvq.formats import NEWEST_PROBES, PROBE_ROWS, kept_heads
 from kvq.geometry import Geometry
 from kvq.reference.stored import (
     MEAN_SHARE,
@@ -24,6 +24,7 @@ from kvq.reference.stored import (
     sampled_token,
 )
 from numpy_cache.pages import Page
+from regions import PROBE_STRIDE, newest_slots
 
 
 @dataclass(slots=True)
