@@ -197,7 +197,7 @@ def _serve_on_ray(arguments: Namespace) -> int:
     _warn_of_others(config)
     pull_missing(options.model_name(arguments))
     with connected():
-        from kvq_apps.fleet.fleet_process import serve_until_signal
+        from kvq_apps.fleet.deployments import serve_until_signal
 
         def announce(facts: Mapping[str, Any], url: str, replicas: int) -> None:
             _announce(facts, url, config.sessions * replicas, as_json=arguments.json)

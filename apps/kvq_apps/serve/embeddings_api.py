@@ -31,7 +31,7 @@ def embed(fields: Fields, view: ModelView) -> VectorRequest:
     check_name(fields.text("model", view.name), view)
     embedding = embedding_of(view)
     encoding = fields.choice("encoding_format", _ENCODINGS, _ENCODINGS[0])
-    dimensions = dimensions_of(fields, view)
+    dimensions = fields.whole("dimensions", 1, view.state_width, None)
     prompts = texts_of(fields, "input", view)
 
     def answer(rows: Sequence[NDArray[np.float32]], report: Report) -> Json:
@@ -60,11 +60,6 @@ def embedding_of(view: ModelView) -> TextEmbedding:
         return text_embedding.embedding_of(view.name, view.embedding)
     except BackendError as error:
         raise RequestError(str(error), status=501, code="unsupported") from error
-
-
-def dimensions_of(fields: Fields, view: ModelView) -> int | None:
-    """Returns to how many numbers vectors are cut; None: they are not."""
-    return fields.whole("dimensions", 1, view.state_width, None)
 
 
 def prompts_request(

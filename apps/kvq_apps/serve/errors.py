@@ -64,18 +64,16 @@ def as_request_error(error: BaseException) -> RequestError:
 
 def error_body(error: RequestError) -> dict[str, Any]:
     """Returns the JSON body of the answer to a failed request."""
+    message, half = str(error), _MOST_CHARACTERS // 2
+    if len(message) > _MOST_CHARACTERS:
+        # Its end says what to do.
+        message = f"{message[:half]} ... {message[-half:]}"
     return {
         "error": {
-            "message": _shortened(str(error)),
+            "message": message,
             "type": _TYPES.get(error.status, "invalid_request_error"),
             "param": error.param,
             "code": error.code,
             **error.numbers,
         }
     }
-
-
-def _shortened(text: str) -> str:
-    """Returns the text, or its beginning and its end, which says what to do."""
-    half = _MOST_CHARACTERS // 2
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

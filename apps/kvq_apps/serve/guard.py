@@ -59,8 +59,9 @@ class Guard:
         most_bytes = _DROPPED_BODIES * self._config.body_bytes
         unread = _Unread(receive, send, most_bytes, self._config.upload_s)
         receive, send = unread.receive, unread.send
-        origin = headers.get("origin")
-        allowed = origin is not None and self._origin_allowed(origin, headers)
+        origin, origins = headers.get("origin"), self._config.origins
+        same_origin = f"http://{headers.get('host', '')}"
+        allowed = origin in (same_origin, *origins) or (origin is not None and "*" in origins)
         send = _with_cors(send, origin) if allowed and origin is not None else send
         try:
             self._check_host(headers)
@@ -78,7 +79,9 @@ class Guard:
 
     def _check_host(self, headers: Mapping[str, str]) -> None:
         host = headers.get("host", "")
-        if self._config.loopback and _host_name(host) not in LOOPBACK_HOSTS:
+        match = _HOST.fullmatch(host)
+        name = (match[1] or match[2]).lower() if match else ""
+        if self._config.loopback and name not in LOOPBACK_HOSTS:
             raise RequestError(
                 f"the Host {host[:80]!r} is not this machine's loopback address; "
                 "use http://127.0.0.1 or serve with --host",
@@ -93,10 +96,6 @@ class Guard:
                 status=403,
                 code="foreign_origin",
             )
-
-    def _origin_allowed(self, origin: str, headers: Mapping[str, str]) -> bool:
-        same_origin = origin == f"http://{headers.get('host', '')}"
-        return same_origin or origin in self._config.origins or "*" in self._config.origins
 
     def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> None:
         key = self._config.api_key
@@ -159,12 +158,6 @@ def too_large(limit_bytes: int) -> RequestError:
         status=413,
         code="request_too_large",
     )
-
-
-def _host_name(host: str) -> str:
-    """Returns the name in a Host header without its port, empty for a wrong header."""
-    match = _HOST.fullmatch(host)
-    return (match[1] or match[2]).lower() if match else ""
 
 
 class _Unread:

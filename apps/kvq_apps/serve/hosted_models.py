@@ -350,7 +350,9 @@ class HostedModels(Hosted):
         hosted, model.hosted = model.hosted, model.fresh()
         await hosted.stop()
         del hosted
-        await asyncio.to_thread(_free)
+        # What a model leaves refers to itself, so only a collection frees it.
+        await asyncio.to_thread(gc.collect)
+        await asyncio.to_thread(reclaim)
         logger.info("%s has left the memory", model.name)
 
     def _rest(self, model: HostedModel) -> None:
@@ -374,9 +376,3 @@ class HostedModels(Hosted):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _free() -> None:
-    """Frees what a model has left: its objects know each other, so only a collection finds them."""
-    gc.collect()
-    reclaim()

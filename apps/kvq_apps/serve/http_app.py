@@ -61,6 +61,7 @@ from kvq_apps.serve.wire import (
     MakeShape,
     Read,
     Shape,
+    Translation,
     VectorRequest,
     Wire,
 )
@@ -114,8 +115,8 @@ def _wires(stored: StoredResponses) -> dict[str, Wire]:
         f"{OLLAMA}embeddings": ollama_api.embed_one,
         "/v1/embeddings": embeddings_api.embed,
         **dict.fromkeys(("/v1/rerank", "/rerank", "/v1/reranking", "/reranking"), rerank),
-        "/v1/responses/input_tokens": stored.count,
-        f"{MESSAGES}/count_tokens": _count_tokens,
+        "/v1/responses/input_tokens": _counting(stored.translate, object="response.input_tokens"),
+        f"{MESSAGES}/count_tokens": _counting(messages_api.translate),
         "/tokenize": _tokenize,
         "/detokenize": _detokenize,
         "/apply-template": _apply_template,
@@ -262,10 +263,10 @@ class _Routes:
 
     async def metrics(self, _: Request) -> Response:
         """Answers `GET /metrics` with Prometheus' text."""
-        return PlainTextResponse(
-            prometheus_text(_metrics(self._pool, self.status_counts)),
-            media_type="text/plain; version=0.0.4; charset=utf-8",
-        )
+        pool_rows = pool_metrics(self._pool)
+        rows = {name: (help_text, {"": value}) for name, (help_text, value) in pool_rows.items()}
+        text = prometheus_text({**rows, **request_metrics(self.status_counts)})
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def props(self, served: ServedModel) -> Json:
         """Returns the answer of `GET /props`: what llama-server's clients look up."""
@@ -587,10 +588,17 @@ def _detokenize(fields: Fields, view: ModelView) -> dict[str, Any]:
     return {"content": view.tokenizer.decode(ids, special=True)}
 
 
-def _count_tokens(sent: Fields, view: ModelView) -> Json:
-    """Returns the answer of `/v1/messages/count_tokens`."""
-    fields, read, _ = messages_api.translate(sent, view)
-    return {"input_tokens": len(read(fields, view).generation.prompts[0])}
+def _counting(
+    translate: Callable[[Fields, ModelView], Translation], **constants: str
+) -> Callable[[Fields, ModelView], Json]:
+    """Returns a route that counts the tokens of the prompt that `translate` makes."""
+
+    def count(sent: Fields, view: ModelView) -> Json:
+        fields, read, _ = translate(sent, view)
+        (prompt,) = read(fields, view).generation.prompts
+        return {**constants, "input_tokens": len(prompt)}
+
+    return count
 
 
 def _apply_template(fields: Fields, view: ModelView) -> dict[str, Any]:
@@ -606,12 +614,6 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
         return content.decode("utf-8")
     except UnicodeDecodeError:
         return list(content)
-
-
-def _metrics(pool: SessionPool[ServedModel], status_counts: Counter[tuple[str, int]]) -> Metrics:
-    """Returns all metrics of `/metrics`."""
-    rows = {name: (text, {"": value}) for name, (text, value) in pool_metrics(pool).items()}
-    return {**rows, **request_metrics(status_counts)}
 
 
 def request_metrics(status_counts: Counter[tuple[str, int]]) -> Metrics:

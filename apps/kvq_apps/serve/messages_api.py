@@ -66,7 +66,9 @@ def chat_body(fields: Fields) -> Json:
 
 def _conversation(fields: Fields) -> Iterator[Json]:
     rows = fields.objects("messages")
-    deferred = {row.text("name"): row for row in fields.objects("tools") if _is_deferred(row)}
+    # These are shown only where a result refers to them.
+    tools = fields.objects("tools")
+    deferred = {row.text("name"): row for row in tools if row.flag("defer_loading")}
     if not rows:
         fields.refuse("messages", "a list with at least one message")
     for row in rows:
@@ -179,18 +181,13 @@ def _tool(row: Fields) -> Json:
     """Returns a tool of a chat; the chat route skips a tool that is not a function."""
     if (kind := row.text("type", "custom")) != "custom":
         return {"type": kind}
-    return _function(row) | ({"defer_loading": True} if _is_deferred(row) else {})
+    return _function(row) | ({"defer_loading": True} if row.flag("defer_loading") else {})
 
 
 def _function(row: Fields) -> Json:
     schema = row.object("input_schema").values
     function = {"name": row.text("name"), "description": row.text("description")}
     return {**function, "parameters": schema} if schema else function
-
-
-def _is_deferred(row: Fields) -> bool:
-    """Returns whether a tool is to be shown only where a result refers to it."""
-    return row.flag("defer_loading")
 
 
 def messages_error(error: RequestError) -> Json:

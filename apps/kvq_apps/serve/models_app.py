@@ -120,13 +120,10 @@ def _metrics(models: HostedModels) -> dict[str, tuple[str, dict[str, float]]]:
     for model in models.all:
         loaded = "Whether the model is in memory.", float(model.served is not None)
         rows = pool_metrics(model.hosted.pool) | {"kvq_model_loaded": loaded}
+        label = model.name.replace("\\", "\\\\").replace('"', '\\"')
         for name, (text, value) in rows.items():
-            metrics.setdefault(name, (text, {}))[1][f'model="{_label(model.name)}"'] = value
+            metrics.setdefault(name, (text, {}))[1][f'model="{label}"'] = value
     return metrics
-
-
-def _label(name: str) -> str:
-    return name.replace("\\", "\\\\").replace('"', '\\"')
 
 
 class _Forwarding:

@@ -18,22 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
-from kvq_apps.serve.embeddings_api import (
-    dimensions_of,
-    embedding_of,
-    prompts_request,
-    texts_of,
-)
+from kvq_apps.serve.embeddings_api import embedding_of, prompts_request, texts_of
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.loading import ServedModel
-from kvq_apps.serve.logprobs import chat_rows
 from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.protocol import sampling_fields
 from kvq_apps.serve.requests import AnswerRequest, chat_request, check_name, completion_request
+from kvq_apps.serve.sampling import UNSUPPORTED
 from kvq_apps.serve.thinking_fields import EFFORTS
-from kvq_apps.serve.unsupported import UNSUPPORTED
-from kvq_apps.serve.wire import Json, Translation, VectorRequest
+from kvq_apps.serve.wire import Json, Translation, VectorRequest, chat_rows
 from kvq_models.thinking import Thinking
 from kvq_models.tools import tool_form
 from kvq_runtime.serving.outbox import Report
@@ -341,7 +335,8 @@ def embed(fields: Fields, view: ModelView) -> VectorRequest | Json:
     """Answers `POST /api/embed`; without an input it only loads the model, which is loaded."""
     check_name(_name(fields, view), view)
     embedding, began_ns = embedding_of(view), time.monotonic_ns()
-    cuts, dimensions = fields.flag("truncate", True), dimensions_of(fields, view)
+    cuts = fields.flag("truncate", True)
+    dimensions = fields.whole("dimensions", 1, view.state_width, None)
     if fields.get("input") in (None, "", []):
         return {"model": view.name, "embeddings": []}
 

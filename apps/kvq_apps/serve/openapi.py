@@ -12,7 +12,7 @@ from kvq import __version__
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Default, Fields
 from kvq_apps.serve.model_view import ModelView
-from kvq_apps.serve.unsupported import UNSUPPORTED
+from kvq_apps.serve.sampling import UNSUPPORTED
 from kvq_apps.serve.wire import Json, VectorRequest, Wire
 
 # Each reader finds what it needs in here.

@@ -12,7 +12,6 @@ from kvq.json_values import is_array
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.model_view import ModelView
-from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.answer.healing import heal
 
 T = TypeVar("T")
@@ -42,7 +41,9 @@ def healed(
     if not fields.object("x_kvq").flag("heal", True):
         return ()
     pairs = [
-        heal(model.tokenizer, ids) if _ends_in_text(row) else (ids, b"")
+        (ids, b"")
+        if is_array(row) and row and not isinstance(row[-1], str)
+        else heal(model.tokenizer, ids)
         for row, ids in zip(_rows(fields), prompts, strict=True)
     ]
     return tuple((tuple(ids), begin_with) for ids, begin_with in pairs)
@@ -81,7 +82,11 @@ def _ids(fields: Fields, prompt: Any, model: ModelView, *, special: bool, start:
         else:
             possible = f"a string, token ids from 0 to {model.vocab_size - 1}, or a list of prompts"
             fields.refuse("prompt", possible)
-    return ids or (_beginning(model.tokenizer) if prompt == "" else [])
+    if not ids and prompt == "":
+        # Something must stand before the first token, also where texts begin with none.
+        tokenizer = model.tokenizer
+        return list(tokenizer.eos_ids[-1:]) if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return ids
 
 
 def _text_ids(text: str, model: ModelView, *, special: bool, start: bool) -> list[int]:
@@ -90,17 +95,6 @@ def _text_ids(text: str, model: ModelView, *, special: bool, start: bool) -> lis
     ids = encoded("prompt", lambda: tokenizer.encode(text, special=special, most=most))
     beginning = [*tokenizer.control.start] if start else []
     return ids if ids[: len(beginning)] == beginning else [*beginning, *ids]
-
-
-def _beginning(tokenizer: Tokenizer) -> list[int]:
-    """Returns the token before an empty text, for a model that puts none before its texts."""
-    if tokenizer.bos_id is not None:
-        return [tokenizer.bos_id]
-    return list(tokenizer.eos_ids[-1:])
-
-
-def _ends_in_text(prompt: Any) -> bool:
-    return isinstance(prompt[-1], str) if is_array(prompt) and prompt else True
 
 
 def _is_id(value: object) -> bool:

@@ -11,16 +11,14 @@ from typing import Any, TypeVar, cast
 
 from kvq.errors import DataError, ModelError, UsageError, argument
 from kvq.json_values import is_array
-from kvq_apps.serve.continuation import continued_message
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.formats import NAMES, constraint_of
 from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.raw_prompts import encoded, healed, prompts_of
-from kvq_apps.serve.sampling import sampling_of
+from kvq_apps.serve.sampling import refuse_unsupported, sampling_of
 from kvq_apps.serve.thinking_fields import answer_thoughts, template_variables
-from kvq_apps.serve.tools import Tools, attach_results, calls_of, tools_of
-from kvq_apps.serve.unsupported import refuse_unsupported
+from kvq_apps.serve.tools import Tools, attach_results, template_call, tools_of
 from kvq_apps.settings.options import NO_DRAFTER
 from kvq_apps.thinking import AnswerThoughts
 from kvq_models.thinking import Thinking, assistant_message
@@ -156,7 +154,7 @@ def chat_request(fields: Fields, model: ModelView) -> AnswerRequest:
     thinking = Thinking.of(tokenizer)
     variables = template_variables(fields, thinking)
     messages = attach_results(_messages(fields), tokenizer.chat_template)
-    continued = continued_message(fields)
+    continued = _continued_message(fields)
     continues = continued is not None
     prompt = _chat_prompt(
         *(model, messages, tools, variables),
@@ -175,6 +173,34 @@ def chat_request(fields: Fields, model: ModelView) -> AnswerRequest:
         skipped_tools=skipped,
         thoughts=answer_thoughts(fields, thinking, continued, prompt.ids),
     )
+
+
+def _continued_message(fields: Fields) -> Fields | None:
+    """Returns the last message where the answer goes on with it, None where a turn begins.
+
+    An assistant's last message is continued unless a field says otherwise. Raises `RequestError`
+    for fields that exclude each other, and for a message that cannot be continued.
+    """
+    rows = fields.objects("messages")
+    last = rows[-1] if rows and rows[-1].get("role") == "assistant" else None
+    possible = last is not None and not last.get("tool_calls")
+    begins = fields.flag("add_generation_prompt", not possible)
+    continues = fields.flag("continue_final_message", possible and not begins)
+    if not continues:
+        return None
+    if fields.get("add_generation_prompt"):
+        fields.refuse_with(
+            "continue_final_message",
+            "continue_final_message goes on with the last message and add_generation_prompt "
+            "begins a new one; send one of them",
+        )
+    if not possible:
+        fields.refuse_with(
+            "continue_final_message",
+            "continue_final_message is not possible: the last message has to be an assistant's "
+            "without tool_calls; end with one, or leave the field out",
+        )
+    return last
 
 
 def _chat_prompt(
@@ -448,7 +474,8 @@ def _message(message: Fields) -> dict[str, Any]:
     elif message.get("tool_calls"):
         if role != "assistant":
             message.refuse_with("tool_calls", "only an assistant's message has tool_calls")
-        template_message["tool_calls"] = calls_of(message)
+        calls = message.objects("tool_calls")
+        template_message["tool_calls"] = [*map(template_call, calls)]
     if role == "assistant":
         # The template keeps or drops the thoughts of earlier turns.
         thought = message.text("reasoning_content") or message.text("reasoning")

@@ -56,7 +56,9 @@ def rerank(fields: Fields, view: ModelView) -> VectorRequest:
     )
 
     def answer(rows: Sequence[NDArray[np.float32]], report: Report) -> Json:
-        scores = [_probability(*row.tolist()) for row in rows]
+        logits = (row.tolist() for row in rows)
+        # The probability of yes among both.
+        scores = [0.5 * (1 + float(np.tanh((yes - no) / 2))) for yes, no in logits]
         order = sorted(range(len(scores)), key=lambda place: -scores[place])
         results = [
             {"index": place, "relevance_score": scores[place]}
@@ -105,8 +107,3 @@ def _prompt(view: ModelView, pair: str) -> list[int]:
     except DataError as error:
         raise RequestError(str(error), param="documents") from error
     return [*encode(_BEFORE, special=True), *ids, *encode(_BEHIND, special=True)]
-
-
-def _probability(yes: float, no: float) -> float:
-    """Returns the probability of yes among both, from their logits."""
-    return 0.5 * (1 + float(np.tanh((yes - no) / 2)))

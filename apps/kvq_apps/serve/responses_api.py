@@ -71,12 +71,6 @@ class StoredResponses:
         shape = partial(ResponsesShape, messages=messages, repeated=repeated, stored=stored)
         return Fields(body), chat_request, shape
 
-    def count(self, fields: Fields, view: ModelView) -> Json:
-        """Returns the answer of `POST /v1/responses/input_tokens`. Raises as `translate` does."""
-        chat, read, _ = self.translate(fields, view)
-        (prompt,) = read(chat, view).generation.prompts
-        return {"object": "response.input_tokens", "input_tokens": len(prompt)}
-
     def put(self, owner: str, identity: str, messages: list[Json]) -> None:
         """Keeps the messages up to and including a response."""
         size = sum(len(str(message)) for message in messages)
@@ -192,6 +186,7 @@ class ResponsesShape(BlockShape):
     ) -> None:
         super().__init__(served, request)
         self._messages, self._repeated, self._stored = messages, repeated, stored
+        self._identity = f"resp_{self.identity}"
         self._created_s = int(time.time())
         self._number = 0
 
@@ -249,10 +244,6 @@ class ResponsesShape(BlockShape):
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return response
-
-    @property
-    def _identity(self) -> str:
-        return f"resp_{self.identity}"
 
     def _response(self, status: str, report: Report | None) -> Json:
         return {

@@ -1,7 +1,10 @@
-"""Reads the sampling fields of a request, by the names of OpenAI and of other servers."""
+"""Reads the sampling fields of a request, by the names of OpenAI and of other servers.
+
+It also refuses fields that ask for what is not possible here.
+"""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -29,6 +32,34 @@ _SAMPLERS: Mapping[str, Mapping[str, float]] = {
 # Samplers that do nothing here, since the fields that switch them on are refused.
 _IDLE_SAMPLERS = ("dry", "typ_p", "typical_p", "xtc", "top_n_sigma", "adaptive_p")
 _INFILL_SAMPLER = "infill"
+_SAMPLING = "use temperature, top_k, top_p and min_p"
+_REPEATS = "use repeat_penalty, presence_penalty and frequency_penalty"
+_NO_PICTURES = "this model reads and writes text only"
+# Fields of other servers that ask for what this server cannot do: for each the values that ask for
+# nothing, beside empty ones, and what is possible instead. What is neither here nor read by anything
+# has no effect, and the answer names it in `x_kvq.ignored`.
+UNSUPPORTED: Mapping[str, tuple[Sequence[Any], str]] = {
+    "mirostat": ((), _SAMPLING),
+    "typical_p": ((1,), _SAMPLING),
+    "tfs_z": ((1,), _SAMPLING),
+    "top_n_sigma": ((-1,), _SAMPLING),
+    "adaptive_target": ((-1,), _SAMPLING),
+    "dynatemp_range": ((), _SAMPLING),
+    "xtc_probability": ((), _SAMPLING),
+    "min_keep": ((1,), _SAMPLING),
+    "dry_multiplier": ((), _REPEATS),
+    "min_tokens": ((), "use ignore_eos with max_tokens, or n_predict"),
+    "post_sampling_probs": ((), "n_probs tells probabilities before sampling"),
+    "lora": ((), "export a model with the adapter merged into it"),
+    "n_cache_reuse": ((), "/infill keeps what stands behind a change"),
+    "return_progress": ((), "comments in a stream say how much of the prompt is read"),
+    "modalities": ((["text"],), _NO_PICTURES),
+    "audio": ((), _NO_PICTURES),
+    "images": ((), _NO_PICTURES),
+    "template": ((), "the model's own chat template holds; with raw the prompt is the whole text"),
+    "context": ((), "send the conversation as messages"),
+}
+
 
 
 def sampling_of(fields: Fields, model: ModelView) -> Sampling:
@@ -49,6 +80,14 @@ def sampling_of(fields: Fields, model: ModelView) -> Sampling:
         logit_bias=_logit_bias(fields, model),
     )
     return replace(sampling, **_by_samplers(fields, model))
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    """Raises a `RequestError` for a field that asks for what is not possible here."""
+    for name, (harmless, advice) in UNSUPPORTED.items():
+        value = fields.get(name)
+        if value and value not in harmless:
+            fields.refuse_with(name, f"{name} is not supported; {advice}", "unsupported")
 
 
 def _by_samplers(fields: Fields, model: ModelView) -> Mapping[str, Any]:
@@ -75,11 +114,13 @@ def _logit_bias(fields: Fields, model: ModelView) -> Mapping[int, float]:
     """Returns what is added to the logits of tokens; `ignore_eos` forbids tokens that end."""
     ends = model.tokenizer.eos_ids if fields.flag("ignore_eos") else ()
     bias = dict.fromkeys(ends, -inf)
-    rows = list(_bias_rows(fields))
-    for place, (token, value) in enumerate(rows):
-        added = _bias(fields, place, value)
-        for token_id in _token_ids(fields, token, model):
-            bias[token_id] = added
+    for place, (token, value) in enumerate(_bias_rows(fields)):
+        row = Fields({"bias": value}, f"logit_bias[{place}].")
+        # false forbids the token.
+        added = (
+            -inf if value is False else row.number("bias", -_LARGEST_BIAS, _LARGEST_BIAS, 0.0)
+        )
+        bias |= dict.fromkeys(_token_ids(fields, token, model), added)
         if len(bias) > _MOST_BIASED:
             fields.refuse("logit_bias", f"at most {_MOST_BIASED} tokens")
     return bias
@@ -104,14 +145,6 @@ def _bias_key(key: str) -> int | str:
     if not _DECIMAL.fullmatch(key):
         return key
     return int(key) if len(key) <= _MOST_DIGITS else -1
-
-
-def _bias(fields: Fields, place: int, value: Any) -> float:
-    """Returns a bias; false forbids the token."""
-    if value is False:
-        return -inf
-    row = Fields({"bias": value}, f"logit_bias[{place}].")
-    return row.number("bias", -_LARGEST_BIAS, _LARGEST_BIAS, 0.0)
 
 
 def _token_ids(fields: Fields, token: Any, model: ModelView) -> list[int]:
