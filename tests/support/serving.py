@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,21 +150,28 @@ class Rule:
         limit = config.saved_bytes if self.folder is not None else 0
         return ServedModel(
             name="rule",
-            names=frozenset({"rule"}),
+            names=frozenset({"rule", *config.aliases}),
             tokenizer=self.tokenizer,
-            gaps=OwnedPrompts(self.tokenizer),
+            owned_gaps=OwnedPrompts(self.tokenizer),
             grammar=Vocabulary.of(self.tokenizer, frozenset({0})).grammar,
             backend=self.backend,
             vocab_size=400,
             stop_ids=frozenset({0}),
             k_bits=4,
             v_bits=2,
-            kv="4:2",
-            budget_tokens=self.context_tokens,
-            full_kv="2:2",
-            full_tokens=self.context_tokens,
-            sampling=self.backend.model.sampling,
+            facts={
+                "model": "rule",
+                "kv": "4:2",
+                "context": self.context_tokens,
+                "budget_tokens": self.context_tokens,
+                "full_kv": "2:2",
+                "full_tokens": self.context_tokens,
+                "kv_budget": 1 << 20,
+            },
+            sampling=replace(self.backend.model.sampling, **config.sampling),
             loaded_at=1,
+            strict=config.strict_model,
+            exact=config.reuse == "exact",
             slots=Slots(
                 self.session, config.sessions, SavedSessions(self.folder or Path(), "rule", limit)
             ),

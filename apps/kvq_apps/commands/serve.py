@@ -93,7 +93,7 @@ def run(arguments: Namespace) -> int:
     pull_missing(model)
 
     def announce(served: "ServedModel", url: str) -> None:
-        logger.info("serving %s (KV %s) at %s", served.name, served.kv, url)
+        logger.info("serving %s (KV %s) at %s", served.name, served.facts["kv"], url)
         _announce(served.facts, url, config.sessions, as_json=arguments.json)
 
     server = Server(lambda: load(model, engine_options, session_options, config), config, announce)

@@ -28,7 +28,7 @@ from kvq_apps.names.model_path import model_files
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error
 from kvq_apps.serve.hosted_app import Hosted, HostedApp, MakeApp
-from kvq_apps.serve.http_app import make_model_app
+from kvq_apps.serve.http_app import SESSION_FACTS, make_model_app
 from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, load, names_of
 from kvq_apps.serve.reclaim import reclaim
 from kvq_apps.serve.responses_api import StoredResponses
@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 _SIZE_OPTIONS = (
     *("k_bits", "v_bits", "kv_budget", "context_tokens", "policy", "threads", "weights_budget"),
 )
-_SESSION_FACTS = ("kv_budget", "budget_tokens", "full_kv", "full_tokens")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -141,7 +140,7 @@ def hosted_models(
                 cache_bytes=session["kv_budget"] * config.sessions,
                 meta={
                     **{"n_ctx": session["context"], "kbits": k_bits, "vbits": v_bits},
-                    **{key: session[key] for key in _SESSION_FACTS},
+                    **{key: session[key] for key in SESSION_FACTS},
                 },
                 make=partial(make_model_app, stored=stored),
             )

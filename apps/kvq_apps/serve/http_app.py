@@ -33,7 +33,6 @@ from kvq_apps.serve.fields import Fields, parse_object
 from kvq_apps.serve.guard import Guard, owner_of, too_large
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.messages_api import MESSAGES, messages_error
-from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.ollama_api import OLLAMA, ollama_error
 from kvq_apps.serve.openapi import openapi
 from kvq_apps.serve.page import PAGE_HEADERS, docs_page, page
@@ -69,7 +68,6 @@ from kvq_apps.serve.workers import in_worker
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import tool_form
 from kvq_runtime.answer.constraint import Grammar
-from kvq_runtime.config import Sampling
 from kvq_runtime.serving.outbox import Failed
 from kvq_runtime.serving.pool import Counts, SessionPool
 from kvq_runtime.serving.request import GenerationRequest, shutdown_error
@@ -77,6 +75,8 @@ from kvq_runtime.serving.slots import Slots
 
 logger = logging.getLogger(__name__)
 
+# What lists of models say of a session.
+SESSION_FACTS = ("kv_budget", "budget_tokens", "full_kv", "full_tokens")
 # A stream's headers wait this long for a first event, so that an early error keeps its status.
 _FIRST_EVENT_S = 1.0
 # More ids would delay other requests for too long.
@@ -246,13 +246,13 @@ class _Routes:
 
     def models(self, served: ServedModel) -> Json:
         """Returns the answer of `GET /v1/models`."""
-        return {"object": "list", "data": [model_row(served, self._config)]}
+        return {"object": "list", "data": [model_row(served)]}
 
     async def model(self, request: Request) -> Response:
         """Answers `GET /v1/models/NAME`."""
         served = self._served()
-        requests.check_name(request.path_params["name"], self._view(served))
-        return JsonAnswer(model_row(served, self._config))
+        requests.check_name(request.path_params["name"], served)
+        return JsonAnswer(model_row(served))
 
     async def health(self, _: Request) -> Response:
         """Answers `GET /health`: 503 until the model is loaded, and during shutdown."""
@@ -273,7 +273,7 @@ class _Routes:
         return {
             "default_generation_settings": {
                 "n_ctx": served.context_tokens,
-                "params": sampling_fields(_sampling(served, self._config)),
+                "params": sampling_fields(served.sampling),
             },
             "total_slots": self._config.sessions,
             "model_alias": served.name,
@@ -283,9 +283,7 @@ class _Routes:
             "x_kvq": {
                 "version": __version__,
                 "protocol": PROTOCOL,
-                "kv": served.kv,
-                "kv_budget": served.slot_bytes,
-                "budget_tokens": served.budget_tokens,
+                **{name: served.facts[name] for name in ("kv", "kv_budget", "budget_tokens")},
                 "sessions": self._config.sessions,
             },
         }
@@ -300,17 +298,17 @@ class _Routes:
 
     async def _openapi(self, request: Request) -> Json:
         # The sample is nobody's, so it must not touch what clients left.
-        view = self._view(self._served(), owner="/openapi.json")
+        served = replace(self._served(), owner="/openapi.json")
         routes = (route for route in request.app.routes if "GET" in (route.methods or ()))
         return await in_worker(
-            request, openapi, self._wires, [route.path for route in routes], view
+            request, openapi, self._wires, [route.path for route in routes], served
         )
 
     async def page(self, request: Request) -> Response:
         """Answers `GET /` with a page for a browser."""
         url = f"http://{request.headers.get('host', '')}"
         model = self._pool.served if self._pool.ready else None
-        row = None if model is None else model_row(model, self._config)
+        row = None if model is None else model_row(model)
         text = page(url, row, keyed=self._config.api_key is not None)
         return HTMLResponse(text, headers=PAGE_HEADERS)
 
@@ -325,36 +323,21 @@ class _Routes:
             )
         return self._pool.served
 
-    def _view(self, served: ServedModel, owner: str = "") -> ModelView:
-        return ModelView(
-            name=served.name,
-            names=_names(served, self._config),
-            owner=owner,
-            strict=self._config.strict_model,
-            exact=self._config.reuse == "exact",
-            tokenizer=served.tokenizer,
-            gaps=served.gaps.for_owner(owner),
-            vocab_size=served.vocab_size,
-            context_tokens=served.context_tokens,
-            sampling=_sampling(served, self._config),
-            embedding=served.backend.model.embedding,
-            state_width=served.backend.model.state_width,
-        )
-
     def _read_request(
         self, body: bytes, headers: Mapping[str, str], served: ServedModel, wire: Wire
     ) -> tuple[AnswerRequest, MakeShape] | VectorRequest | Json:
         sent = parse_object(body)
         keyed = self._config.api_key is not None
-        view = self._view(served, owner_of(headers, sent.text("cache_salt"), keyed=keyed))
-        translation = wire(sent, view)
+        owner = owner_of(headers, sent.text("cache_salt"), keyed=keyed)
+        served = replace(served, owner=owner)
+        translation = wire(sent, served)
         if isinstance(translation, dict):
             self._ignored_fields(sent)
             return translation
         if isinstance(translation, VectorRequest):
             return replace(translation, ignored=self._ignored_fields(sent))
         fields, read, make_shape = translation
-        answer = read(fields, view)
+        answer = read(fields, served)
         ignored = self._ignored_fields(sent, fields)
         notes = {**answer.notes, **({"ignored": ignored} if ignored else {})}
         return replace(answer, notes=notes), make_shape
@@ -441,36 +424,24 @@ async def read_body(request: Request, config: ServeConfig) -> bytes:
     return b"".join(parts)
 
 
-def _names(served: ServedModel, config: ServeConfig) -> frozenset[str]:
-    return served.names | {*config.aliases}
-
-
-def _sampling(served: ServedModel, config: ServeConfig) -> Sampling:
-    """Returns the default sampling: the model's, with the fields that the flags set."""
-    return replace(served.sampling, **config.sampling)
-
-
-def model_row(served: ServedModel, config: ServeConfig) -> Json:
+def model_row(served: ServedModel) -> Json:
     """Returns the row of a model in the answer of `GET /v1/models`."""
     return {
         "id": served.name,
         "object": "model",
         "created": served.loaded_at,
         "owned_by": "kvq",
-        "aliases": sorted(_names(served, config) - {served.name}),
+        "aliases": sorted(served.names - {served.name}),
         "meta": {
             "n_ctx": served.context_tokens,
             "n_vocab": served.vocab_size,
             "kbits": served.k_bits,
             "vbits": served.v_bits,
-            "kv_budget": served.slot_bytes,
-            "budget_tokens": served.budget_tokens,
-            "full_kv": served.full_kv,
-            "full_tokens": served.full_tokens,
+            **{name: served.facts[name] for name in SESSION_FACTS},
             "chat": served.tokenizer.chat_template is not None,
             "infill": served.tokenizer.fim is not None,
             "tools": tool_form(served.tokenizer.chat_template) is not None,
-            "sampling": sampling_fields(_sampling(served, config)),
+            "sampling": sampling_fields(served.sampling),
         },
     }
 
@@ -556,9 +527,9 @@ def _slots(served: ServedModel) -> list[Json]:
     ]
 
 
-def _tokenize(fields: Fields, view: ModelView) -> dict[str, Any]:
+def _tokenize(fields: Fields, served: ServedModel) -> dict[str, Any]:
     """Returns the answer of `/tokenize`: ids, or each id with its piece."""
-    tokenizer = view.tokenizer
+    tokenizer = served.tokenizer
     ids = tokenizer.encode(
         fields.text("content"),
         special=reads_control_tokens(fields),
@@ -572,39 +543,39 @@ def _tokenize(fields: Fields, view: ModelView) -> dict[str, Any]:
     return {"tokens": [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]}
 
 
-def _detokenize(fields: Fields, view: ModelView) -> dict[str, Any]:
+def _detokenize(fields: Fields, served: ServedModel) -> dict[str, Any]:
     """Returns the answer of `/detokenize`."""
     ids = fields.get("tokens")
     if (
         not is_array(ids)
         or len(ids) > _MOST_TOKENIZED
         or not all(
-            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < view.vocab_size
+            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < served.vocab_size
             for token in ids
         )
     ):
-        possible = f"a list of up to {_MOST_TOKENIZED} token ids from 0 to {view.vocab_size - 1}"
+        possible = f"a list of up to {_MOST_TOKENIZED} token ids from 0 to {served.vocab_size - 1}"
         fields.refuse("tokens", possible)
-    return {"content": view.tokenizer.decode(ids, special=True)}
+    return {"content": served.tokenizer.decode(ids, special=True)}
 
 
 def _counting(
-    translate: Callable[[Fields, ModelView], Translation], **constants: str
-) -> Callable[[Fields, ModelView], Json]:
+    translate: Callable[[Fields, ServedModel], Translation], **constants: str
+) -> Callable[[Fields, ServedModel], Json]:
     """Returns a route that counts the tokens of the prompt that `translate` makes."""
 
-    def count(sent: Fields, view: ModelView) -> Json:
-        fields, read, _ = translate(sent, view)
-        (prompt,) = read(fields, view).generation.prompts
+    def count(sent: Fields, served: ServedModel) -> Json:
+        fields, read, _ = translate(sent, served)
+        (prompt,) = read(fields, served).generation.prompts
         return {**constants, "input_tokens": len(prompt)}
 
     return count
 
 
-def _apply_template(fields: Fields, view: ModelView) -> dict[str, Any]:
+def _apply_template(fields: Fields, served: ServedModel) -> dict[str, Any]:
     """Returns the answer of `/apply-template`."""
-    chat = requests.chat_request(fields, view).generation
-    return {"prompt": view.tokenizer.decode(chat.prompts[0], special=True)}
+    chat = requests.chat_request(fields, served).generation
+    return {"prompt": served.tokenizer.decode(chat.prompts[0], special=True)}
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.requests import chat_request, left_out
 from kvq_apps.serve.wire import Json, Translation
 from kvq_runtime.serving.outbox import Report
@@ -38,7 +38,7 @@ _ERRORS = {
 }
 
 
-def translate(fields: Fields, _: ModelView) -> Translation:
+def translate(fields: Fields, _: ServedModel) -> Translation:
     """Translates `POST /v1/messages` to an equal chat completion."""
     return Fields(chat_body(fields)), chat_request, MessagesShape
 

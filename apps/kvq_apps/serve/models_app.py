@@ -88,7 +88,7 @@ def make_models_app(models: HostedModels) -> None:
 def _row(model: HostedModel, models: HostedModels) -> Json:
     """Returns the row of a model in the answer of `GET /v1/models`."""
     row: Json = {"object": "model", "created": models.began_at, "owned_by": "kvq"}
-    row |= {"meta": model.meta} if model.served is None else model_row(model.served, model.config)
+    row |= {"meta": model.meta} if model.served is None else model_row(model.served)
     return row | {
         "id": model.name,
         "aliases": sorted(model.names - {model.name}),

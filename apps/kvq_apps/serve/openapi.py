@@ -11,7 +11,7 @@ from typing import Any, cast
 from kvq import __version__
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Default, Fields
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.sampling import UNSUPPORTED
 from kvq_apps.serve.wire import Json, VectorRequest, Wire
 
@@ -84,7 +84,7 @@ class _Recorder(Fields):
         return rows
 
 
-def openapi(wires: Mapping[str, Wire], pages: Iterable[str], view: ModelView) -> Json:
+def openapi(wires: Mapping[str, Wire], pages: Iterable[str], served: ServedModel) -> Json:
     """Returns the description of `wires`, and of the routes `pages` that read no body.
 
     Routes that the model cannot answer are left out.
@@ -92,7 +92,7 @@ def openapi(wires: Mapping[str, Wire], pages: Iterable[str], view: ModelView) ->
     paths: Json = {path: {"get": _ANSWER} for path in pages}
     for path, wire in wires.items():
         with suppress(RequestError):
-            schema = _schema_of(wire, view)
+            schema = _schema_of(wire, served)
             example = {name: _SAMPLE[name] for name in _SAMPLE if name in schema["properties"]}
             body = {"content": {"application/json": {"schema": schema, "example": example}}}
             paths[path] = {"post": {"requestBody": body, **_ANSWER}}
@@ -100,17 +100,17 @@ def openapi(wires: Mapping[str, Wire], pages: Iterable[str], view: ModelView) ->
     return {"openapi": "3.1.0", "info": info, "paths": paths}
 
 
-def _schema_of(wire: Wire, view: ModelView) -> Json:
+def _schema_of(wire: Wire, served: ServedModel) -> Json:
     """Returns the schema of the bodies that a route reads."""
     sent = _Recorder(_SAMPLE)
     # The route reads it, before its reader.
     sent.text("cache_salt")
-    translation = wire(sent, view)
+    translation = wire(sent, served)
     if isinstance(translation, dict | VectorRequest):
         return sent.schema()
     fields, read, _ = translation
     reader = fields if isinstance(fields, _Recorder) else _Recorder(fields.values)
-    read(reader, view)
+    read(reader, served)
     return _with_kinds(sent.schema(), reader.schema()["properties"])
 
 

@@ -11,14 +11,14 @@ from kvq.errors import DataError
 from kvq.json_values import is_array
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.loading import ServedModel
 from kvq_runtime.answer.healing import heal
 
 T = TypeVar("T")
 MOST_PROMPTS = 64
 
 
-def prompts_of(fields: Fields, model: ModelView) -> list[list[int]]:
+def prompts_of(fields: Fields, model: ServedModel) -> list[list[int]]:
     """Returns the ids of every prompt in `prompt`.
 
     A list with a token id is one prompt made of pieces; any other list is a list of prompts.
@@ -32,7 +32,7 @@ def prompts_of(fields: Fields, model: ModelView) -> list[list[int]]:
 
 
 def healed(
-    fields: Fields, model: ModelView, prompts: list[list[int]]
+    fields: Fields, model: ServedModel, prompts: list[list[int]]
 ) -> tuple[tuple[tuple[int, ...], bytes], ...]:
     """Returns what `heal` makes of prompts that end in text, unless `x_kvq.heal` is false.
 
@@ -69,7 +69,7 @@ def _rows(fields: Fields) -> list[Any]:
     return cast(list[Any], prompt) if several else [prompt]
 
 
-def _ids(fields: Fields, prompt: Any, model: ModelView, *, special: bool, start: bool) -> list[int]:
+def _ids(fields: Fields, prompt: Any, model: ServedModel, *, special: bool, start: bool) -> list[int]:
     """Returns the ids of one prompt: a text, token ids, or a list of pieces of both."""
     pieces = prompt if is_array(prompt) else [prompt]
     ids: list[int] = []
@@ -89,7 +89,7 @@ def _ids(fields: Fields, prompt: Any, model: ModelView, *, special: bool, start:
     return ids
 
 
-def _text_ids(text: str, model: ModelView, *, special: bool, start: bool) -> list[int]:
+def _text_ids(text: str, model: ServedModel, *, special: bool, start: bool) -> list[int]:
     """Returns the ids of a text with the model's start tokens once, even if the text has them."""
     tokenizer, most = model.tokenizer, model.context_tokens
     ids = encoded("prompt", lambda: tokenizer.encode(text, special=special, most=most))

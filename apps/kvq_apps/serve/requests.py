@@ -14,7 +14,7 @@ from kvq.json_values import is_array
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.formats import NAMES, constraint_of
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.raw_prompts import encoded, healed, prompts_of
 from kvq_apps.serve.sampling import refuse_unsupported, sampling_of
 from kvq_apps.serve.thinking_fields import answer_thoughts, template_variables
@@ -87,7 +87,7 @@ class AnswerRequest:
 
 def _answer_request(
     fields: Fields,
-    model: ModelView,
+    model: ServedModel,
     generation: GenerationRequest,
     param: str,
     *,
@@ -146,7 +146,7 @@ def _alternatives(fields: Fields) -> int | None:
     return fields.whole("logprobs", 0, MOST_LOGPROBS, 0)
 
 
-def chat_request(fields: Fields, model: ModelView) -> AnswerRequest:
+def chat_request(fields: Fields, model: ServedModel) -> AnswerRequest:
     """Reads `POST /v1/chat/completions`."""
     generation = _openai_request(fields, model, "chat")
     tokenizer = model.tokenizer
@@ -204,7 +204,7 @@ def _continued_message(fields: Fields) -> Fields | None:
 
 
 def _chat_prompt(
-    model: ModelView,
+    model: ServedModel,
     messages: list[dict[str, Any]],
     tools: Tools | None,
     variables: Mapping[str, Any],
@@ -263,7 +263,7 @@ def _most_tokens(fields: Fields, *names: str, default: int | None) -> int | None
     return default
 
 
-def completion_request(fields: Fields, model: ModelView) -> AnswerRequest:
+def completion_request(fields: Fields, model: ServedModel) -> AnswerRequest:
     """Reads `POST /v1/completions`; with `suffix` the answer is the text before it."""
     generation = _openai_request(fields, model, "completion")
     count, logprobs, echo = generation.choices, generation.logprobs, fields.flag("echo")
@@ -305,14 +305,14 @@ def _best_of(fields: Fields, count: int) -> int:
     return best_of
 
 
-def _gap_ends(model: ModelView, prompts: list[list[int]]) -> frozenset[int] | None:
+def _gap_ends(model: ServedModel, prompts: list[list[int]]) -> frozenset[int] | None:
     """Returns the tokens that end a middle, if every prompt asks for one."""
     fim = model.tokenizer.fim
     asks = fim is not None and all(ids[-1:] == [fim.middle] for ids in prompts)
     return model.gaps.stop_ids if asks else None
 
 
-def native_request(fields: Fields, model: ModelView) -> AnswerRequest:
+def native_request(fields: Fields, model: ServedModel) -> AnswerRequest:
     """Reads llama-server's `POST /completion`."""
     generation = _native_request(fields, model)
     prompts = prompts_of(fields, model)
@@ -325,7 +325,7 @@ def native_request(fields: Fields, model: ModelView) -> AnswerRequest:
     return _answer_request(fields, model, generation, "prompt")
 
 
-def infill_request(fields: Fields, model: ModelView) -> AnswerRequest:
+def infill_request(fields: Fields, model: ServedModel) -> AnswerRequest:
     """Reads llama-server's `POST /infill`, whose `prompt` is the end of `input_prefix`.
 
     What does not fit is left out, farthest from the gap first, as llama-server does. The requests
@@ -358,7 +358,7 @@ def infill_request(fields: Fields, model: ModelView) -> AnswerRequest:
     return _answer_request(fields, model, generation, "input_prefix", steps=steps)
 
 
-def _openai_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:
+def _openai_request(fields: Fields, model: ServedModel, priority: str) -> GenerationRequest:
     """Reads what OpenAI's routes have in common; the prompts come later."""
     seed = fields.whole("seed", -(1 << 63), (1 << 64) - 1, None)
     alternatives = _alternatives(fields)
@@ -372,7 +372,7 @@ def _openai_request(fields: Fields, model: ModelView, priority: str) -> Generati
     )
 
 
-def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
+def _native_request(fields: Fields, model: ServedModel) -> GenerationRequest:
     """Reads what llama-server's routes have in common; -1 means no limit, or any seed."""
     seed = fields.whole("seed", -(1 << 63), (1 << 64) - 1, -1)
     alternatives = fields.whole("n_probs", 0, MOST_NATIVE_LOGPROBS, 0)
@@ -390,7 +390,7 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
     )
 
 
-def _any_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:
+def _any_request(fields: Fields, model: ServedModel, priority: str) -> GenerationRequest:
     """Reads what all routes have in common; the prompts and the seed come later."""
     check_name(fields.text("model", model.name), model)
     refuse_unsupported(fields)
@@ -434,7 +434,7 @@ def _predict(extension: Fields) -> str | None:
     return text
 
 
-def check_name(name: str, model: ModelView) -> None:
+def check_name(name: str, model: ServedModel) -> None:
     """Raises a `RequestError` for a name that is not the model's, if the server is strict."""
     if model.strict and name not in model.names:
         names = ", ".join(sorted(model.names))
@@ -513,7 +513,7 @@ def left_out(kind: str) -> str:
     return f"[{kind[:_KIND_CHARACTERS]} left out: this model reads text only]"
 
 
-def _infilled(param: str, model: ModelView, encode: Callable[[], T]) -> T:
+def _infilled(param: str, model: ServedModel, encode: Callable[[], T]) -> T:
     """Returns the ids of the texts around a gap, or refuses for a model that fills no gaps."""
     try:
         return encoded(param, encode)
@@ -521,7 +521,7 @@ def _infilled(param: str, model: ModelView, encode: Callable[[], T]) -> T:
         raise RequestError(f"{model.name}: {error}", param="suffix", code="no_infilling") from error
 
 
-def _check_prompts(request: GenerationRequest, model: ModelView, param: str) -> None:
+def _check_prompts(request: GenerationRequest, model: ServedModel, param: str) -> None:
     """Refuses a prompt that is empty or leaves no room for an answer."""
     for ids in request.prompts:
         if not ids:

@@ -15,7 +15,6 @@ from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.loading import ServedModel
-from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.requests import AnswerRequest, chat_request
 from kvq_apps.serve.wire import Json, Translation
 from kvq_runtime.serving.outbox import Report
@@ -55,14 +54,14 @@ class StoredResponses:
         self._stored: OrderedDict[tuple[str, str], tuple[list[Json], int]] = OrderedDict()
         self._lock = Lock()
 
-    def translate(self, fields: Fields, view: ModelView) -> Translation:
+    def translate(self, fields: Fields, served: ServedModel) -> Translation:
         """Translates `POST /v1/responses` to an equal chat completion.
 
         Raises:
             RequestError: names a field that cannot be read, or a `previous_response_id` that is not
                 stored.
         """
-        body, messages = chat_body(fields, self, view.owner)
+        body, messages = chat_body(fields, self, served.owner)
         repeated = {
             name: default if fields.get(name) is None else fields.get(name)
             for name, default in _REPEATED.items()

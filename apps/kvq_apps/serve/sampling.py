@@ -12,7 +12,7 @@ from typing import Any
 from kvq.errors import DataError
 from kvq.json_values import is_array, is_object
 from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.loading import ServedModel
 from kvq_runtime.config import Sampling
 
 _DECIMAL = re.compile("[0-9]+")
@@ -36,8 +36,8 @@ _SAMPLING = "use temperature, top_k, top_p and min_p"
 _REPEATS = "use repeat_penalty, presence_penalty and frequency_penalty"
 _NO_PICTURES = "this model reads and writes text only"
 # Fields of other servers that ask for what this server cannot do: for each the values that ask for
-# nothing, beside empty ones, and what is possible instead. What is neither here nor read by anything
-# has no effect, and the answer names it in `x_kvq.ignored`.
+# nothing, beside empty ones, and what is possible instead. What is not here and not read by
+# anything has no effect, and the answer names it in `x_kvq.ignored`.
 UNSUPPORTED: Mapping[str, tuple[Sequence[Any], str]] = {
     "mirostat": ((), _SAMPLING),
     "typical_p": ((1,), _SAMPLING),
@@ -62,7 +62,7 @@ UNSUPPORTED: Mapping[str, tuple[Sequence[Any], str]] = {
 
 
 
-def sampling_of(fields: Fields, model: ModelView) -> Sampling:
+def sampling_of(fields: Fields, model: ServedModel) -> Sampling:
     """Returns how tokens are sampled; fields that the request does not have are the model's."""
     default = model.sampling
     penalty = fields.number("repetition_penalty", 0.01, 100, default.repeat_penalty)
@@ -90,7 +90,7 @@ def refuse_unsupported(fields: Fields) -> None:
             fields.refuse_with(name, f"{name} is not supported; {advice}", "unsupported")
 
 
-def _by_samplers(fields: Fields, model: ModelView) -> Mapping[str, Any]:
+def _by_samplers(fields: Fields, model: ServedModel) -> Mapping[str, Any]:
     """Returns what switches off the samplers that a list of `samplers` leaves out.
 
     The order of the list has no effect. `infill` is off where there is no list.
@@ -110,7 +110,7 @@ def _by_samplers(fields: Fields, model: ModelView) -> Mapping[str, Any]:
     return chosen
 
 
-def _logit_bias(fields: Fields, model: ModelView) -> Mapping[int, float]:
+def _logit_bias(fields: Fields, model: ServedModel) -> Mapping[int, float]:
     """Returns what is added to the logits of tokens; `ignore_eos` forbids tokens that end."""
     ends = model.tokenizer.eos_ids if fields.flag("ignore_eos") else ()
     bias = dict.fromkeys(ends, -inf)
@@ -147,7 +147,7 @@ def _bias_key(key: str) -> int | str:
     return int(key) if len(key) <= _MOST_DIGITS else -1
 
 
-def _token_ids(fields: Fields, token: Any, model: ModelView) -> list[int]:
+def _token_ids(fields: Fields, token: Any, model: ServedModel) -> list[int]:
     """Returns the id that names a token, or the ids of all tokens of a text."""
     if isinstance(token, int) and not isinstance(token, bool):
         if not 0 <= token < model.vocab_size:

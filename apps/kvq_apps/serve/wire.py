@@ -23,7 +23,6 @@ from kvq_apps.serve.answer_reader import AnswerReader
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.loading import ServedModel
-from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.requests import AnswerRequest
 from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.serving.outbox import Delta, Finished, Report, TokenLog, steps_of
@@ -128,9 +127,9 @@ class Shape(ABC):
                 "evicted_share": report.stats.held.evicted_share,
             },
             "x_kvq": {
-                "kv": self.served.kv,
+                "kv": self.served.facts["kv"],
                 "context_limit": self.served.context_tokens,
-                "budget_tokens": self.served.budget_tokens,
+                "budget_tokens": self.served.facts["budget_tokens"],
                 "edited": report.edited_tokens,
                 "exact": report.stats.edits.stale_tokens == 0,
                 "reconciled": self.request.generation.reconciled,
@@ -142,7 +141,7 @@ class Shape(ABC):
 
 # The fields that the reader knows, the reader, and the shape of the answer.
 MakeShape = Callable[[ServedModel, AnswerRequest], Shape]
-Read = Callable[[Fields, ModelView], AnswerRequest]
+Read = Callable[[Fields, ServedModel], AnswerRequest]
 Translation = tuple[Fields, Read, MakeShape]
 
 
@@ -159,7 +158,7 @@ class VectorRequest:
 
 
 # Translates a request of one API, or answers it if that needs no model.
-Wire = Callable[[Fields, ModelView], Translation | VectorRequest | Json]
+Wire = Callable[[Fields, ServedModel], Translation | VectorRequest | Json]
 
 
 def chat_rows(tokenizer: Tokenizer, logs: Sequence[TokenLog], *, ids: bool = False) -> list[Json]:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from socket import socket
@@ -78,8 +79,7 @@ class Shop:
         if name in self.faults:
             raise self.faults[name]
         served = self.rules[name].load(config)
-        values = {field: getattr(served, field) for field in served.__dataclass_fields__}
-        return ServedModel(**values | {"name": name, "close": lambda: self.closed.append(name)})
+        return replace(served, name=name, close=lambda: self.closed.append(name))
 
 
 @contextmanager
