@@ -30,9 +30,8 @@ from kvq_apps.serve.errors import RequestError, as_request_error
 from kvq_apps.serve.hosted_app import Hosted, HostedApp, MakeApp
 from kvq_apps.serve.http_app import SESSION_FACTS, make_model_app
 from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, load, names_of
-from kvq_apps.serve.reclaim import reclaim
 from kvq_apps.serve.responses_api import StoredResponses
-from kvq_apps.serve.workers import gone
+from kvq_apps.serve.workers import gone, reclaim
 from kvq_apps.terminal.estimate import estimate
 from kvq_runtime.serving.pass_turns import Turns
 from kvq_runtime.serving.request import PoolError, shutdown_error

@@ -39,7 +39,6 @@ from kvq_apps.serve.page import PAGE_HEADERS, docs_page, page
 from kvq_apps.serve.prometheus import Metrics, prometheus_text
 from kvq_apps.serve.protocol import EVICTED_HEADER, PROTOCOL, sampling_fields
 from kvq_apps.serve.raw_prompts import reads_control_tokens
-from kvq_apps.serve.reclaim import Reclaiming
 from kvq_apps.serve.requests import AnswerFormat, AnswerRequest
 from kvq_apps.serve.rerank_api import rerank
 from kvq_apps.serve.responses_api import StoredResponses
@@ -64,7 +63,7 @@ from kvq_apps.serve.wire import (
     VectorRequest,
     Wire,
 )
-from kvq_apps.serve.workers import in_worker
+from kvq_apps.serve.workers import LARGE_BYTES, in_worker, reclaim
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import tool_form
 from kvq_runtime.answer.constraint import Grammar
@@ -149,7 +148,6 @@ def guarded_app(
     return Starlette(
         routes=table,
         middleware=[
-            Middleware(Reclaiming),
             Middleware(_Counting, status_counts=status_counts, known=known),
             Middleware(Guard, config=config, refuse=error_response),
         ],
@@ -219,11 +217,15 @@ class _Routes:
         async def handle(request: Request) -> Response:
             served = self._served()
             body = await read_body(request, self._config)
-            reading = await in_worker(
-                request,
-                *(self._read_request, body, request.headers, served, wire),
-                executor=self._long_bodies if len(body) > _LONG_BODY_BYTES else None,
-            )
+            try:
+                reading = await in_worker(
+                    request,
+                    *(self._read_request, body, request.headers, served, wire),
+                    executor=self._long_bodies if len(body) > _LONG_BODY_BYTES else None,
+                )
+            finally:
+                if len(body) >= LARGE_BYTES:
+                    asyncio.get_running_loop().run_in_executor(None, reclaim)
             if isinstance(reading, dict):
                 return JsonAnswer(reading)
             if isinstance(reading, VectorRequest):

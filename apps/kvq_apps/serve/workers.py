@@ -1,7 +1,9 @@
-"""Runs the slow parts of a request in threads, and stops waiting if the client leaves."""
+"""Runs the slow parts of a request in threads, and gives back the memory that they leave."""
 
 import asyncio
+import ctypes
 import logging
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
@@ -14,6 +16,10 @@ from kvq_apps.serve.errors import as_request_error
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# glibc keeps freed memory for later. After texts this large these are hundreds of megabytes, spread
+# over the arenas of all threads that have encoded one.
+LARGE_BYTES = 1 << 19
 
 
 async def in_worker(
@@ -58,3 +64,10 @@ async def gone(request: Request) -> None:
     """Returns when the client hangs up."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def reclaim() -> None:
+    """Gives freed memory back, which takes 5 to 50 ms; does nothing where libc is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
