@@ -4,14 +4,13 @@ A replica is a process with the routes of `kvq serve` over its own `SessionPool`
 watches, replaces, adds and removes replicas.
 """
 
-import asyncio
 import logging
 import signal
 import sys
 import threading
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import aclosing, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ from kvq_apps.fleet.prefixes import Placements
 from kvq_apps.fleet.replicas import Replicas, share_of
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.hosted_app import HostedApp
+from kvq_apps.serve.hosted_app import HostedApp, replies
 from kvq_apps.serve.listening import listen
 from kvq_apps.serve.loading import load
 
@@ -127,34 +126,10 @@ class Replica:
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message]]:
         """Yields the ASGI messages that answer a request, as many at once as there are."""
-        messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
-
-        async def receive() -> Message:
-            if not body:
-                await asyncio.Future[None]()  # a client that leaves cancels this answer
-            return body.pop()
-
-        async def run() -> None:
-            try:
-                await self._hosted.app({**request.scope, "root_path": ""}, receive, messages.put)
-            finally:
-                messages.put_nowait(None)
-
-        running = asyncio.create_task(run())
-        try:
-            ended = False
-            while not ended:
-                batch = [await messages.get()]
-                while not messages.empty():
-                    batch.append(messages.get_nowait())
-                ended = batch[-1] is None
-                yield [message for message in batch if message is not None]
-        finally:
-            running.cancel()
-            # The answer and the log contain the error.
-            with suppress(asyncio.CancelledError, Exception):
-                await running
+        scope = {**request.scope, "root_path": ""}
+        async with aclosing(replies(self._hosted.app, scope, request.body)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def facts(self) -> dict[str, Any]:
         """Returns what is served, for the announcement."""

@@ -263,7 +263,7 @@ class HostedModels(Hosted):
         model.arrivals.append(arrival)
         if model.loading is None:
             model.loading = self._begin(self._bring(model))
-        disconnect = asyncio.create_task(gone(request))
+        disconnect = asyncio.create_task(gone(request.receive))
         try:
             await asyncio.wait((arrival, disconnect), return_when=asyncio.FIRST_COMPLETED)
         finally:

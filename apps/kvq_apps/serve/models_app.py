@@ -8,11 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvq import __version__
 from kvq_apps.serve import ollama_api
 from kvq_apps.serve.fields import parse_object
+from kvq_apps.serve.hosted_app import repeated
 from kvq_apps.serve.hosted_models import HostedModel, HostedModels
 from kvq_apps.serve.http_app import (
     JsonAnswer,
@@ -148,14 +149,4 @@ class _Forwarding:
                 await JsonAnswer(ollama_api.unloaded(path, name))(scope, receive, send)
                 return
         async with self._models.use(self._models.named(name), request, keep_s) as app:
-            await app(scope, _repeated(body, receive), send)
-
-
-def _repeated(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that gives the body, which was read already, and then what follows."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return again
+            await app(scope, repeated(body, receive), send)

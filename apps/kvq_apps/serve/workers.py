@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from kvq.errors import KvqError
 from kvq_apps.serve.errors import as_request_error
@@ -44,7 +45,7 @@ async def in_worker(
             return error
 
     work = asyncio.get_running_loop().run_in_executor(executor, outcome)
-    disconnect = asyncio.create_task(gone(request))
+    disconnect = asyncio.create_task(gone(request.receive))
     try:
         await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -60,9 +61,9 @@ async def in_worker(
     return result
 
 
-async def gone(request: Request) -> None:
+async def gone(receive: Receive) -> None:
     """Returns when the client hangs up."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
