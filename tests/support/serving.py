@@ -29,6 +29,7 @@ from kvq.config import KvPlan
 from kvq.errors import BackendError
 from kvq_apps.completion.prompts import OwnedPrompts
 from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.hosted_app import HostedApp
 from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, serve_engine
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
@@ -198,7 +199,9 @@ def running(load: Callable[[ServeConfig], ServedModel], **settings: Any) -> Iter
     """A server in a thread of this process, on a port of its own, ready to answer."""
     config = ServeConfig(**{"port": 0, "chunk_tokens": 16, "grace_s": 0.0} | settings)
     ready = threading.Event()
-    server = Server(lambda: load(config), config, lambda *_: ready.set())
+    hosted = HostedApp(lambda: load(config), config)
+    server = Server(hosted, config, lambda _: ready.set())
+    server.pool = hosted.pool  # type: ignore[attr-defined]
     failures: list[BaseException] = []
 
     def run() -> None:

@@ -5,13 +5,10 @@ watches, replaces, adds and removes replicas.
 """
 
 import logging
-import signal
 import sys
 import threading
-from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, redirect_stdout
 from typing import Any
 
 from ray import serve
@@ -31,12 +28,12 @@ from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError
 from kvq_apps.serve.hosted_app import HostedApp, replies
 from kvq_apps.serve.listening import listen
-from kvq_apps.serve.loading import load
+from kvq_apps.serve.loading import ServeRequest
+from kvq_apps.serve.server import on_signals
 
 logger = logging.getLogger(__name__)
 
 NAME = "kvq"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Requests that generate nothing, such as /health, may be at a replica besides those that wait.
 _SPARE = 64
 # So many requests may wait until there is a replica.
@@ -46,31 +43,6 @@ _SAVING_S = 30.0
 _HEALTH_S = 5.0
 # After so many failures to load the model, Ray gives up.
 _STARTS = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FleetRequest:
-    """Holds a fleet as the flags of `kvq serve --ray` ask for it."""
-
-    model: str | None
-    config: ServeConfig
-    engine_options: Mapping[str, Any]
-    session_options: Mapping[str, Any]
-    replicas: Replicas
-
-
-def fleet_request(arguments: Namespace) -> FleetRequest:
-    """Returns the fleet that the flags ask for. Raises `UsageError`."""
-    from kvq_apps.commands.serve import serve_config
-    from kvq_apps.settings import options
-
-    return FleetRequest(
-        model=options.model_name(arguments),
-        config=serve_config(arguments),
-        engine_options=options.engine_options(arguments),
-        session_options=options.session_options(arguments),
-        replicas=Replicas.from_arguments(arguments),
-    )
 
 
 class PrefixRouter(RequestRouter):
@@ -115,12 +87,9 @@ def _chains(pending_request: Any) -> Sequence[Any]:
 class Replica:
     """Holds one pool with its routes, in a process that Ray started."""
 
-    async def __init__(self, fleet: FleetRequest, engine_options: Mapping[str, Any]) -> None:
+    async def __init__(self, request: ServeRequest) -> None:
         """Loads the model. Raises `KvqError`."""
-        self._hosted = HostedApp(
-            lambda: load(fleet.model, engine_options, fleet.session_options, fleet.config),
-            fleet.config,
-        )
+        self._hosted = HostedApp(request.load, request.config)
         self._hosted.start()
         await self._hosted.ready()
 
@@ -131,7 +100,7 @@ class Replica:
             async for batch in batches:
                 yield batch
 
-    async def facts(self) -> dict[str, Any]:
+    async def facts(self) -> Mapping[str, Any]:
         """Returns what is served, for the announcement."""
         return (await self._hosted.ready()).facts
 
@@ -176,17 +145,17 @@ class Gateway:
             response.cancel()
 
 
-def application(fleet: FleetRequest) -> serve.Application:
+def application(request: ServeRequest, replicas: Replicas) -> serve.Application:
     """Returns the Ray Serve application of a fleet.
 
     Raises `UsageError` where no machine has enough CPUs.
     """
-    config, replicas = fleet.config, fleet.replicas
-    share = share_of(fleet.engine_options.get("threads"), replicas.most)
+    config = request.config
+    cpus, threads = share_of(request.engine_options.get("threads"), replicas.most)
     replica = serve.deployment(
         Replica,
         name="replica",
-        ray_actor_options={"num_cpus": share.cpus},
+        ray_actor_options={"num_cpus": cpus},
         max_ongoing_requests=config.sessions + config.queue + _SPARE,
         max_queued_requests=_WAITING,
         health_check_period_s=_HEALTH_S,
@@ -198,7 +167,7 @@ def application(fleet: FleetRequest) -> serve.Application:
             "request_router_kwargs": {"sessions": config.sessions},
         },
         **replicas.options(config.sessions),
-    ).bind(fleet, {**fleet.engine_options, "threads": share.threads})
+    ).bind(request.with_threads(threads))
     return serve.deployment(
         Gateway,
         name="gateway",
@@ -210,15 +179,14 @@ def application(fleet: FleetRequest) -> serve.Application:
 
 
 def serve_until_signal(
-    arguments: Namespace, on_ready: Callable[[Mapping[str, Any], str, int], None]
+    request: ServeRequest, replicas: Replicas, on_ready: Callable[[Mapping[str, Any], str], None]
 ) -> None:
     """Serves until SIGINT or SIGTERM.
 
-    `on_ready` gets what is served, the URL and the number of replicas. Raises `UsageError` for an
-    address that cannot be used, `BackendError` where no replica can load the model.
+    `on_ready` gets what is served and the URL. Raises `UsageError` for an address that cannot be
+    used, `BackendError` where no replica can load the model.
     """
-    fleet = fleet_request(arguments)
-    host, port = fleet.config.host, fleet.config.port
+    host, port = request.config.host, request.config.port
     assert port is not None
     # Ray Serve has logs of its own.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -229,13 +197,15 @@ def serve_until_signal(
     try:
         serve.start(http_options={"host": host, "port": port})
         try:
-            serve.run(application(fleet), name=NAME)
+            serve.run(application(request, replicas), name=NAME)
         except RuntimeError as error:
             raise BackendError(f"the fleet did not start: {_failure_reason()}") from error
         facts = serve.get_deployment_handle("replica", NAME).facts.remote().result()
-        with _signal_waiter() as wait:
-            on_ready(facts, url, fleet.replicas.least)
-            wait()
+        stopped = threading.Event()
+        # Until then Ctrl-C ends the start.
+        with on_signals(stopped.set):
+            on_ready(facts, url)
+            stopped.wait()
     finally:
         # Ray's remarks about its end do not belong on stdout.
         with redirect_stdout(sys.stderr):
@@ -247,19 +217,3 @@ def _failure_reason() -> str:
     said = serve.status().applications[NAME].deployments["replica"].message
     lines = [line.strip() for line in said.splitlines() if "Error: " in line]
     return lines[-1].partition("Error: ")[2] if lines else said
-
-
-@contextmanager
-def _signal_waiter() -> Generator[Callable[[], object]]:
-    """Yields a function that waits for SIGINT or SIGTERM; until then Ctrl-C ends the start."""
-    received = threading.Event()
-
-    def set_received(_number: int, _frame: object) -> None:
-        received.set()
-
-    previous = {number: signal.signal(number, set_received) for number in _SIGNALS}
-    try:
-        yield received.wait
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -29,7 +29,7 @@ from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error
 from kvq_apps.serve.hosted_app import Hosted, HostedApp, MakeApp
 from kvq_apps.serve.http_app import SESSION_FACTS, make_model_app
-from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, load, names_of
+from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, ServeRequest, names_of
 from kvq_apps.serve.responses_api import StoredResponses
 from kvq_apps.serve.workers import gone, reclaim
 from kvq_apps.terminal.estimate import estimate
@@ -133,7 +133,12 @@ def hosted_models(
             HostedModel(
                 name=shown,
                 names=all_names - known,
-                load=partial(load, name, engine_options, session_options, model_config),
+                load=ServeRequest(
+                    model=name,
+                    engine_options=engine_options,
+                    session_options=session_options,
+                    config=model_config,
+                ).load,
                 config=model_config,
                 weight_bytes=sizes["weight_bytes"],
                 cache_bytes=session["kv_budget"] * config.sessions,

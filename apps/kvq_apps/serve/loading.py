@@ -70,16 +70,24 @@ class ServedModel(Served):
 DRAFT_TOKENS = 64
 
 
-def load(
-    model: str | None,
-    engine_options: Mapping[str, Any],
-    session_options: Mapping[str, Any],
-    config: ServeConfig,
-) -> ServedModel:
-    """Loads the model and opens every arena. Raises `KvqError`."""
-    engine = open_engine(model, **engine_options)
-    engine.tokenizer.begin_chat()
-    return serve_engine(engine, session_options, config, requested_name=model)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeRequest:
+    """Holds what flags ask for: a model, how it and its sessions are opened, how it is served."""
+
+    model: str | None
+    engine_options: Mapping[str, Any]
+    session_options: Mapping[str, Any]
+    config: ServeConfig
+
+    def load(self) -> ServedModel:
+        """Loads the model and opens every arena. Raises `KvqError`."""
+        engine = open_engine(self.model, **self.engine_options)
+        engine.tokenizer.begin_chat()
+        return serve_engine(engine, self.session_options, self.config, requested_name=self.model)
+
+    def with_threads(self, threads: int) -> "ServeRequest":
+        """Returns this request with another number of threads."""
+        return replace(self, engine_options={**self.engine_options, "threads": threads})
 
 
 def serve_engine(
