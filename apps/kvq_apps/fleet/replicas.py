@@ -49,10 +49,9 @@ class Replicas:
 def share_of(threads: int | None, most: int) -> tuple[float, int]:
     """Returns the CPUs that Ray reserves for each of `most` replicas, and its threads.
 
-    These are `threads`, or an equal part of Ray's CPUs.
-    On one machine there is always room, since replicas can take turns on its CPUs. Before Ray is
-    started, as by `serve run`, its CPUs are not known, and the share is one thread. Raises
-    `UsageError` where no machine has so many CPUs.
+    These are `threads`, or an equal part of Ray's CPUs. On one machine there is always room, since
+    replicas can take turns on its CPUs. Before Ray is started, as by `serve run`, its CPUs are not
+    known, and a replica gets one thread. Raises `UsageError` where no machine has so many CPUs.
     """
     import ray
 

@@ -39,7 +39,7 @@ from kvq_apps.serve.page import PAGE_HEADERS, docs_page, page
 from kvq_apps.serve.prometheus import Metrics, prometheus_text
 from kvq_apps.serve.protocol import EVICTED_HEADER, PROTOCOL, sampling_fields
 from kvq_apps.serve.raw_prompts import reads_control_tokens
-from kvq_apps.serve.requests import AnswerFormat, AnswerRequest
+from kvq_apps.serve.requests import AnswerRequest
 from kvq_apps.serve.rerank_api import rerank
 from kvq_apps.serve.responses_api import StoredResponses
 from kvq_apps.serve.streams import (
@@ -66,7 +66,7 @@ from kvq_apps.serve.wire import (
 from kvq_apps.serve.workers import LARGE_BYTES, in_worker, reclaim
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import tool_form
-from kvq_runtime.answer.constraint import Grammar
+from kvq_runtime.answer.constraint import Constraint, Grammar
 from kvq_runtime.serving.outbox import Failed
 from kvq_runtime.serving.pool import Counts, SessionPool
 from kvq_runtime.serving.request import GenerationRequest, shutdown_error
@@ -232,7 +232,7 @@ class _Routes:
                 return await self._measured(request, reading)
             answer, make_shape = reading
             if answer.answer_format is not None:
-                grammar = await self._grammar(request, served, answer.answer_format)
+                grammar = await self._grammar(request, served, *answer.answer_format)
                 answer = replace(answer, generation=replace(answer.generation, grammar=grammar))
             return await self._answer(request, make_shape(served, answer))
 
@@ -345,21 +345,16 @@ class _Routes:
         return replace(answer, notes=notes), make_shape
 
     async def _grammar(
-        self, request: Request, served: ServedModel, answer_format: AnswerFormat
+        self, request: Request, served: ServedModel, constraint: Constraint, param: str
     ) -> Grammar:
-        """Returns the grammar of a format; one that may be slow waits only for other slow ones."""
+        """Returns a constraint's grammar; one that may be slow waits only for other slow ones."""
         finished = Event()
-        executor = None if answer_format.constraint.small else self._readers
+        executor = None if constraint.small else self._readers
+        arguments = (served.grammar, constraint, finished.is_set)
         try:
-            return await in_worker(
-                request,
-                served.grammar,
-                answer_format.constraint,
-                finished.is_set,
-                executor=executor,
-            )
+            return await in_worker(request, *arguments, executor=executor)
         except UsageError as error:
-            raise RequestError(str(error), param=answer_format.param) from error
+            raise RequestError(str(error), param=param) from error
         finally:
             finished.set()
 

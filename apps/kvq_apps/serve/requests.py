@@ -53,18 +53,11 @@ _TEXT_PARTS = {
 _KIND_CHARACTERS = 40
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """Holds the constraint on an answer, and the field that asks for it."""
-
-    constraint: Constraint
-    param: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerRequest:
     """Holds a request after its fields are read: what is generated, and how it is sent.
 
+    `answer_format` are the constraint on an answer and the name of the field that asks for it.
     `logprobs` adds the log-probabilities of the tokens. Of the answers to each prompt the `choices`
     likeliest are sent. `steps` adds how likely each beginning of a text is. `notes` are what
     `x_kvq` says about a request that is followed only in part: `unheld` places of schemas,
@@ -72,15 +65,15 @@ class AnswerRequest:
     """
 
     generation: GenerationRequest
-    answer_format: AnswerFormat | None
-    tools: Tools | None
-    thoughts: AnswerThoughts | None
+    answer_format: tuple[Constraint, str] | None
+    tools: Tools | None = None
+    thoughts: AnswerThoughts | None = None
     stream: bool
     include_usage: bool
     response_fields: tuple[str, ...] | None
-    echo: bool
+    echo: bool = False
     logprobs: bool
-    steps: bool
+    steps: bool = False
     choices: int
     notes: Mapping[str, list[str]]
 
@@ -94,14 +87,10 @@ def _answer_request(
     tools: Tools | None = None,
     skipped_tools: tuple[str, ...] = (),
     thoughts: AnswerThoughts | None = None,
-    echo: bool = False,
-    logprobs: bool | None = None,
-    steps: bool = False,
-    choices: int | None = None,
 ) -> AnswerRequest:
     """Reads how the client wants the answer to prompts that come from the field `param`.
 
-    It gets the log-probabilities and all choices that are generated, unless the caller says less.
+    It gets the log-probabilities and all choices that are generated.
     """
     _check_prompts(generation, model, param)
     names = fields.get("response_fields")
@@ -109,7 +98,7 @@ def _answer_request(
         fields.refuse("response_fields", "a list of strings")
     call_tokens = frozenset[int]() if tools is None else tools.shown(model.tokenizer)
     answer_format = _answer_format(fields, model.tokenizer, tools, thoughts, call_tokens)
-    unheld = () if answer_format is None else answer_format.constraint.unheld
+    unheld = () if answer_format is None else answer_format[0].unheld
     notes = {"unheld": [*unheld], "skipped_tools": [*skipped_tools]}
     return AnswerRequest(
         generation=replace(
@@ -124,10 +113,8 @@ def _answer_request(
         stream=fields.flag("stream"),
         include_usage=fields.object("stream_options").flag("include_usage"),
         response_fields=tuple(cast(list[str], names)) if names else None,
-        echo=echo,
-        logprobs=generation.logprobs if logprobs is None else logprobs,
-        steps=steps,
-        choices=generation.choices if choices is None else choices,
+        logprobs=generation.logprobs,
+        choices=generation.choices,
         notes={name: note for name, note in notes.items() if note},
     )
 
@@ -229,7 +216,7 @@ def _answer_format(
     tools: Tools | None,
     thoughts: AnswerThoughts | None,
     call_tokens: frozenset[int],
-) -> AnswerFormat | None:
+) -> tuple[Constraint, str] | None:
     """Returns the format that the answer must have after its thought, or None for any text.
 
     The request asks for a format, for calls of tools, or for both. `call_tokens` are the control
@@ -247,7 +234,7 @@ def _answer_format(
             constraint = thoughts.constraint(constraint, call_tokens, calls=tools is not None)
     except UsageError as error:
         raise RequestError(str(error), param=name) from error
-    return None if constraint is None else AnswerFormat(constraint, name)
+    return None if constraint is None else (constraint, name)
 
 
 def _most_tokens(fields: Fields, *names: str, default: int | None) -> int | None:
@@ -288,9 +275,8 @@ def completion_request(fields: Fields, model: ServedModel) -> AnswerRequest:
         logprobs=logprobs or best_of > count,
         scored=echo and logprobs,
     )
-    return _answer_request(
-        *(fields, model, generation, "prompt"), echo=echo, logprobs=logprobs, choices=count
-    )
+    request = _answer_request(fields, model, generation, "prompt")
+    return replace(request, echo=echo, logprobs=logprobs, choices=count)
 
 
 def _best_of(fields: Fields, count: int) -> int:
@@ -355,7 +341,7 @@ def infill_request(fields: Fields, model: ServedModel) -> AnswerRequest:
         passages=() if exact else fitted.passages,
         logprobs=generation.logprobs or steps,
     )
-    return _answer_request(fields, model, generation, "input_prefix", steps=steps)
+    return replace(_answer_request(fields, model, generation, "input_prefix"), steps=steps)
 
 
 def _openai_request(fields: Fields, model: ServedModel, priority: str) -> GenerationRequest:
