@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import BackendError, DataError, UsageError, argument
+from kvq.errors import BackendError, DataError, UsageError
 from kvq.json_values import is_array
-from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.errors import RequestError, too_long
+from kvq_apps.serve.fields import Fields, is_token
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.requests import check_name
 from kvq_apps.serve.wire import Json, VectorRequest
@@ -98,22 +98,10 @@ def texts_of(fields: Fields, name: str, served: ServedModel, *, cuts: bool = Fal
         label = f"{name}[{place}]" if several else name
         ids = _ids(fields, name, label, row, served, kind)
         if len(ids) > served.context_tokens and not cuts:
-            raise too_long(label, name, len(ids), served)
+            raise too_long(label, name, len(ids), served.context_tokens, "cut the text")
         end = served.tokenizer.control.end if len(ids) > served.context_tokens else ()
         prompts.append([*ids[: served.context_tokens - len(end)], *end])
     return prompts
-
-
-def too_long(label: str, param: str, count: int, served: ServedModel) -> RequestError:
-    """Returns the error for a text of more tokens than the context holds."""
-    # The tokens of a text that is much too long are not all counted.
-    return RequestError(
-        f"{label} has at least {count} tokens and this model's context holds "
-        f"{served.context_tokens}; cut the text, or serve with a larger {argument('--ctx-size')}",
-        param=param,
-        code="context_length_exceeded",
-        numbers={"n_prompt_tokens": count, "n_ctx": served.context_tokens},
-    )
 
 
 def _ids(
@@ -128,17 +116,12 @@ def _ids(
             return text_embedding.embedded_ids(served.tokenizer, before + row, served.context_tokens)
         except (UsageError, DataError) as error:
             raise RequestError(str(error), param=name) from error
-    if is_array(row) and row and all(_is_id(token, served) for token in row):
+    if is_array(row) and row and all(is_token(token, served.vocab_size) for token in row):
         return [*row]
     possible = f"a string, token ids from 0 to {served.vocab_size - 1}, or a list of these"
     if row == []:
         fields.refuse_with(name, f"{label} is empty; give {possible}")
     return fields.refuse(name, possible)
-
-
-def _is_id(token: object, served: ServedModel) -> bool:
-    whole = isinstance(token, int) and not isinstance(token, bool)
-    return whole and 0 <= cast(int, token) < served.vocab_size
 
 
 def _encoded(vector: NDArray[np.float32], encoding: str) -> list[float] | str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvq.errors import BackendError, CacheError, KvqError
+from kvq.errors import BackendError, CacheError, KvqError, argument
 from kvq_runtime.serving.request import PoolError
 
 _TYPES = {
@@ -59,6 +59,20 @@ def as_request_error(error: BaseException) -> RequestError:
         f"internal error: {type(error).__name__}; the server's log says more",
         status=500,
         code="internal_error",
+    )
+
+
+def too_long(
+    subject: str, param: str, count: int, context_tokens: int, advice: str
+) -> RequestError:
+    """Returns the error for a text of more tokens than the context holds."""
+    # The tokens of a text that is much too long are not all counted.
+    return RequestError(
+        f"{subject} has at least {count} tokens and this model's context holds "
+        f"{context_tokens}; {advice}, or serve with a larger {argument('--ctx-size')}",
+        param=param,
+        code="context_length_exceeded",
+        numbers={"n_prompt_tokens": count, "n_ctx": context_tokens},
     )
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from math import isfinite
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from kvq.json_values import is_array, is_object
 from kvq_apps.serve.errors import RequestError
@@ -147,6 +147,11 @@ class Fields:
     def refuse_with(self, name: str, message: str, code: str | None = None) -> NoReturn:
         """Raises a `RequestError` about `name`."""
         raise RequestError(message, param=f"{self._prefix}{name}", code=code)
+
+
+def is_token(value: object, vocab_size: int) -> TypeGuard[int]:
+    """Says whether `value` is the id of one of so many tokens."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def _kind(value: Any) -> str:

@@ -29,7 +29,7 @@ from kvq.residency import Resident
 from kvq_apps.serve import embeddings_api, messages_api, ollama_api, requests
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
-from kvq_apps.serve.fields import Fields, parse_object
+from kvq_apps.serve.fields import Fields, is_token, parse_object
 from kvq_apps.serve.guard import Guard, owner_of, too_large
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.messages_api import MESSAGES, messages_error
@@ -546,10 +546,7 @@ def _detokenize(fields: Fields, served: ServedModel) -> dict[str, Any]:
     if (
         not is_array(ids)
         or len(ids) > _MOST_TOKENIZED
-        or not all(
-            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < served.vocab_size
-            for token in ids
-        )
+        or not all(is_token(token, served.vocab_size) for token in ids)
     ):
         possible = f"a list of up to {_MOST_TOKENIZED} token ids from 0 to {served.vocab_size - 1}"
         fields.refuse("tokens", possible)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from kvq.errors import DataError
 from kvq.json_values import is_array
 from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.fields import Fields, is_token
 from kvq_apps.serve.loading import ServedModel
 from kvq_runtime.answer.healing import heal
 
@@ -65,7 +65,7 @@ def encoded(param: str, encode: Callable[[], T]) -> T:
 def _rows(fields: Fields) -> list[Any]:
     """Returns `prompt` as a list of prompts."""
     prompt = fields.get("prompt")
-    several = is_array(prompt) and bool(prompt) and not any(map(_is_id, prompt))
+    several = is_array(prompt) and bool(prompt) and not any(isinstance(row, int) for row in prompt)
     return cast(list[Any], prompt) if several else [prompt]
 
 
@@ -77,7 +77,7 @@ def _ids(fields: Fields, prompt: Any, model: ServedModel, *, special: bool, star
         if isinstance(piece, str):
             first = start and place == 0
             ids += _text_ids(piece, model, special=special, start=first)
-        elif is_array(prompt) and _is_id(piece) and 0 <= piece < model.vocab_size:
+        elif is_array(prompt) and is_token(piece, model.vocab_size):
             ids.append(piece)
         else:
             possible = f"a string, token ids from 0 to {model.vocab_size - 1}, or a list of prompts"
@@ -95,7 +95,3 @@ def _text_ids(text: str, model: ServedModel, *, special: bool, start: bool) -> l
     ids = encoded("prompt", lambda: tokenizer.encode(text, special=special, most=most))
     beginning = [*tokenizer.control.start] if start else []
     return ids if ids[: len(beginning)] == beginning else [*beginning, *ids]
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from kvq.errors import DataError, ModelError, UsageError, argument
 from kvq.json_values import is_array
-from kvq_apps.serve.errors import RequestError
+from kvq_apps.serve.errors import RequestError, too_long
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.formats import NAMES, constraint_of
 from kvq_apps.serve.loading import ServedModel
@@ -513,12 +513,5 @@ def _check_prompts(request: GenerationRequest, model: ServedModel, param: str) -
         if not ids:
             raise RequestError(f"{param} is empty; give some text", param=param)
         if len(ids) + 1 > model.context_tokens:
-            # The tokens of a text that is much too long are not all counted.
-            raise RequestError(
-                f"the prompt has at least {len(ids)} tokens and this model's context holds "
-                f"{model.context_tokens}, the answer included; shorten the prompt or serve with a "
-                f"larger {argument('--ctx-size')}",
-                param=param,
-                code="context_length_exceeded",
-                numbers={"n_prompt_tokens": len(ids), "n_ctx": model.context_tokens},
-            )
+            advice = "shorten the prompt, so that an answer fits too"
+            raise too_long("the prompt", param, len(ids), model.context_tokens, advice)

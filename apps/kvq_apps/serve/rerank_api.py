@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvq.errors import DataError
 from kvq.json_values import is_array, is_object
-from kvq_apps.serve.embeddings_api import MOST_INPUTS, prompts_request, too_long, usage
-from kvq_apps.serve.errors import RequestError
+from kvq_apps.serve.embeddings_api import MOST_INPUTS, prompts_request, usage
+from kvq_apps.serve.errors import RequestError, too_long
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.requests import check_name
@@ -50,7 +50,8 @@ def rerank(fields: Fields, served: ServedModel) -> VectorRequest:
         prompts.append(_prompt(served, pair))
         if len(prompts[-1]) > served.context_tokens:
             label = f"documents[{place}] with the query"
-            raise too_long(label, "documents", len(prompts[-1]), served)
+            count = len(prompts[-1])
+            raise too_long(label, "documents", count, served.context_tokens, "cut the text")
     generation = replace(
         prompts_request(fields, served, prompts), reuse=True, pooled=False, compared=answers
     )

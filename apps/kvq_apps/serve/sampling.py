@@ -11,7 +11,7 @@ from typing import Any
 
 from kvq.errors import DataError
 from kvq.json_values import is_array, is_object
-from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.fields import Fields, is_token
 from kvq_apps.serve.loading import ServedModel
 from kvq_runtime.config import Sampling
 
@@ -149,14 +149,11 @@ def _bias_key(key: str) -> int | str:
 
 def _token_ids(fields: Fields, token: Any, model: ServedModel) -> list[int]:
     """Returns the id that names a token, or the ids of all tokens of a text."""
-    if isinstance(token, int) and not isinstance(token, bool):
-        if not 0 <= token < model.vocab_size:
-            last = model.vocab_size - 1
-            message = f"logit_bias names a token that there is not; ids are 0 to {last}"
-            fields.refuse_with("logit_bias", message)
+    if is_token(token, model.vocab_size):
         return [token]
     if not isinstance(token, str):
-        fields.refuse_with("logit_bias", "logit_bias names a token by its id or its text")
+        possible = f"its id, 0 to {model.vocab_size - 1}, or its text"
+        fields.refuse_with("logit_bias", f"logit_bias names a token by {possible}")
     try:
         return model.tokenizer.encode(token, special=True)
     except DataError as error:
