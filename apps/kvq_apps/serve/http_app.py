@@ -25,7 +25,6 @@ from starlette.types import Receive, Scope, Send
 from kvq import __version__
 from kvq.errors import KvqError, UsageError
 from kvq.json_values import is_array
-from kvq.residency import Resident
 from kvq_apps.serve import embeddings_api, messages_api, ollama_api, requests
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
@@ -36,7 +35,6 @@ from kvq_apps.serve.messages_api import MESSAGES, messages_error
 from kvq_apps.serve.ollama_api import OLLAMA, ollama_error
 from kvq_apps.serve.openapi import openapi
 from kvq_apps.serve.page import PAGE_HEADERS, docs_page, page
-from kvq_apps.serve.prometheus import Metrics, prometheus_text
 from kvq_apps.serve.protocol import EVICTED_HEADER, PROTOCOL, sampling_fields
 from kvq_apps.serve.raw_prompts import reads_control_tokens
 from kvq_apps.serve.requests import AnswerRequest
@@ -68,14 +66,15 @@ from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import tool_form
 from kvq_runtime.answer.constraint import Constraint, Grammar
 from kvq_runtime.serving.outbox import Failed
-from kvq_runtime.serving.pool import Counts, SessionPool
+from kvq_runtime.serving.pool import SessionPool
 from kvq_runtime.serving.request import GenerationRequest, shutdown_error
-from kvq_runtime.serving.slots import Slots
 
 logger = logging.getLogger(__name__)
 
 # What lists of models say of a session.
 SESSION_FACTS = ("kv_budget", "budget_tokens", "full_kv", "full_tokens")
+# What a metric says and its values by their labels, by its name. A counter's name ends with _total.
+Metrics = Mapping[str, tuple[str, Mapping[str, float]]]
 # A stream's headers wait this long for a first event, so that an early error keeps its status.
 _FIRST_EVENT_S = 1.0
 # More ids would delay other requests for too long.
@@ -581,6 +580,19 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
         return list(content)
 
 
+def prometheus_text(metrics: Metrics) -> str:
+    """Returns the metrics in the exposition format, version 0.0.4."""
+    lines: list[str] = []
+    for name, (text, values) in metrics.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        lines += [
+            f"{name}{f'{{{labels}}}' if labels else ''} {value:.10g}"
+            for labels, value in values.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
 def request_metrics(status_counts: Counter[tuple[str, int]]) -> Metrics:
     """Returns the counts of requests by path and status."""
     by_status = {
@@ -592,25 +604,14 @@ def request_metrics(status_counts: Counter[tuple[str, int]]) -> Metrics:
 
 def pool_metrics(pool: SessionPool[ServedModel]) -> dict[str, tuple[str, float]]:
     """Returns help and value of all that is known of a pool and its model, by the metric's name."""
-    waiting, running = pool.queue
-    rows = _count_metrics(pool.counts) | {
-        "jobs_running": ("Jobs that hold a session.", running),
-        "jobs_waiting": ("Jobs that wait for one.", waiting),
-    }
-    if pool.served is not None:
-        rows |= _session_metrics(pool.served.slots, pool.served.slot_bytes)
-        rows |= _expert_metrics(pool.served.backend.resident())
-    return {f"kvq_{name}": row for name, row in rows.items()}
-
-
-def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:
-    """Returns help and value of what the pool has done so far, by the metric's name."""
-    rounds = counts.rounds
-    return {
+    counts, rounds, (waiting, running) = pool.counts, pool.counts.rounds, pool.queue
+    rows: dict[str, tuple[str, float]] = {
         "jobs_total": ("Jobs that ended, however they did.", counts.finished),
         "jobs_failed_total": ("Jobs that ended with an error.", counts.failed),
         "jobs_cancelled_total": ("Jobs whose client left.", counts.cancelled),
         "jobs_refused_total": ("Jobs refused because the queue was full.", counts.refused),
+        "jobs_running": ("Jobs that hold a session.", running),
+        "jobs_waiting": ("Jobs that wait for one.", waiting),
         "steps_total": ("Steps of the pool.", counts.steps),
         "queued_seconds_total": ("Seconds that jobs waited for a session.", counts.queued_s),
         "busy_seconds_total": ("Seconds the model was computing.", counts.busy_s),
@@ -625,29 +626,21 @@ def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:
         "choose_seconds_total": ("Seconds spent on choosing tokens.", rounds.choose_ms / 1e3),
         "decode_seconds_total": ("Seconds of answers after their first token.", counts.decode_s),
     }
+    if pool.served is not None:
+        rows |= _model_metrics(pool.served)
+    return {f"kvq_{name}": row for name, row in rows.items()}
 
 
-def _expert_metrics(resident: Resident | None) -> dict[str, tuple[str, float]]:
-    """Returns help and value of a model's experts, if they have a budget, by the metric's name."""
-    if resident is None:
-        return {}
-    return {
-        "expert_budget_bytes": ("Bytes of experts that may be in memory.", resident.budget_bytes),
-        "expert_bytes": ("Bytes of experts that are in memory.", resident.held_bytes),
-        "experts_chosen_total": ("Experts that passes chose, by layer.", resident.chosen),
-        "experts_fetched_total": ("Of these, not in memory.", resident.fetched),
-    }
-
-
-def _session_metrics(slots: Slots, slot_bytes: int) -> dict[str, tuple[str, float]]:
-    """Returns help and value of what the sessions of a model hold, by the metric's name."""
+def _model_metrics(served: ServedModel) -> dict[str, tuple[str, float]]:
+    """Returns help and value of what a model's sessions hold, and its experts with a budget."""
+    slots, experts = served.slots, served.backend.resident()
     saved, count = slots.saved, len(slots.all)
     used = sum(slot.session.kv_bytes_peak for slot in slots.all)
     drafters = sum(slot.session.draft_bytes for slot in slots.all)
     auxiliaries = sum(slot.session.auxiliary_bytes for slot in slots.all)
-    return {
+    rows: dict[str, tuple[str, float]] = {
         "sessions": ("Sessions, each of the KV budget.", count),
-        "kv_budget_bytes": ("Bytes of all sessions together.", slot_bytes * count),
+        "kv_budget_bytes": ("Bytes of all sessions together.", served.slot_bytes * count),
         "kv_peak_bytes": ("Most bytes ever used in them.", used),
         "draft_bytes": ("Bytes that their drafters hold beside.", drafters),
         "auxiliary_bytes": ("Bytes that models reading their prompts hold beside.", auxiliaries),
@@ -657,3 +650,11 @@ def _session_metrics(slots: Slots, slot_bytes: int) -> dict[str, tuple[str, floa
             "Sessions that could not be written or read.", saved.failures,
         ),
     }  # fmt: skip
+    if experts is not None:
+        rows |= {
+            "expert_budget_bytes": ("Bytes of experts that may be in memory.", experts.budget_bytes),
+            "expert_bytes": ("Bytes of experts that are in memory.", experts.held_bytes),
+            "experts_chosen_total": ("Experts that passes chose, by layer.", experts.chosen),
+            "experts_fetched_total": ("Of these, not in memory.", experts.fetched),
+        }
+    return rows

@@ -21,12 +21,12 @@ from kvq_apps.serve.http_app import (
     make_model_app,
     model_row,
     pool_metrics,
+    prometheus_text,
     read_body,
     request_metrics,
 )
 from kvq_apps.serve.ollama_api import OLLAMA
 from kvq_apps.serve.page import PAGE_HEADERS, page
-from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.wire import Json
 from kvq_apps.serve.workers import in_worker
 from kvq_runtime.serving.request import shutdown_error

@@ -19,8 +19,8 @@ from kvq_apps.cli import main
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.fields import parse_object
 from kvq_apps.serve.hosted_app import HostedApp
+from kvq_apps.serve.http_app import prometheus_text
 from kvq_apps.serve.loading import ServedModel
-from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
 from kvq_runtime.answer.drafter import DraftContext
 from kvq_runtime.config import Sampling
