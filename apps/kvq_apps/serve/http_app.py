@@ -610,8 +610,6 @@ def pool_metrics(pool: SessionPool[ServedModel]) -> dict[str, tuple[str, float]]
         "jobs_failed_total": ("Jobs that ended with an error.", counts.failed),
         "jobs_cancelled_total": ("Jobs whose client left.", counts.cancelled),
         "jobs_refused_total": ("Jobs refused because the queue was full.", counts.refused),
-        "jobs_running": ("Jobs that hold a session.", running),
-        "jobs_waiting": ("Jobs that wait for one.", waiting),
         "steps_total": ("Steps of the pool.", counts.steps),
         "queued_seconds_total": ("Seconds that jobs waited for a session.", counts.queued_s),
         "busy_seconds_total": ("Seconds the model was computing.", counts.busy_s),
@@ -625,6 +623,8 @@ def pool_metrics(pool: SessionPool[ServedModel]) -> dict[str, tuple[str, float]]
         "pass_seconds_total": ("Seconds of passes over written tokens.", rounds.pass_ms / 1e3),
         "choose_seconds_total": ("Seconds spent on choosing tokens.", rounds.choose_ms / 1e3),
         "decode_seconds_total": ("Seconds of answers after their first token.", counts.decode_s),
+        "jobs_running": ("Jobs that hold a session.", running),
+        "jobs_waiting": ("Jobs that wait for one.", waiting),
     }
     if pool.served is not None:
         rows |= _model_metrics(pool.served)

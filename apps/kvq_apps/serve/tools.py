@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvq.errors import UsageError
@@ -12,7 +13,7 @@ from kvq_apps.serve.call_rules import CALL_FOLLOWER, CallRules
 from kvq_apps.serve.fields import Fields
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import MARKS, Reader, ToolForm, reader_of, tool_form
-from kvq_runtime.answer.constraint import Constraint, escaped, json_part, json_schema
+from kvq_runtime.answer.constraint import Constraint, escaped, json_part, json_schema, spelled
 from kvq_runtime.answer.schemas import JSON_FOLLOWER, held_schema
 
 # An answer that must contain a call has at most so many.
@@ -103,11 +104,14 @@ class Tools:
     def _calls(self, tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]]) -> str:
         """Returns rules in Lark's notation for one or more calls of `functions`."""
         form = self.form
-
-        def spelled(text: str) -> str:
-            return _spelled(tokenizer, text, (form.opening, form.closing, *form.tokens))
-
-        opening, closing = spelled(form.opening), spelled(form.closing)
+        marks = (form.opening, form.closing, *form.tokens)
+        ids = {mark: tokenizer.token_id(mark) for mark in marks if mark}
+        control = {
+            mark: token
+            for mark, token in ids.items()
+            if token is not None and tokenizer.is_control(token)
+        }
+        opening, closing = spelled(form.opening, control), spelled(form.closing, control)
         gap, more = escaped(form.gap), f"{{0,{MOST_CALLS - 1}}}"
         if form.last:
             calls = f"{opening} call"
@@ -122,11 +126,11 @@ class Tools:
         if form.calls is None:
             called, rules = [_object(function, form.arguments) for function in functions], ""
         else:
-            call_rules = CallRules(form, form.calls, spelled)
+            call_rules = CallRules(form, form.calls, partial(spelled, ids=control))
             called = call_rules.calls(functions)
             if form.bare and form.calls.bare_head and called:
                 bare_calls = " | ".join(call_rules.calls(functions, bare=True))
-                calls += f" | {spelled(form.bare[0])} ({bare_calls})"
+                calls += f" | {spelled(form.bare[0], control)} ({bare_calls})"
             rules = call_rules.lark
         if not called:
             names = ", ".join(function["name"] for function in functions)
@@ -267,19 +271,6 @@ def _object(function: Mapping[str, Any], arguments: str) -> str:
     """Returns the rule of a call in JSON, as the templates write one."""
     head = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
     return f"({escaped(head)} {json_part(function['parameters'])} {escaped('}')})"
-
-
-def _spelled(tokenizer: Tokenizer, text: str, marks: Iterable[str]) -> str:
-    """Returns `text` in Lark's notation; `marks` that are control tokens are written as ids."""
-    ids = {mark: tokenizer.token_id(mark) for mark in marks if mark}
-    control = {
-        mark: token
-        for mark, token in ids.items()
-        if token is not None and tokenizer.is_control(token)
-    }
-    parts = re.split(f"({'|'.join(map(re.escape, control))})", text) if control else [text]
-    rows = (f"<[{control[part]}]>" if part in control else escaped(part) for part in parts if part)
-    return " ".join(rows) or '""'
 
 
 # Calls in a conversation

@@ -10,6 +10,7 @@ import codecs
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
@@ -249,7 +250,9 @@ class ChatShape(_OpenAiShape):
 
     def __init__(self, served: ServedModel, request: AnswerRequest) -> None:
         super().__init__(served, request)
-        self._readers: dict[int, AnswerReader] = {}
+        self._readers = defaultdict[int, AnswerReader](
+            lambda: AnswerReader(request.thoughts, request.tools)
+        )
 
     def opening(self, index: int) -> list[Json]:
         """Returns a chunk with the role."""
@@ -257,23 +260,18 @@ class ChatShape(_OpenAiShape):
 
     def delta(self, delta: Delta) -> list[Json]:
         """Returns a chunk with thought, text or calls; nothing while it is not known which."""
-        said = self._reader(delta.index).feed(delta.text)
+        said = self._readers[delta.index].feed(delta.text)
         if not said and not delta.logs:
             return []
         return [self._chunk(self._choice(delta.index, said, delta.logs, None))]
 
     def finish(self, finished: Finished) -> list[Json]:
         """Returns a chunk with a reason, and what was held back until now."""
-        reader = self._reader(finished.index)
+        reader = self._readers[finished.index]
         said = reader.flush(cut=finished.reason == "length")
         reason = reader.reason(finished.reason)
         chunk = self._chunk(self._choice(finished.index, said, (), reason))
         return [chunk | self.measures(finished.report)]
-
-    def _reader(self, index: int) -> AnswerReader:
-        if index not in self._readers:
-            self._readers[index] = AnswerReader(self.request.thoughts, self.request.tools)
-        return self._readers[index]
 
     def _usage(self, report: Report) -> Json:
         """Returns the usage with the tokens of thoughts, counted from their texts."""
@@ -295,16 +293,14 @@ class ChatShape(_OpenAiShape):
         }
 
     def _complete(self, index: int, choice: Choice) -> Json:
-        wants_logprobs, reason = self.request.logprobs, choice.reason
-        reader = self._reader(index)
+        reader = self._readers[index]
         message: Json = {"role": "assistant", "content": "", "refusal": None}
-        message |= reader.whole(choice.text, cut=reason == "length")
-        reason = reader.reason(reason)
+        message |= reader.whole(choice.text, cut=choice.reason == "length")
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.logs) if wants_logprobs else None,
-            "finish_reason": reason,
+            "logprobs": self._logprobs(choice.logs) if self.request.logprobs else None,
+            "finish_reason": reader.reason(choice.reason),
         }
 
     def _logprobs(self, logs: Sequence[TokenLog]) -> Json:
@@ -326,15 +322,15 @@ class CompletionShape(_OpenAiShape):
     def opening(self, index: int) -> list[Json]:
         """Returns a chunk with the prompt, if the client wants it repeated."""
         prompt = self._prompt(index)
-        return [self._chunk(self._piece(index, prompt, (), None))] if prompt else []
+        return [self._chunk(self._piece(index, prompt, None, None))] if prompt else []
 
     def delta(self, delta: Delta) -> list[Json]:
         """Returns a chunk with text."""
-        return [self._chunk(self._piece(delta.index, delta.text, delta.logs, None))]
+        return [self._chunk(self._piece(delta.index, delta.text, delta.logs or None, None))]
 
     def finish(self, finished: Finished) -> list[Json]:
         """Returns a chunk with a reason and no text."""
-        chunk = self._chunk(self._piece(finished.index, None, (), finished.reason))
+        chunk = self._chunk(self._piece(finished.index, "", None, finished.reason))
         return [chunk | self.measures(finished.report)]
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Any:
@@ -357,23 +353,18 @@ class CompletionShape(_OpenAiShape):
         return self.request.generation.prompts[index // self._choices]
 
     def _piece(
-        self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
+        self, index: int, text: str, logs: Sequence[TokenLog] | None, reason: str | None
     ) -> Json:
         return {
             "index": index,
-            "text": text or "",
-            "logprobs": self._logprobs(index, logs) if logs else None,
+            "text": text,
+            "logprobs": None if logs is None else self._logprobs(index, logs),
             "finish_reason": reason,
         }
 
     def _complete(self, index: int, choice: Choice) -> Json:
-        wants_logprobs = self.request.logprobs
-        return {
-            "index": index,
-            "text": self._prompt(index) + choice.text,
-            "logprobs": self._logprobs(index, choice.logs) if wants_logprobs else None,
-            "finish_reason": choice.reason,
-        }
+        logs = choice.logs if self.request.logprobs else None
+        return self._piece(index, self._prompt(index) + choice.text, logs, choice.reason)
 
     def _logprobs(self, index: int, logs: Sequence[TokenLog]) -> Json:
         if index not in self._columns:
