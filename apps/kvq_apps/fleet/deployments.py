@@ -70,11 +70,9 @@ class PrefixRouter(RequestRouter):
         ]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Notes which replica got a text."""
         self._placements.put(replica_id, _chains(pending_request))
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Takes the list of replicas from Ray."""
         self._placements.keep([replica.replica_id for replica in replicas])
         super().update_replicas(replicas)
 
@@ -101,7 +99,6 @@ class Replica:
                 yield batch
 
     async def facts(self) -> Mapping[str, Any]:
-        """Returns what is served, for the announcement."""
         return (await self._hosted.ready()).facts
 
     def check_health(self) -> None:

@@ -79,7 +79,6 @@ class _HiddenRoutes:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         if scope["type"] == "http" and scope["path"].startswith(_RAY_PATHS):
             error = RequestError("there is no such path here", status=404)
             await error_response(error)(scope, receive, send)
@@ -93,7 +92,6 @@ class _GatewayApp:
         self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         answer = _ForwardedAnswer(send)
         try:
             body = await read_body(Request(scope, receive), self._config)
@@ -144,7 +142,6 @@ class _ForwardedAnswer:
         self._head: Message | None = None
 
     async def send(self, message: Message) -> None:
-        """Passes a message on to the client."""
         if message["type"] == "http.response.start":
             version_headers = [
                 (name.lower().encode(), value.encode()) for name, value in own_headers()

@@ -78,7 +78,6 @@ class Placements(Generic[Replica]):
         }
 
     def put(self, replica: Replica, chains: Sequence[Chain]) -> None:
-        """Notes that `replica` got a text."""
         if replica in self._texts_of:
             for chain in chains:
                 self._texts_of[replica].put(chain)

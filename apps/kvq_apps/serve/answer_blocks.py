@@ -64,7 +64,6 @@ class BlockShape(Shape):
         return events
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Json:
-        """Returns the answer as one object."""
         (choice,) = choices
         message = self._reader.whole(choice.text, cut=choice.reason == "length")
         # The events are for streams; here only the blocks that they build are needed.

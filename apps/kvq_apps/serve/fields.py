@@ -49,7 +49,6 @@ class Fields:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Returns all values as they came."""
         self._read |= self._values.keys()
         return self._values
 
@@ -66,7 +65,6 @@ class Fields:
         }
 
     def text(self, name: str, default: str = "", **kind: Any) -> str:
-        """Returns a string."""
         value = self.get(name, type="string", default=default or None, **kind)
         if value is None:
             return default
@@ -75,7 +73,6 @@ class Fields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Returns true or false."""
         value = self.get(name, type="boolean", default=default)
         if value is None:
             return default
@@ -91,7 +88,6 @@ class Fields:
         return value
 
     def whole(self, name: str, low: int, high: int, default: Default) -> int | Default:
-        """Returns a whole number from `low` to `high`."""
         value = self.get(name, type="integer", minimum=low, maximum=high, default=default)
         if value is None:
             return default
@@ -102,7 +98,6 @@ class Fields:
         return value
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
-        """Returns a number from `low` to `high`."""
         value = self.get(name, type="number", minimum=low, maximum=high, default=default)
         if value is None:
             return default
@@ -145,7 +140,6 @@ class Fields:
         self.refuse_with(name, f"{self._prefix}{name} is {shown}; give {possible}")
 
     def refuse_with(self, name: str, message: str, code: str | None = None) -> NoReturn:
-        """Raises a `RequestError` about `name`."""
         raise RequestError(message, param=f"{self._prefix}{name}", code=code)
 
 

@@ -52,7 +52,6 @@ class Guard:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)

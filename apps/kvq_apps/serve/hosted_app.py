@@ -23,7 +23,6 @@ class Hosted:
         self._changed = asyncio.Event()
 
     def start(self) -> None:
-        """Begins, in the event loop that runs."""
         self._loop = asyncio.get_running_loop()
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -55,21 +54,17 @@ class HostedApp(Hosted):
 
     @property
     def open(self) -> bool:
-        """Returns whether the model is loaded."""
         return self.pool.ready
 
     @property
     def ended(self) -> bool:
-        """Returns whether the pool's thread has ended."""
         return self.pool.ended
 
     @property
     def error(self) -> BaseException | None:
-        """Returns what ended the pool's thread."""
         return self.pool.error
 
     def start(self) -> None:
-        """Begins to load the model."""
         super().start()
         self.pool.start()
 

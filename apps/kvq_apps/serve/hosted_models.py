@@ -77,12 +77,10 @@ class HostedModel:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of weights and caches."""
         return self.weight_bytes + self.cache_bytes
 
     @property
     def served(self) -> ServedModel | None:
-        """Returns the loaded model."""
         ready = self.hosted.open and not self.hosted.ended
         return self.hosted.pool.served if ready else None
 
@@ -186,7 +184,6 @@ class HostedModels(Hosted):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def notify(self) -> None:
-        """Wakes what waits for a change of any model."""
         super().notify()
         for model in self.all:
             model.hosted.notify()

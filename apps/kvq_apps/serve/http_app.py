@@ -158,7 +158,6 @@ class JsonAnswer(JSONResponse):
     """Writes JSON in ASCII only, since what clients and models write may not be valid Unicode."""
 
     def render(self, content: Any) -> bytes:
-        """Returns the body."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -188,7 +187,6 @@ class _Routes:
         self._long_bodies = ThreadPoolExecutor(_LONG_BODY_THREADS, "long-bodies")
 
     def table(self) -> list[Route]:
-        """Returns every route with its handler."""
         return [
             *(
                 Route(path, self.answer(wire), methods=["POST"])
@@ -246,11 +244,9 @@ class _Routes:
         return handle
 
     def models(self, served: ServedModel) -> Json:
-        """Returns the answer of `GET /v1/models`."""
         return {"object": "list", "data": [model_row(served)]}
 
     async def model(self, request: Request) -> Response:
-        """Answers `GET /v1/models/NAME`."""
         served = self._served()
         requests.check_name(request.path_params["name"], served)
         return JsonAnswer(model_row(served))
@@ -263,7 +259,6 @@ class _Routes:
         return JsonAnswer({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
-        """Answers `GET /metrics` with Prometheus' text."""
         pool_rows = pool_metrics(self._pool)
         rows = {name: (help_text, {"": value}) for name, (help_text, value) in pool_rows.items()}
         text = prometheus_text({**rows, **request_metrics(self.status_counts)})
@@ -290,11 +285,9 @@ class _Routes:
         }
 
     async def openapi(self, request: Request) -> Response:
-        """Answers `GET /openapi.json` with the routes and the fields that they read."""
         return JsonAnswer(await self._openapi(request))
 
     async def docs(self, request: Request) -> Response:
-        """Answers `GET /docs` with a page of the same for people."""
         return HTMLResponse(docs_page(await self._openapi(request)), headers=PAGE_HEADERS)
 
     async def _openapi(self, request: Request) -> Json:
@@ -306,7 +299,6 @@ class _Routes:
         )
 
     async def page(self, request: Request) -> Response:
-        """Answers `GET /` with a page for a browser."""
         url = f"http://{request.headers.get('host', '')}"
         model = self._pool.served if self._pool.ready else None
         row = None if model is None else model_row(model)
@@ -453,7 +445,6 @@ class _Counting:
         self._known = known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         if scope["type"] != "http":
             return
         # An unknown path can be any text, so it must not become a label.

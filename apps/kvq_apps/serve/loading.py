@@ -57,7 +57,6 @@ class ServedModel(Served):
 
     @property
     def embedding(self) -> TextEmbedding | None:
-        """Returns how it makes vectors of texts, if it does."""
         return self.backend.model.embedding
 
     @property

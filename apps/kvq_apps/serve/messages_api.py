@@ -44,11 +44,7 @@ def translate(fields: Fields, _: ServedModel) -> Translation:
 
 
 def chat_body(fields: Fields) -> Json:
-    """Returns the body of an equal chat completion.
-
-    Raises:
-        RequestError: names a field that cannot be read.
-    """
+    """Returns the body of an equal chat completion. Raises `RequestError`."""
     body: Json = {name: fields.get(name) for name in _COPIED_FIELDS}
     system = _ATTRIBUTION.sub("", _text(fields, "system"))
     body["messages"] = [{"role": "system", "content": system}] if system else []
@@ -204,22 +200,18 @@ class MessagesShape(BlockShape):
     """Shapes an answer for `/v1/messages`."""
 
     def failed(self, error: RequestError) -> Json:
-        """Returns the event that ends a stream with an error."""
         return messages_error(error)
 
     def opening(self, index: int) -> Iterator[Json]:
-        """Yields a message without content."""
         usage = {"input_tokens": 0, "output_tokens": 0}
         yield {"type": "message_start", "message": self._message([], None, usage)}
         yield {"type": "ping"}
 
     def open_events(self, block: AnswerBlock) -> Iterator[Json]:
-        """Yields an empty block."""
         content = _content(block)
         yield {"type": "content_block_start", "index": block.index, "content_block": content}
 
     def growth_events(self, block: AnswerBlock, text: str) -> Iterator[Json]:
-        """Yields some more of a block."""
         delta = {
             "thought": {"type": "thinking_delta", "thinking": text},
             "text": {"type": "text_delta", "text": text},
@@ -228,18 +220,15 @@ class MessagesShape(BlockShape):
         yield {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
-        """Yields the end of a block."""
         yield {"type": "content_block_stop", "index": block.index}
 
     def closing(self, report: Report) -> Iterator[Json]:
-        """Yields the reason and the usage."""
         ending = {"stop_reason": self._stop_reason, "stop_sequence": self.stop_string}
         usage, cost = _usage(report), self.measures(report)
         yield {"type": "message_delta", "delta": ending, "usage": usage, **cost}
         yield {"type": "message_stop"}
 
     def answer(self, report: Report) -> Json:
-        """Returns the whole message."""
         content = [_content(block) for block in self.blocks]
         message = self._message(content, self._stop_reason, _usage(report))
         return message | self.measures(report)

@@ -134,7 +134,6 @@ class _Forwarding:
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         request, path = Request(scope, receive), scope["path"]
         name, body, keep_s = request.query_params.get("model", ""), b"", None
         if scope["method"] == "POST":

@@ -196,7 +196,6 @@ class OllamaChatShape(BlockShape):
         self._began_ns = time.monotonic_ns()
 
     def frame(self, row: Json) -> str:
-        """Returns a line."""
         return json.dumps(row) + "\n"
 
     def comment(self, text: str) -> str:
@@ -204,7 +203,6 @@ class OllamaChatShape(BlockShape):
         return ""
 
     def failed(self, error: RequestError) -> Json:
-        """Returns the line that ends a stream after an error."""
         return ollama_error(error)
 
     def growth_events(self, block: AnswerBlock, text: str) -> Iterator[Json]:
@@ -213,16 +211,13 @@ class OllamaChatShape(BlockShape):
             yield self._line({block.kind: text}, [])
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
-        """Yields a line with a call."""
         if block.kind == "call":
             yield self._line({}, [self._call(block)])
 
     def closing(self, report: Report) -> Iterator[Json]:
-        """Yields the last line, with the reason, the counts and the times."""
         yield self._line({}, []) | self._ending(report)
 
     def answer(self, report: Report) -> Json:
-        """Returns the whole answer."""
         texts: dict[str, str] = {}
         for block in self.blocks:
             texts[block.kind] = texts.get(block.kind, "") + block.text

@@ -69,7 +69,6 @@ class Server:
         self._hosted.notify()
 
     def close(self) -> None:
-        """Closes the sockets, as `run` does at its end."""
         self._remove_socket_file()
         for listener in (self._socket, self._file):
             if listener is not None:

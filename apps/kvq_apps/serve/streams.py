@@ -182,7 +182,6 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends one ASGI response."""
         watcher = asyncio.create_task(cancel_when_gone(receive, self._events))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

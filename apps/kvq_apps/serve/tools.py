@@ -49,7 +49,6 @@ class Tools:
         return [{"type": "function", "function": row} for row in shown]
 
     def reader(self) -> Reader:
-        """Returns a reader of the calls in one answer."""
         schemas: dict[str, dict[str, Any]] = {
             row["name"]: row.get("parameters") or {} for row in self.functions.values()
         }

@@ -55,7 +55,6 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Returns the whole text."""
         return "".join(self.parts)
 
     @property
@@ -201,14 +200,12 @@ class _OpenAiShape(Shape):
         self._usage_last = request.include_usage
 
     def closing(self, report: Report) -> list[Json]:
-        """Returns the usage, if the client asked for it."""
         if not self._usage_last:
             return []
         usage = {"usage": self._usage(report)}
         return [self._chunk(None) | usage | self.measures(report)]
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Any:
-        """Returns the answer as one object."""
         answer = {
             **self._identity,
             "object": self.kind,
@@ -255,18 +252,15 @@ class ChatShape(_OpenAiShape):
         )
 
     def opening(self, index: int) -> list[Json]:
-        """Returns a chunk with the role."""
         return [self._chunk(self._choice(index, {"role": "assistant", "content": ""}, (), None))]
 
     def delta(self, delta: Delta) -> list[Json]:
-        """Returns a chunk with thought, text or calls; nothing while it is not known which."""
         said = self._readers[delta.index].feed(delta.text)
         if not said and not delta.logs:
             return []
         return [self._chunk(self._choice(delta.index, said, delta.logs, None))]
 
     def finish(self, finished: Finished) -> list[Json]:
-        """Returns a chunk with a reason, and what was held back until now."""
         reader = self._readers[finished.index]
         said = reader.flush(cut=finished.reason == "length")
         reason = reader.reason(finished.reason)
@@ -320,16 +314,13 @@ class CompletionShape(_OpenAiShape):
         self._choices = min(request.generation.choices_of_prompt, request.choices)
 
     def opening(self, index: int) -> list[Json]:
-        """Returns a chunk with the prompt, if the client wants it repeated."""
         prompt = self._prompt(index)
         return [self._chunk(self._piece(index, prompt, None, None))] if prompt else []
 
     def delta(self, delta: Delta) -> list[Json]:
-        """Returns a chunk with text."""
         return [self._chunk(self._piece(delta.index, delta.text, delta.logs or None, None))]
 
     def finish(self, finished: Finished) -> list[Json]:
-        """Returns a chunk with a reason and no text."""
         chunk = self._chunk(self._piece(finished.index, "", None, finished.reason))
         return [chunk | self.measures(finished.report)]
 
@@ -429,7 +420,6 @@ class LlamaShape(Shape):
     """Shapes answers of llama-server's `/completion` and `/infill` as flat objects."""
 
     def delta(self, delta: Delta) -> list[Json]:
-        """Returns an object with some text."""
         text = {"index": delta.index, "content": delta.text, "stop": False}
         return [text | self._tokens(delta.logs)]
 
@@ -439,7 +429,6 @@ class LlamaShape(Shape):
         return [self._final(finished.index, choice, finished.report)]
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Any:
-        """Returns one object, or a list for several choices."""
         rows = [self._final(index, choice, report) for index, choice in enumerate(choices)]
         return rows[0] if len(rows) == 1 else rows
 
