@@ -80,7 +80,9 @@ def prompts_request(
     )
 
 
-def texts_of(fields: Fields, name: str, served: ServedModel, *, cuts: bool = False) -> list[list[int]]:
+def texts_of(
+    fields: Fields, name: str, served: ServedModel, *, cuts: bool = False
+) -> list[list[int]]:
     """Returns the tokens of every text in the field `name`.
 
     It is a text or token ids, or a list of several. Ids are taken as they are; a text gets the
@@ -113,7 +115,9 @@ def _ids(
             before = embedding_of(served).prompt(kind)
             if not row:
                 raise UsageError(f"{label} is empty; give some text")
-            return text_embedding.embedded_ids(served.tokenizer, before + row, served.context_tokens)
+            return text_embedding.embedded_ids(
+                served.tokenizer, before + row, served.context_tokens
+            )
         except (UsageError, DataError) as error:
             raise RequestError(str(error), param=name) from error
     if is_array(row) and row and all(is_token(token, served.vocab_size) for token in row):

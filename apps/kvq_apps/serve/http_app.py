@@ -643,7 +643,10 @@ def _model_metrics(served: ServedModel) -> dict[str, tuple[str, float]]:
     }  # fmt: skip
     if experts is not None:
         rows |= {
-            "expert_budget_bytes": ("Bytes of experts that may be in memory.", experts.budget_bytes),
+            "expert_budget_bytes": (
+                "Bytes of experts that may be in memory.",
+                experts.budget_bytes,
+            ),
             "expert_bytes": ("Bytes of experts that are in memory.", experts.held_bytes),
             "experts_chosen_total": ("Experts that passes chose, by layer.", experts.chosen),
             "experts_fetched_total": ("Of these, not in memory.", experts.fetched),

@@ -69,7 +69,9 @@ def _rows(fields: Fields) -> list[Any]:
     return cast(list[Any], prompt) if several else [prompt]
 
 
-def _ids(fields: Fields, prompt: Any, model: ServedModel, *, special: bool, start: bool) -> list[int]:
+def _ids(
+    fields: Fields, prompt: Any, model: ServedModel, *, special: bool, start: bool
+) -> list[int]:
     """Returns the ids of one prompt: a text, token ids, or a list of pieces of both."""
     pieces = prompt if is_array(prompt) else [prompt]
     ids: list[int] = []

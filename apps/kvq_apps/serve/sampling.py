@@ -61,7 +61,6 @@ UNSUPPORTED: Mapping[str, tuple[Sequence[Any], str]] = {
 }
 
 
-
 def sampling_of(fields: Fields, model: ServedModel) -> Sampling:
     """Returns how tokens are sampled; fields that the request does not have are the model's."""
     default = model.sampling
@@ -117,9 +116,7 @@ def _logit_bias(fields: Fields, model: ServedModel) -> Mapping[int, float]:
     for place, (token, value) in enumerate(_bias_rows(fields)):
         row = Fields({"bias": value}, f"logit_bias[{place}].")
         # false forbids the token.
-        added = (
-            -inf if value is False else row.number("bias", -_LARGEST_BIAS, _LARGEST_BIAS, 0.0)
-        )
+        added = -inf if value is False else row.number("bias", -_LARGEST_BIAS, _LARGEST_BIAS, 0.0)
         bias |= dict.fromkeys(_token_ids(fields, token, model), added)
         if len(bias) > _MOST_BIASED:
             fields.refuse("logit_bias", f"at most {_MOST_BIASED} tokens")
