@@ -199,7 +199,7 @@ def serve_until_signal(
             raise BackendError(f"the fleet did not start: {_failure_reason()}") from error
         facts = serve.get_deployment_handle("replica", NAME).facts.remote().result()
         stopped = threading.Event()
-        # Until then Ctrl-C ends the start.
+        # Before this, Ctrl-C ends the start.
         with on_signals(stopped.set):
             on_ready(facts, url)
             stopped.wait()
