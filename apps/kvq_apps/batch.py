@@ -10,23 +10,20 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from kvq.errors import DataError, UsageError, reason_of
 from kvq.files import replace_file
 from kvq.json_values import is_array, is_object
-from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import parse_object
 from kvq_apps.serve.formats import NAMES as FORMS
 from kvq_apps.serve.hosted_app import HostedApp, ask
+from kvq_apps.serve.loading import ServeRequest
 from kvq_apps.terminal import text_input
 from kvq_apps.thinking import AUTO, request_fields
-
-if TYPE_CHECKING:
-    from kvq_apps.serve.loading import ServedModel
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # The field with which a line names its answer, as in the files of OpenAI's batches.
@@ -79,27 +76,6 @@ class LineDefaults:
             fields = request_fields(self.think) | fields
         fields["stream"] = False
         return CHAT if "messages" in fields else COMPLETIONS, fields, name
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchRequest:
-    """Holds a batch as the flags ask for it: the model, how it is served, the line defaults."""
-
-    model: str | None
-    engine_options: Mapping[str, Any]
-    session_options: Mapping[str, Any]
-    config: ServeConfig
-    defaults: LineDefaults
-
-    def load(self) -> "ServedModel":
-        """Loads the model and opens every arena. Raises `KvqError`."""
-        from kvq_apps.serve.loading import load
-
-        return load(self.model, self.engine_options, self.session_options, self.config)
-
-    def with_threads(self, threads: int) -> "BatchRequest":
-        """Returns this request with another number of threads."""
-        return replace(self, engine_options={**self.engine_options, "threads": threads})
 
 
 def _with_system(system: str, messages: Any) -> Any:
@@ -229,14 +205,17 @@ async def answer(hosted: HostedApp, defaults: LineDefaults, text: str) -> Row | 
 
 
 async def answer_all(
-    request: BatchRequest, prompts: Iterator[BatchPrompt], keep: Callable[[BatchPrompt, Row], None]
+    request: ServeRequest,
+    defaults: LineDefaults,
+    prompts: Iterator[BatchPrompt],
+    keep: Callable[[BatchPrompt, Row], None],
 ) -> None:
     """Answers `prompts` in this process and passes each answer to `keep` when it is there."""
     hosted = HostedApp(request.load, request.config)
 
     async def work() -> None:
         for prompt in prompts:
-            row = await answer(hosted, request.defaults, prompt.text)
+            row = await answer(hosted, defaults, prompt.text)
             if row is None:
                 return
             keep(prompt, row)

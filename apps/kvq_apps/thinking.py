@@ -1,6 +1,5 @@
 """Switches a model's thinking on or off, and constrains answers that follow a thought."""
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -114,16 +113,12 @@ class AnswerThoughts:
 
     def _spelled(self, mark: str) -> str:
         """Returns a mark as a part of a rule: control tokens by their ids, the rest as text."""
-        token_id, tokens = self.thinking.tokenizer.token_id, self.thinking.form.tokens
-        known = {token: token_id(token) for token in tokens}
-        alternatives = "|".join(re.escape(token) for token in tokens if known[token] is not None)
-        parts = re.split(f"({alternatives})", mark) if alternatives else [mark]
-        spelled = (
-            f"<[{known[part]}]>" if known.get(part) is not None else f"/{_text(part)}/"
-            for part in parts
-            if part
-        )
-        return " ".join(spelled)
+        from kvq_runtime.answer.constraint import spelled
+
+        form, tokenizer = self.thinking.form, self.thinking.tokenizer
+        tokens = {token: tokenizer.token_id(token) for token in form.tokens}
+        ids = {token: token_id for token, token_id in tokens.items() if token_id is not None}
+        return spelled(mark, ids)
 
     def _any(self, shown: Collection[int], *, calls: bool) -> str:
         """Returns the rules of an answer of any text that may contain the tokens `shown`."""

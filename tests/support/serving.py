@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvq.config import KvPlan
 from kvq.errors import BackendError
 from kvq_apps.completion.prompts import OwnedPrompts
 from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.hosted_app import HostedApp
 from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, serve_engine
 from kvq_apps.serve.server import Server
 from kvq_models.control import ControlTokens, FimTokens
@@ -157,21 +159,28 @@ class Rule:
         limit = config.saved_bytes if self.folder is not None else 0
         return ServedModel(
             name="rule",
-            names=frozenset({"rule"}),
+            names=frozenset({"rule", *config.aliases}),
             tokenizer=self.tokenizer,
-            gaps=OwnedPrompts(self.tokenizer),
+            owned_gaps=OwnedPrompts(self.tokenizer),
             grammar=Vocabulary.of(self.tokenizer, frozenset({0})).grammar,
             backend=self.backend,
             vocab_size=400,
             stop_ids=frozenset({0}),
             k_bits=4,
             v_bits=2,
-            kv="4:2",
-            budget_tokens=self.context_tokens,
-            full_kv="2:2",
-            full_tokens=self.context_tokens,
-            sampling=self.backend.model.sampling,
+            facts={
+                "model": "rule",
+                "kv": "4:2",
+                "context": self.context_tokens,
+                "budget_tokens": self.context_tokens,
+                "full_kv": "2:2",
+                "full_tokens": self.context_tokens,
+                "kv_budget": 1 << 20,
+            },
+            sampling=replace(self.backend.model.sampling, **config.sampling),
             loaded_at=1,
+            strict=config.strict_model,
+            exact=config.reuse == "exact",
             slots=Slots(
                 self.session, config.sessions, SavedSessions(self.folder or Path(), "rule", limit)
             ),
@@ -198,7 +207,9 @@ def running(load: Callable[[ServeConfig], ServedModel], **settings: Any) -> Iter
     """A server in a thread of this process, on a port of its own, ready to answer."""
     config = ServeConfig(**{"port": 0, "chunk_tokens": 16, "grace_s": 0.0} | settings)
     ready = threading.Event()
-    server = Server(lambda: load(config), config, lambda *_: ready.set())
+    hosted = HostedApp(lambda: load(config), config)
+    server = Server(hosted, config, lambda _: ready.set())
+    server.pool = hosted.pool  # type: ignore[attr-defined]
     failures: list[BaseException] = []
 
     def run() -> None:

@@ -24,6 +24,7 @@ from kvq_apps.bench.report import cell_text
 from kvq_apps.bench.suite import Setup
 from kvq_apps.names.engine import Engine
 from kvq_apps.serve.config import ServeConfig
+from kvq_apps.serve.hosted_app import HostedApp
 from kvq_apps.serve.loading import ServedModel, serve_engine
 from kvq_apps.serve.server import Server
 from kvq_apps.settings.flag_values import check_range
@@ -62,9 +63,8 @@ def measure(setup: Setup, job: ServeJob) -> dict[str, Any]:
     # Seconds by phase: of a chat's token in each round, of each completion.
     chat_s: dict[str, list[float]] = {CHAT: [], BOTH: []}
     completion_s: dict[str, list[float]] = {COMPLETIONS: [], BOTH: []}
-    with serving(setup, job.context + MOST_CHAT_TOKENS + most, _SESSIONS) as server:
-        assert server.pool.served is not None
-        client = LoadClient(server.url or "", server.pool.served)
+    with serving(setup, job.context + MOST_CHAT_TOKENS + most, _SESSIONS) as (url, served):
+        client = LoadClient(url, served)
         token_s = client.chat(job.context, 32)
         chat_tokens = max(16, min(MOST_CHAT_TOKENS, int(job.chat_s / token_s)))
         client.complete(job, 1)
@@ -167,16 +167,18 @@ class LoadClient:
 
 
 @contextmanager
-def serving(setup: Setup, context: int, sessions: int, reuse: str = "exact") -> Generator[Server]:
-    """Runs a server on a port of its own, which keeps nothing on disk, once its model is loaded."""
+def serving(
+    setup: Setup, context: int, sessions: int, reuse: str = "exact"
+) -> Generator[tuple[str, ServedModel]]:
+    """Runs a server on a port of its own, which keeps nothing on disk; yields its URL and model."""
     session_options = setup.session_options | {"context_tokens": context}
     config = ServeConfig(port=0, sessions=sessions, saved_bytes=0, grace_s=0.0, reuse=reuse)
     ready = Event()
-    server = Server(
+    hosted = HostedApp(
         lambda: serve_engine(Engine(setup.files, threads=setup.threads), session_options, config),
         config,
-        lambda _served, _url: ready.set(),
     )
+    server = Server(hosted, config, lambda _: ready.set())
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.run)
         running.add_done_callback(lambda _: ready.set())
@@ -184,7 +186,8 @@ def serving(setup: Setup, context: int, sessions: int, reuse: str = "exact") -> 
             ready.wait()
             if running.done():
                 running.result()
-            yield server
+            assert hosted.pool.served is not None
+            yield server.url or "", hosted.pool.served
         finally:
             server.stop()
 

@@ -14,7 +14,8 @@ from kvq_apps.terminal import output, text_input
 from kvq_runtime.config import DEFAULT_MAX_TOKENS
 
 if TYPE_CHECKING:
-    from kvq_apps.batch import BatchPrompt, BatchRequest, LineDefaults, Row
+    from kvq_apps.batch import BatchPrompt, LineDefaults, Row
+    from kvq_apps.serve.loading import ServeRequest
 
 # Flags that change what an answer says.
 _ANSWER_FLAGS = (
@@ -49,10 +50,10 @@ def run(arguments: Namespace) -> int:
     from kvq_apps.batch import Answers, read_prompts
 
     prompts, out = _files(arguments)
-    request = _batch_request(arguments)
+    request, defaults = _serve_request(arguments), _line_defaults(arguments)
     settings = json.dumps(
         [request.model, options.keywords(arguments, **{name: name for name in _ANSWER_FLAGS}),
-         request.defaults.fields],
+         defaults.fields],
         sort_keys=True, default=str,
     )  # fmt: skip
     digests = {prompt.line: prompt.digest for prompt in read_prompts(prompts, settings)}
@@ -71,7 +72,7 @@ def run(arguments: Namespace) -> int:
         )
         try:
             if before < total:
-                _answer(arguments, request, waiting, keep)
+                _answer(arguments, request, defaults, waiting, keep)
         finally:
             answers.close()
     answers.finish()
@@ -85,7 +86,8 @@ def run(arguments: Namespace) -> int:
 
 def _answer(
     arguments: Namespace,
-    request: "BatchRequest",
+    request: "ServeRequest",
+    defaults: "LineDefaults",
     prompts: "Iterator[BatchPrompt]",
     keep: "Callable[[BatchPrompt, Row], None]",
 ) -> None:
@@ -95,14 +97,14 @@ def _answer(
 
     pull_missing(request.model)
     if not arguments.ray:
-        asyncio.run(answer_all(request, prompts, keep))
+        asyncio.run(answer_all(request, defaults, prompts, keep))
         return
     from kvq_apps.fleet.cluster import connected
 
     with connected():
         from kvq_apps.fleet import ray_batch
 
-        ray_batch.answer_all(request, prompts, arguments, keep)
+        ray_batch.answer_all(request, defaults, prompts, arguments, keep)
 
 
 def _files(arguments: Namespace) -> tuple[Path, Path]:
@@ -124,12 +126,12 @@ def _files(arguments: Namespace) -> tuple[Path, Path]:
     return prompts, out
 
 
-def _batch_request(arguments: Namespace) -> "BatchRequest":
+def _serve_request(arguments: Namespace) -> "ServeRequest":
     """Returns what the flags ask for. Raises `KvqError`."""
-    from kvq_apps.batch import BatchRequest
     from kvq_apps.serve.config import ServeConfig
+    from kvq_apps.serve.loading import ServeRequest
 
-    return BatchRequest(
+    return ServeRequest(
         model=arguments.model if len(arguments.words) == 1 else arguments.words[0],
         engine_options=options.engine_options(arguments),
         session_options=options.session_options(arguments),
@@ -137,7 +139,6 @@ def _batch_request(arguments: Namespace) -> "BatchRequest":
         config=ServeConfig(
             port=0, saved_bytes=0, grace_s=0.0, **options.keywords(arguments, sessions="sessions")
         ),
-        defaults=_line_defaults(arguments),
     )
 
 

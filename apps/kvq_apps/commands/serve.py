@@ -18,8 +18,8 @@ from kvq_apps.terminal import output
 if TYPE_CHECKING:
     from kvq_apps.serve.config import ServeConfig
     from kvq_apps.serve.instances import Instance
-    from kvq_apps.serve.loading import ServedModel
-    from kvq_apps.serve.server import HttpServer
+    from kvq_apps.serve.loading import ServeRequest
+    from kvq_apps.serve.server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -81,23 +81,24 @@ def run(arguments: Namespace) -> int:
             raise UsageError(f"--{name} is for --ray, which runs several servers as one")
     if len(options.model_names(arguments)) > 1:
         return _serve_several(arguments)
-    model = options.model_name(arguments)
     from kvq_apps.names.model_path import default_name, pull_missing
-    from kvq_apps.serve.loading import load
+    from kvq_apps.serve.hosted_app import HostedApp
     from kvq_apps.serve.server import Server
 
-    config = serve_config(arguments)
-    engine_options = options.engine_options(arguments)
-    session_options = options.session_options(arguments)
+    request = serve_request(arguments)
+    config = request.config
     _warn_of_others(config)
-    pull_missing(model)
+    pull_missing(request.model)
+    hosted = HostedApp(request.load, config)
 
-    def announce(served: "ServedModel", url: str) -> None:
-        logger.info("serving %s (KV %s) at %s", served.name, served.kv, url)
-        _announce(served.facts, url, config.sessions, as_json=arguments.json)
+    def announce(url: str) -> None:
+        assert hosted.pool.served is not None
+        facts = hosted.pool.served.facts
+        logger.info("serving %s (KV %s) at %s", facts["model"], facts["kv"], url)
+        _announce(facts, url, config.sessions, as_json=arguments.json)
 
-    server = Server(lambda: load(model, engine_options, session_options, config), config, announce)
-    return _serve(server, config, model or default_name(), debug=arguments.debug)
+    server = Server(hosted, config, announce)
+    return _serve(server, config, request.model or default_name(), debug=arguments.debug)
 
 
 def _serve_several(arguments: Namespace) -> int:
@@ -105,7 +106,7 @@ def _serve_several(arguments: Namespace) -> int:
     from kvq_apps.names.model_path import pull_missing
     from kvq_apps.serve.hosted_models import HostedModels, hosted_models
     from kvq_apps.serve.models_app import make_models_app
-    from kvq_apps.serve.server import HttpServer
+    from kvq_apps.serve.server import Server
 
     config = serve_config(arguments)
     budget_bytes = options.models_bytes(arguments)
@@ -130,8 +131,20 @@ def _serve_several(arguments: Namespace) -> int:
             f"{config.sessions} sessions of each"
         )
 
-    server = HttpServer(hosted, config, announce)
+    server = Server(hosted, config, announce)
     return _serve(server, config, ", ".join(names), debug=arguments.debug)
+
+
+def serve_request(arguments: Namespace) -> "ServeRequest":
+    """Returns what the flags ask for, for one model. Raises `UsageError`."""
+    from kvq_apps.serve.loading import ServeRequest
+
+    return ServeRequest(
+        model=options.model_name(arguments),
+        config=serve_config(arguments),
+        engine_options=options.engine_options(arguments),
+        session_options=options.session_options(arguments),
+    )
 
 
 def serve_config(arguments: Namespace) -> "ServeConfig":
@@ -155,7 +168,7 @@ def _warn_of_others(config: "ServeConfig") -> None:
         )
 
 
-def _serve(server: "HttpServer", config: "ServeConfig", model: str, *, debug: bool) -> int:
+def _serve(server: "Server", config: "ServeConfig", model: str, *, debug: bool) -> int:
     """Runs `server` with a log, and lets other commands find it."""
     from kvq_apps.serve.instances import Instance, announce
     from kvq_apps.serve.log import log_path, logged
@@ -192,17 +205,17 @@ def _serve_on_ray(arguments: Namespace) -> int:
 
     if arguments.socket is not None:
         raise UsageError("--ray listens on an address alone; leave out --socket")
-    config = serve_config(arguments)
-    Replicas.from_arguments(arguments)  # refused before anything is started
-    _warn_of_others(config)
-    pull_missing(options.model_name(arguments))
+    request, replicas = serve_request(arguments), Replicas.from_arguments(arguments)
+    sessions = request.config.sessions * replicas.least
+    _warn_of_others(request.config)
+    pull_missing(request.model)
     with connected():
-        from kvq_apps.fleet.fleet_process import serve_until_signal
+        from kvq_apps.fleet.deployments import serve_until_signal
 
-        def announce(facts: Mapping[str, Any], url: str, replicas: int) -> None:
-            _announce(facts, url, config.sessions * replicas, as_json=arguments.json)
+        def announce(facts: Mapping[str, Any], url: str) -> None:
+            _announce(facts, url, sessions, as_json=arguments.json)
 
-        serve_until_signal(arguments, announce)
+        serve_until_signal(request, replicas, announce)
     return 0
 
 

@@ -13,7 +13,9 @@ def app(args: Mapping[str, Any]) -> Any:
     repeated. Raises `KvqError`.
     """
     from kvq_apps.cli import parse
-    from kvq_apps.fleet.deployments import application, fleet_request
+    from kvq_apps.commands.serve import serve_request
+    from kvq_apps.fleet.deployments import application
+    from kvq_apps.fleet.replicas import Replicas
 
     words: list[str] = []
     for name, value in args.items():
@@ -21,4 +23,5 @@ def app(args: Mapping[str, Any]) -> Any:
         many = value if is_array(value) else [value]
         words += [flag for item in many if item is True]
         words += [f"{flag}={item}" for item in many if not isinstance(item, bool)]
-    return application(fleet_request(parse(["serve", "--ray", *words])))
+    arguments = parse(["serve", "--ray", *words])
+    return application(serve_request(arguments), Replicas.from_arguments(arguments))

@@ -27,8 +27,19 @@ def connected() -> Generator[None]:
         keep_others_from_ray(_PROXY_MIDDLEWARES)
     import ray
 
+    address = ray_address() or _LOCAL
     try:
-        _join()
+        if address != _LOCAL:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            ray.init(
+                address=_LOCAL,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+            )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UsageError(
             f"Ray cannot be reached or started ({error}); see `ray status`, or unset RAY_ADDRESS "
@@ -39,20 +50,3 @@ def connected() -> Generator[None]:
     finally:
         with redirect_stdout(sys.stderr):
             ray.shutdown()
-
-
-def _join() -> None:
-    import ray
-
-    address = ray_address() or _LOCAL
-    if address != _LOCAL:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        return
-    ray.init(
-        address=_LOCAL,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _node_ip_address="127.0.0.1",
-    )

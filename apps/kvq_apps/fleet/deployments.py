@@ -4,12 +4,11 @@ A replica is a process with the routes of `kvq serve` over its own `SessionPool`
 watches, replaces, adds and removes replicas.
 """
 
-import asyncio
 import logging
-from argparse import Namespace
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, redirect_stdout
 from typing import Any
 
 from ray import serve
@@ -21,16 +20,20 @@ from ray.serve.exceptions import (
 from ray.serve.request_router import RequestRouter
 from starlette.types import Message
 
+from kvq.errors import BackendError
 from kvq_apps.fleet.gateway import ForwardedRequest, gateway, lost_replica_error
 from kvq_apps.fleet.prefixes import Placements
 from kvq_apps.fleet.replicas import Replicas, share_of
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.hosted_app import HostedApp
-from kvq_apps.serve.loading import load
+from kvq_apps.serve.hosted_app import HostedApp, replies
+from kvq_apps.serve.listening import listen
+from kvq_apps.serve.loading import ServeRequest
+from kvq_apps.serve.server import on_signals
 
 logger = logging.getLogger(__name__)
 
+NAME = "kvq"
 # Requests that generate nothing, such as /health, may be at a replica besides those that wait.
 _SPARE = 64
 # So many requests may wait until there is a replica.
@@ -40,31 +43,6 @@ _SAVING_S = 30.0
 _HEALTH_S = 5.0
 # After so many failures to load the model, Ray gives up.
 _STARTS = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FleetRequest:
-    """Holds a fleet as the flags of `kvq serve --ray` ask for it."""
-
-    model: str | None
-    config: ServeConfig
-    engine_options: Mapping[str, Any]
-    session_options: Mapping[str, Any]
-    replicas: Replicas
-
-
-def fleet_request(arguments: Namespace) -> FleetRequest:
-    """Returns the fleet that the flags ask for. Raises `UsageError`."""
-    from kvq_apps.commands.serve import serve_config
-    from kvq_apps.settings import options
-
-    return FleetRequest(
-        model=options.model_name(arguments),
-        config=serve_config(arguments),
-        engine_options=options.engine_options(arguments),
-        session_options=options.session_options(arguments),
-        replicas=Replicas.from_arguments(arguments),
-    )
 
 
 class PrefixRouter(RequestRouter):
@@ -92,11 +70,9 @@ class PrefixRouter(RequestRouter):
         ]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Notes which replica got a text."""
         self._placements.put(replica_id, _chains(pending_request))
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Takes the list of replicas from Ray."""
         self._placements.keep([replica.replica_id for replica in replicas])
         super().update_replicas(replicas)
 
@@ -109,48 +85,20 @@ def _chains(pending_request: Any) -> Sequence[Any]:
 class Replica:
     """Holds one pool with its routes, in a process that Ray started."""
 
-    async def __init__(self, fleet: FleetRequest, engine_options: Mapping[str, Any]) -> None:
+    async def __init__(self, request: ServeRequest) -> None:
         """Loads the model. Raises `KvqError`."""
-        self._hosted = HostedApp(
-            lambda: load(fleet.model, engine_options, fleet.session_options, fleet.config),
-            fleet.config,
-        )
+        self._hosted = HostedApp(request.load, request.config)
         self._hosted.start()
         await self._hosted.ready()
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message]]:
         """Yields the ASGI messages that answer a request, as many at once as there are."""
-        messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+        scope = {**request.scope, "root_path": ""}
+        async with aclosing(replies(self._hosted.app, scope, request.body)) as batches:
+            async for batch in batches:
+                yield batch
 
-        async def receive() -> Message:
-            if not body:
-                await asyncio.Future[None]()  # a client that leaves cancels this answer
-            return body.pop()
-
-        async def run() -> None:
-            try:
-                await self._hosted.app({**request.scope, "root_path": ""}, receive, messages.put)
-            finally:
-                messages.put_nowait(None)
-
-        running = asyncio.create_task(run())
-        try:
-            ended = False
-            while not ended:
-                batch = [await messages.get()]
-                while not messages.empty():
-                    batch.append(messages.get_nowait())
-                ended = batch[-1] is None
-                yield [message for message in batch if message is not None]
-        finally:
-            running.cancel()
-            # The answer and the log contain the error.
-            with suppress(asyncio.CancelledError, Exception):
-                await running
-
-    async def facts(self) -> dict[str, Any]:
-        """Returns what is served, for the announcement."""
+    async def facts(self) -> Mapping[str, Any]:
         return (await self._hosted.ready()).facts
 
     def check_health(self) -> None:
@@ -194,17 +142,17 @@ class Gateway:
             response.cancel()
 
 
-def application(fleet: FleetRequest) -> serve.Application:
+def application(request: ServeRequest, replicas: Replicas) -> serve.Application:
     """Returns the Ray Serve application of a fleet.
 
     Raises `UsageError` where no machine has enough CPUs.
     """
-    config, replicas = fleet.config, fleet.replicas
-    share = share_of(fleet.engine_options.get("threads"), replicas.most)
+    config = request.config
+    cpus, threads = share_of(request.engine_options.get("threads"), replicas.most)
     replica = serve.deployment(
         Replica,
         name="replica",
-        ray_actor_options={"num_cpus": share.cpus},
+        ray_actor_options={"num_cpus": cpus},
         max_ongoing_requests=config.sessions + config.queue + _SPARE,
         max_queued_requests=_WAITING,
         health_check_period_s=_HEALTH_S,
@@ -216,7 +164,7 @@ def application(fleet: FleetRequest) -> serve.Application:
             "request_router_kwargs": {"sessions": config.sessions},
         },
         **replicas.options(config.sessions),
-    ).bind(fleet, {**fleet.engine_options, "threads": share.threads})
+    ).bind(request.with_threads(threads))
     return serve.deployment(
         Gateway,
         name="gateway",
@@ -225,3 +173,44 @@ def application(fleet: FleetRequest) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=config.grace_s + _SAVING_S,
     ).bind(replica, config)
+
+
+def serve_until_signal(
+    request: ServeRequest, replicas: Replicas, on_ready: Callable[[Mapping[str, Any], str], None]
+) -> None:
+    """Serves until SIGINT or SIGTERM.
+
+    `on_ready` gets what is served and the URL. Raises `UsageError` for an address that cannot be
+    used, `BackendError` where no replica can load the model.
+    """
+    host, port = request.config.host, request.config.port
+    assert port is not None
+    # Ray Serve has logs of its own.
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    # Ray's proxy does not report an address that is in use, and cannot choose a free port.
+    with listen(host, port) as free:
+        port = free.getsockname()[1]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        try:
+            serve.run(application(request, replicas), name=NAME)
+        except RuntimeError as error:
+            raise BackendError(f"the fleet did not start: {_failure_reason()}") from error
+        facts = serve.get_deployment_handle("replica", NAME).facts.remote().result()
+        stopped = threading.Event()
+        # Before this, Ctrl-C ends the start.
+        with on_signals(stopped.set):
+            on_ready(facts, url)
+            stopped.wait()
+    finally:
+        # Ray's remarks about its end do not belong on stdout.
+        with redirect_stdout(sys.stderr):
+            serve.shutdown()
+
+
+def _failure_reason() -> str:
+    """Returns the last error line of a replica, or Ray's message about the replicas."""
+    said = serve.status().applications[NAME].deployments["replica"].message
+    lines = [line.strip() for line in said.splitlines() if "Error: " in line]
+    return lines[-1].partition("Error: ")[2] if lines else said

@@ -13,15 +13,17 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvq_apps.fleet.prefixes import Chain, chains_of
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, error_body
-from kvq_apps.serve.guard import Guard, too_large
-from kvq_apps.serve.http_app import error_response
+from kvq_apps.serve.guard import Guard
+from kvq_apps.serve.http_app import error_response, read_body
 from kvq_apps.serve.protocol import own_headers
+from kvq_apps.serve.workers import gone
 
 # The code of an error after which another replica can answer the request.
 LOST = "replica_lost"
@@ -77,7 +79,6 @@ class _HiddenRoutes:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         if scope["type"] == "http" and scope["path"].startswith(_RAY_PATHS):
             error = RequestError("there is no such path here", status=404)
             await error_response(error)(scope, receive, send)
@@ -91,10 +92,9 @@ class _GatewayApp:
         self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         answer = _ForwardedAnswer(send)
         try:
-            body = await self._body(receive)
+            body = await read_body(Request(scope, receive), self._config)
             owner = Headers(scope=scope).get("authorization", "") if self._config.api_key else ""
             request = ForwardedRequest(
                 scope={name: scope[name] for name in _SCOPE if name in scope},
@@ -102,7 +102,7 @@ class _GatewayApp:
                 chains=await asyncio.to_thread(chains_of, body, owner) if body else (),
             )
             passing = asyncio.create_task(self._pass_on(request, answer))
-            leaving = asyncio.create_task(_gone(receive))
+            leaving = asyncio.create_task(gone(receive))
             try:
                 await asyncio.wait((passing, leaving), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -110,6 +110,8 @@ class _GatewayApp:
                 passing.cancel()
             if passing.done():
                 passing.result()
+        except ClientDisconnect:
+            return
         except RequestError as error:
             if answer.begun:
                 await answer.break_off(error)
@@ -130,21 +132,6 @@ class _GatewayApp:
             else:
                 return
 
-    async def _body(self, receive: Receive) -> bytes:
-        """Returns the request's body, bounded in bytes and time."""
-        parts: list[bytes] = []
-        try:
-            async with asyncio.timeout(self._config.upload_s):
-                while True:
-                    message = await receive()
-                    parts.append(message.get("body", b""))
-                    if sum(map(len, parts)) > self._config.body_bytes:
-                        raise too_large(self._config.body_bytes)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise RequestError("the request's body did not arrive in time", status=408) from None
-
 
 class _ForwardedAnswer:
     """Sends an answer to the client; its head waits for the first piece of its body."""
@@ -155,7 +142,6 @@ class _ForwardedAnswer:
         self._head: Message | None = None
 
     async def send(self, message: Message) -> None:
-        """Passes a message on to the client."""
         if message["type"] == "http.response.start":
             version_headers = [
                 (name.lower().encode(), value.encode()) for name, value in own_headers()
@@ -174,9 +160,3 @@ class _ForwardedAnswer:
         if not self.ended:
             body = f"data: {json.dumps(error_body(error))}\n\n".encode()
             await self.send({"type": "http.response.body", "body": body})
-
-
-async def _gone(receive: Receive) -> None:
-    """Returns when the client hangs up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -78,7 +78,6 @@ class Placements(Generic[Replica]):
         }
 
     def put(self, replica: Replica, chains: Sequence[Chain]) -> None:
-        """Notes that `replica` got a text."""
         if replica in self._texts_of:
             for chain in chains:
                 self._texts_of[replica].put(chain)
@@ -116,7 +115,10 @@ class _ReplicaTexts:
     def put(self, chain: Chain) -> None:
         """Adds a text, which replaces the text that it continues."""
         for digest in chain:
-            self._set(digest, ends=digest == chain[-1])
+            ends = digest == chain[-1]
+            self.num_texts += ends - self._ends.get(digest, False)
+            self._ends[digest] = ends
+            self._ends.move_to_end(digest)
         while len(self._ends) > MOST_BLOCKS:
             self.num_texts -= self._ends.popitem(last=False)[1]
 
@@ -127,8 +129,3 @@ class _ReplicaTexts:
     def goes_on(self, chain: Chain) -> bool:
         """Says whether a known text is the beginning of this one."""
         return any(self._ends.get(digest, False) for digest in chain)
-
-    def _set(self, digest: bytes, *, ends: bool) -> None:
-        self.num_texts += ends - self._ends.get(digest, False)
-        self._ends[digest] = ends
-        self._ends.move_to_end(digest)

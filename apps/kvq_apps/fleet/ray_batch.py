@@ -13,6 +13,7 @@ from kvq.errors import BackendError
 from kvq_apps import batch
 from kvq_apps.fleet.replicas import Replicas, share_of
 from kvq_apps.serve.hosted_app import HostedApp
+from kvq_apps.serve.loading import ServeRequest
 
 # A replica gets and returns so many lines at once, so that a crash repeats few of them.
 _LINES_PER_BLOCK = 16
@@ -21,8 +22,8 @@ _LINES_PER_BLOCK = 16
 class _Replica:
     """Holds a pool in a process of Ray Data and uses it from this process's event loop."""
 
-    def __init__(self, request: batch.BatchRequest) -> None:
-        self._request = request
+    def __init__(self, request: ServeRequest, defaults: batch.LineDefaults) -> None:
+        self._defaults = defaults
         self._hosted = HostedApp(request.load, request.config)
         self._started = False
 
@@ -32,14 +33,15 @@ class _Replica:
             self._started = True
             self._hosted.start()
         await self._hosted.ready()
-        answer = await batch.answer(self._hosted, self._request.defaults, row["text"])
+        answer = await batch.answer(self._hosted, self._defaults, row["text"])
         if answer is None:
             raise BackendError("the engine's thread has ended")
         return {**row, "answer": json.dumps(answer)}
 
 
 def answer_all(
-    request: batch.BatchRequest,
+    request: ServeRequest,
+    defaults: batch.LineDefaults,
     prompts: Iterable[batch.BatchPrompt],
     arguments: Namespace,
     keep: Callable[[batch.BatchPrompt, batch.Row], None],
@@ -52,14 +54,14 @@ def answer_all(
         {"line": prompt.line, "text": prompt.text, "digest": prompt.digest} for prompt in prompts
     ]
     replicas = Replicas.from_arguments(arguments)
-    share = share_of(request.engine_options.get("threads"), replicas.most)
+    cpus, threads = share_of(request.engine_options.get("threads"), replicas.most)
     answers = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // _LINES_PER_BLOCK)).map(
         _Replica,
-        fn_constructor_args=[request.with_threads(share.threads)],
+        fn_constructor_args=[request.with_threads(threads), defaults],
         concurrency=replicas.most if replicas.least == replicas.most else (
             replicas.least, replicas.most,
         ),
-        num_cpus=share.cpus,
+        num_cpus=cpus,
     )  # fmt: skip
     try:
         for row in answers.iter_rows():

@@ -46,25 +46,17 @@ class Replicas:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Holds a replica's share of its machine: `cpus` that Ray reserves for its `threads`."""
+def share_of(threads: int | None, most: int) -> tuple[float, int]:
+    """Returns the CPUs that Ray reserves for each of `most` replicas, and its threads.
 
-    cpus: float
-    threads: int
-
-
-def share_of(threads: int | None, most: int) -> Share:
-    """Returns the share of each of `most` replicas: of `threads`, or an equal part of Ray's CPUs.
-
-    On one machine there is always room, since replicas can take turns on its CPUs. Before Ray is
-    started, as by `serve run`, its CPUs are not known, and the share is one thread. Raises
-    `UsageError` where no machine has so many CPUs.
+    These are `threads`, or an equal part of Ray's CPUs. On one machine there is always room, since
+    replicas can take turns on its CPUs. Before Ray is started, as by `serve run`, its CPUs are not
+    known, and a replica gets one thread. Raises `UsageError` where no machine has so many CPUs.
     """
     import ray
 
     if not ray.is_initialized():
-        return Share(threads or 1, threads or 1)
+        return threads or 1, threads or 1
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     largest = max(nodes, default=0)
     if threads is not None and threads > largest:
@@ -75,4 +67,4 @@ def share_of(threads: int | None, most: int) -> Share:
     even = min(sum(nodes) / most, largest)
     if threads is None:
         threads = max(1, int(even))
-    return Share(min(threads, even) if len(nodes) == 1 else threads, threads)
+    return min(threads, even) if len(nodes) == 1 else threads, threads

@@ -59,18 +59,18 @@ class BlockShape(Shape):
         """Says what was held back, and closes the last block."""
         rest = self._reader.flush(cut=finished.reason == "length")
         events = [*self._grow(rest), *self._close()]
-        self._end(finished.reason, finished.stop_string)
+        self.reason = self._reader.reason(finished.reason)
+        self.stop_string = finished.stop_string
         return events
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Json:
-        """Returns the answer as one object."""
         (choice,) = choices
         message = self._reader.whole(choice.text, cut=choice.reason == "length")
         # The events are for streams; here only the blocks that they build are needed.
         for _ in (*self._grow(message), *self._close()):
             pass
-        self._end(choice.reason, choice.stop_string)
-        self.logs = choice.logs
+        self.reason = self._reader.reason(choice.reason)
+        self.stop_string, self.logs = choice.stop_string, choice.logs
         return self.answer(report)
 
     def _grow(self, message: Json) -> Iterator[Json]:
@@ -101,9 +101,6 @@ class BlockShape(Shape):
         if self._is_open:
             self._is_open = False
             yield from self.close_events(self.blocks[-1])
-
-    def _end(self, reason: str, stop_string: str | None) -> None:
-        self.reason, self.stop_string = self._reader.reason(reason), stop_string
 
     # The words of a wire form
 

@@ -24,7 +24,6 @@ class AnswerReader:
 
     @property
     def thought(self) -> str:
-        """Returns the whole thought so far."""
         return "".join(self._thought_parts)
 
     def feed(self, text: str) -> Json:

@@ -65,12 +65,10 @@ class ServeConfig(PoolConfig):
 
     @property
     def connections(self) -> int:
-        """Returns how many connections may be open at once."""
         return self.sessions + self.queue + self.spare_connections
 
     @property
     def loopback(self) -> bool:
-        """Says whether only this machine can connect."""
         return self.host in LOOPBACK_HOSTS
 
 

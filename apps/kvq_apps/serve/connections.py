@@ -32,7 +32,6 @@ class BoundedConnection(H11Protocol):
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accepts a client, or refuses it where too many are connected."""
         self.logger = logger
         super().connection_made(transport)
         if len(self.connections) <= self.limits.connections:
@@ -49,7 +48,6 @@ class BoundedConnection(H11Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        """Reads some bytes of a request, unless the client was refused."""
         if not self._refused:
             super().data_received(data)
         if not self._refused:
@@ -67,7 +65,6 @@ class BoundedConnection(H11Protocol):
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the timer of a closed connection."""
         self._stop_waiting()
         super().connection_lost(exc)
 

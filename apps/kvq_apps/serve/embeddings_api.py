@@ -7,11 +7,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import BackendError, DataError, UsageError, argument
+from kvq.errors import BackendError, DataError, UsageError
 from kvq.json_values import is_array
-from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.errors import RequestError, too_long
+from kvq_apps.serve.fields import Fields, is_token
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.requests import check_name
 from kvq_apps.serve.wire import Json, VectorRequest
 from kvq_runtime import text_embedding
@@ -26,13 +26,13 @@ MOST_INPUTS = 2048
 _ENCODINGS = ("float", "base64")
 
 
-def embed(fields: Fields, view: ModelView) -> VectorRequest:
+def embed(fields: Fields, served: ServedModel) -> VectorRequest:
     """Reads `POST /v1/embeddings`."""
-    check_name(fields.text("model", view.name), view)
-    embedding = embedding_of(view)
+    check_name(fields.text("model", served.name), served)
+    embedding = embedding_of(served)
     encoding = fields.choice("encoding_format", _ENCODINGS, _ENCODINGS[0])
-    dimensions = dimensions_of(fields, view)
-    prompts = texts_of(fields, "input", view)
+    dimensions = fields.whole("dimensions", 1, served.state_width, None)
+    prompts = texts_of(fields, "input", served)
 
     def answer(rows: Sequence[NDArray[np.float32]], report: Report) -> Json:
         vectors = [embedding.vector(row, dimensions) for row in rows]
@@ -42,11 +42,11 @@ def embed(fields: Fields, view: ModelView) -> VectorRequest:
                 {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
                 for index, vector in enumerate(vectors)
             ],
-            "model": view.name,
+            "model": served.name,
             "usage": usage(report),
         }
 
-    return VectorRequest(generation=prompts_request(fields, view, prompts), answer=answer)
+    return VectorRequest(generation=prompts_request(fields, served, prompts), answer=answer)
 
 
 def usage(report: Report) -> Json:
@@ -54,21 +54,16 @@ def usage(report: Report) -> Json:
     return {"prompt_tokens": report.prompt_tokens, "total_tokens": report.prompt_tokens}
 
 
-def embedding_of(view: ModelView) -> TextEmbedding:
+def embedding_of(served: ServedModel) -> TextEmbedding:
     """Returns how the model makes vectors. Raises `RequestError` for one that makes none."""
     try:
-        return text_embedding.embedding_of(view.name, view.embedding)
+        return text_embedding.embedding_of(served.name, served.embedding)
     except BackendError as error:
         raise RequestError(str(error), status=501, code="unsupported") from error
 
 
-def dimensions_of(fields: Fields, view: ModelView) -> int | None:
-    """Returns to how many numbers vectors are cut; None: they are not."""
-    return fields.whole("dimensions", 1, view.state_width, None)
-
-
 def prompts_request(
-    fields: Fields, view: ModelView, prompts: Sequence[Sequence[int]]
+    fields: Fields, served: ServedModel, prompts: Sequence[Sequence[int]]
 ) -> GenerationRequest:
     """Returns the request for the pooled states of `prompts`."""
     priority = fields.object("x_kvq").choice("priority", PRIORITIES, "chat")
@@ -77,7 +72,7 @@ def prompts_request(
         sampling=Sampling(),
         seed=0,
         rank=PRIORITIES[priority],
-        owner=view.owner,
+        owner=served.owner,
         reuse=False,
         transient=True,
         draft=False,
@@ -85,7 +80,9 @@ def prompts_request(
     )
 
 
-def texts_of(fields: Fields, name: str, view: ModelView, *, cuts: bool = False) -> list[list[int]]:
+def texts_of(
+    fields: Fields, name: str, served: ServedModel, *, cuts: bool = False
+) -> list[list[int]]:
     """Returns the tokens of every text in the field `name`.
 
     It is a text or token ids, or a list of several. Ids are taken as they are; a text gets the
@@ -101,49 +98,34 @@ def texts_of(fields: Fields, name: str, view: ModelView, *, cuts: bool = False) 
     prompts: list[list[int]] = []
     for place, row in enumerate(rows):
         label = f"{name}[{place}]" if several else name
-        ids = _ids(fields, name, label, row, view, kind)
-        if len(ids) > view.context_tokens and not cuts:
-            raise too_long(label, name, len(ids), view)
-        end = view.tokenizer.control.end if len(ids) > view.context_tokens else ()
-        prompts.append([*ids[: view.context_tokens - len(end)], *end])
+        ids = _ids(fields, name, label, row, served, kind)
+        if len(ids) > served.context_tokens and not cuts:
+            raise too_long(label, name, len(ids), served.context_tokens, "cut the text")
+        end = served.tokenizer.control.end if len(ids) > served.context_tokens else ()
+        prompts.append([*ids[: served.context_tokens - len(end)], *end])
     return prompts
 
 
-def too_long(label: str, param: str, count: int, view: ModelView) -> RequestError:
-    """Returns the error for a text of more tokens than the context holds."""
-    # The tokens of a text that is much too long are not all counted.
-    return RequestError(
-        f"{label} has at least {count} tokens and this model's context holds "
-        f"{view.context_tokens}; cut the text, or serve with a larger {argument('--ctx-size')}",
-        param=param,
-        code="context_length_exceeded",
-        numbers={"n_prompt_tokens": count, "n_ctx": view.context_tokens},
-    )
-
-
 def _ids(
-    fields: Fields, name: str, label: str, row: Any, view: ModelView, kind: str | None
+    fields: Fields, name: str, label: str, row: Any, served: ServedModel, kind: str | None
 ) -> list[int]:
     """Returns the tokens of one text, or of token ids."""
     if isinstance(row, str):
         try:
-            before = embedding_of(view).prompt(kind)
+            before = embedding_of(served).prompt(kind)
             if not row:
                 raise UsageError(f"{label} is empty; give some text")
-            return text_embedding.embedded_ids(view.tokenizer, before + row, view.context_tokens)
+            return text_embedding.embedded_ids(
+                served.tokenizer, before + row, served.context_tokens
+            )
         except (UsageError, DataError) as error:
             raise RequestError(str(error), param=name) from error
-    if is_array(row) and row and all(_is_id(token, view) for token in row):
+    if is_array(row) and row and all(is_token(token, served.vocab_size) for token in row):
         return [*row]
-    possible = f"a string, token ids from 0 to {view.vocab_size - 1}, or a list of these"
+    possible = f"a string, token ids from 0 to {served.vocab_size - 1}, or a list of these"
     if row == []:
         fields.refuse_with(name, f"{label} is empty; give {possible}")
     return fields.refuse(name, possible)
-
-
-def _is_id(token: object, view: ModelView) -> bool:
-    whole = isinstance(token, int) and not isinstance(token, bool)
-    return whole and 0 <= cast(int, token) < view.vocab_size
 
 
 def _encoded(vector: NDArray[np.float32], encoding: str) -> list[float] | str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvq.errors import BackendError, CacheError, KvqError
+from kvq.errors import BackendError, CacheError, KvqError, argument
 from kvq_runtime.serving.request import PoolError
 
 _TYPES = {
@@ -62,20 +62,32 @@ def as_request_error(error: BaseException) -> RequestError:
     )
 
 
+def too_long(
+    subject: str, param: str, count: int, context_tokens: int, advice: str
+) -> RequestError:
+    """Returns the error for a text of more tokens than the context holds."""
+    # The tokens of a text that is much too long are not all counted.
+    return RequestError(
+        f"{subject} has at least {count} tokens and this model's context holds "
+        f"{context_tokens}; {advice}, or serve with a larger {argument('--ctx-size')}",
+        param=param,
+        code="context_length_exceeded",
+        numbers={"n_prompt_tokens": count, "n_ctx": context_tokens},
+    )
+
+
 def error_body(error: RequestError) -> dict[str, Any]:
     """Returns the JSON body of the answer to a failed request."""
+    message, half = str(error), _MOST_CHARACTERS // 2
+    if len(message) > _MOST_CHARACTERS:
+        # Its end says what to do.
+        message = f"{message[:half]} ... {message[-half:]}"
     return {
         "error": {
-            "message": _shortened(str(error)),
+            "message": message,
             "type": _TYPES.get(error.status, "invalid_request_error"),
             "param": error.param,
             "code": error.code,
             **error.numbers,
         }
     }
-
-
-def _shortened(text: str) -> str:
-    """Returns the text, or its beginning and its end, which says what to do."""
-    half = _MOST_CHARACTERS // 2
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

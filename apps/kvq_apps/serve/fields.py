@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from math import isfinite
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from kvq.json_values import is_array, is_object
 from kvq_apps.serve.errors import RequestError
@@ -26,22 +26,29 @@ def parse_object(body: bytes) -> "Fields":
 
 
 class Fields:
-    """Holds one JSON object. A field that is null counts as absent."""
+    """Holds one JSON object. A field that is null counts as absent.
+
+    It keeps what was read: `kinds` are JSON schemas of fields, empty where any value is possible,
+    `parts` are fields that are objects, and `rows` those that are lists of objects.
+    """
 
     def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
         self._values = values
         self._prefix = prefix
         self._read: set[str] = set()
-        self._objects: dict[str, Fields] = {}
+        self.kinds: dict[str, dict[str, Any]] = {}
+        self.parts: dict[str, Fields] = {}
+        self.rows: dict[str, list[Fields]] = {}
 
-    def get(self, name: str) -> Any:
-        """Returns the value as it came, None when absent."""
+    def get(self, name: str, **kind: Any) -> Any:
+        """Returns the value as it came, None when absent; it should be of this `kind`."""
         self._read.add(name)
+        if kind or name not in self.kinds:
+            self.kinds[name] = kind
         return self._values.get(name)
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Returns all values as they came."""
         self._read |= self._values.keys()
         return self._values
 
@@ -51,15 +58,14 @@ class Fields:
 
     def unread(self) -> frozenset[str]:
         """Returns the fields that nobody has read, also those inside objects that were read."""
-        inside = (field for fields in self._objects.values() for field in fields.unread())
+        inside = (field for fields in self.parts.values() for field in fields.unread())
         sent = (name for name, value in self._values.items() if value is not None)
         return frozenset(inside) | {f"{self._prefix}{name}" for name in sent} - {
             f"{self._prefix}{name}" for name in self._read
         }
 
-    def text(self, name: str, default: str = "") -> str:
-        """Returns a string."""
-        value = self.get(name)
+    def text(self, name: str, default: str = "", **kind: Any) -> str:
+        value = self.get(name, type="string", default=default or None, **kind)
         if value is None:
             return default
         if not isinstance(value, str):
@@ -67,8 +73,7 @@ class Fields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Returns true or false."""
-        value = self.get(name)
+        value = self.get(name, type="boolean", default=default)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -77,14 +82,13 @@ class Fields:
 
     def choice(self, name: str, options: Iterable[str], default: str = "") -> str:
         """Returns one of `options`, or `default` when absent."""
-        value = self.text(name, default)
+        value = self.text(name, default, enum=[*options])
         if value != default and value not in options:
             self.refuse(name, f"one of {', '.join(options)}")
         return value
 
     def whole(self, name: str, low: int, high: int, default: Default) -> int | Default:
-        """Returns a whole number from `low` to `high`."""
-        value = self.get(name)
+        value = self.get(name, type="integer", minimum=low, maximum=high, default=default)
         if value is None:
             return default
         if isinstance(value, float) and value.is_integer():
@@ -94,8 +98,7 @@ class Fields:
         return value
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
-        """Returns a number from `low` to `high`."""
-        value = self.get(name)
+        value = self.get(name, type="number", minimum=low, maximum=high, default=default)
         if value is None:
             return default
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
@@ -108,20 +111,24 @@ class Fields:
         rows: Any = [] if self.get(name) is None else self.get(name)
         if not (is_array(rows) and all(map(is_object, rows))):
             self.refuse(name, "a list of objects")
-        kind = type(self)
-        return [kind(row, f"{self._prefix}{name}[{place}].") for place, row in enumerate(rows)]
+        prefix = f"{self._prefix}{name}"
+        fields = [Fields(row, f"{prefix}[{place}].") for place, row in enumerate(rows)]
+        self.rows.setdefault(name, []).extend(fields)
+        return fields
 
     def object(self, name: str) -> "Fields":
         """Returns an object, an empty one when absent; always the same."""
         values: Any = {} if self.get(name) is None else self.get(name)
         if not is_object(values):
             self.refuse(name, "an object")
-        return self._objects.setdefault(name, type(self)(values, f"{self._prefix}{name}."))
+        return self.parts.setdefault(name, Fields(values, f"{self._prefix}{name}."))
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
         """Returns a string, or a list of up to `most` strings, without empty ones."""
-        value: Any = [] if self.get(name) is None else self.get(name)
-        rows: Any = [value] if isinstance(value, str) else value
+        text = {"type": "string"}
+        several = {"type": "array", "items": text, "maxItems": most}
+        value: Any = self.get(name, oneOf=[text, several])
+        rows: Any = [] if value is None else [value] if isinstance(value, str) else value
         if not (is_array(rows) and len(rows) <= most and all(isinstance(row, str) for row in rows)):
             self.refuse(name, f"a string or a list of up to {most} strings")
         return tuple(filter(None, rows))
@@ -133,8 +140,12 @@ class Fields:
         self.refuse_with(name, f"{self._prefix}{name} is {shown}; give {possible}")
 
     def refuse_with(self, name: str, message: str, code: str | None = None) -> NoReturn:
-        """Raises a `RequestError` about `name`."""
         raise RequestError(message, param=f"{self._prefix}{name}", code=code)
+
+
+def is_token(value: object, vocab_size: int) -> TypeGuard[int]:
+    """Says whether `value` is the id of one of so many tokens."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def _kind(value: Any) -> str:

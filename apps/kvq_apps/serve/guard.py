@@ -52,15 +52,14 @@ class Guard:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
         most_bytes = _DROPPED_BODIES * self._config.body_bytes
-        unread = _Unread(receive, send, most_bytes, self._config.upload_s)
-        receive, send = unread.receive, unread.send
-        origin = headers.get("origin")
-        allowed = origin is not None and self._origin_allowed(origin, headers)
+        receive, send = _drained(receive, send, most_bytes, self._config.upload_s)
+        origin, origins = headers.get("origin"), self._config.origins
+        same_origin = f"http://{headers.get('host', '')}"
+        allowed = origin in (same_origin, *origins) or (origin is not None and "*" in origins)
         send = _with_cors(send, origin) if allowed and origin is not None else send
         try:
             self._check_host(headers)
@@ -78,7 +77,9 @@ class Guard:
 
     def _check_host(self, headers: Mapping[str, str]) -> None:
         host = headers.get("host", "")
-        if self._config.loopback and _host_name(host) not in LOOPBACK_HOSTS:
+        match = _HOST.fullmatch(host)
+        name = (match[1] or match[2]).lower() if match else ""
+        if self._config.loopback and name not in LOOPBACK_HOSTS:
             raise RequestError(
                 f"the Host {host[:80]!r} is not this machine's loopback address; "
                 "use http://127.0.0.1 or serve with --host",
@@ -93,10 +94,6 @@ class Guard:
                 status=403,
                 code="foreign_origin",
             )
-
-    def _origin_allowed(self, origin: str, headers: Mapping[str, str]) -> bool:
-        same_origin = origin == f"http://{headers.get('host', '')}"
-        return same_origin or origin in self._config.origins or "*" in self._config.origins
 
     def _check_key(self, scope: Scope, headers: Mapping[str, str]) -> None:
         key = self._config.api_key
@@ -161,47 +158,40 @@ def too_large(limit_bytes: int) -> RequestError:
     )
 
 
-def _host_name(host: str) -> str:
-    """Returns the name in a Host header without its port, empty for a wrong header."""
-    match = _HOST.fullmatch(host)
-    return (match[1] or match[2]).lower() if match else ""
-
-
-class _Unread:
+def _drained(
+    receive: Receive, send: Send, most_bytes: int, timeout_s: float
+) -> tuple[Receive, Send]:
     """Drops what a client still sends of a request that is refused before it was read.
 
     If the connection were closed at once, the client would get a reset in place of the answer. So
-    the answer is sent, then the rest is read and dropped, within `most_bytes` and `timeout_s`.
+    the answer is sent, then the rest is read and dropped, within `most_bytes` and `timeout_s`. The
+    end of a refusal waits for that.
     """
+    refused = ended = False
 
-    def __init__(self, receive: Receive, send: Send, most_bytes: int, timeout_s: float) -> None:
-        self._receive, self._send = receive, send
-        self._remaining_bytes, self._timeout_s = most_bytes, timeout_s
-        self._refused = self._ended = False
-
-    async def receive(self) -> Message:
-        """Returns the next part of the request."""
-        message = await self._receive()
-        self._ended = not message.get("more_body", False)
+    async def received() -> Message:
+        nonlocal ended
+        message = await receive()
+        ended = not message.get("more_body", False)
         return message
 
-    async def send(self, message: Message) -> None:
-        """Sends a part of the answer; the end of a refusal waits until the client has sent all."""
+    async def sent(message: Message) -> None:
+        nonlocal refused
         if message["type"] == "http.response.start":
-            self._refused = message["status"] >= _FIRST_REFUSAL
+            refused = message["status"] >= _FIRST_REFUSAL
         last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if last and self._refused and not self._ended:
-            await self._send({**message, "more_body": True})
-            await self._drop()
+        if last and refused and not ended:
+            await send({**message, "more_body": True})
+            remaining_bytes = most_bytes
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while not ended and remaining_bytes > 0:
+                        part = await asyncio.wait_for(received(), _IDLE_S)
+                        remaining_bytes -= len(part.get("body", b""))
             message = {"type": "http.response.body"}
-        await self._send(message)
+        await send(message)
 
-    async def _drop(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                while not self._ended and self._remaining_bytes > 0:
-                    message = await asyncio.wait_for(self.receive(), _IDLE_S)
-                    self._remaining_bytes -= len(message.get("body", b""))
+    return received, sent
 
 
 def _with_cors(send: Send, origin: str) -> Send:

@@ -4,11 +4,10 @@
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.http_app import make_app
@@ -24,7 +23,6 @@ class Hosted:
         self._changed = asyncio.Event()
 
     def start(self) -> None:
-        """Begins, in the event loop that runs."""
         self._loop = asyncio.get_running_loop()
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -56,21 +54,17 @@ class HostedApp(Hosted):
 
     @property
     def open(self) -> bool:
-        """Returns whether the model is loaded."""
         return self.pool.ready
 
     @property
     def ended(self) -> bool:
-        """Returns whether the pool's thread has ended."""
         return self.pool.ended
 
     @property
     def error(self) -> BaseException | None:
-        """Returns what ended the pool's thread."""
         return self.pool.error
 
     def start(self) -> None:
-        """Begins to load the model."""
         super().start()
         self.pool.start()
 
@@ -97,29 +91,56 @@ class HostedApp(Hosted):
 
 async def ask(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
     """Sends one POST without a socket; returns the status and the whole body of the answer."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    status, parts = 0, list[bytes]()
-
-    async def receive() -> Message:
-        if not messages:
-            await asyncio.Future[None]()  # this client never hangs up
-        return messages.pop()
-
-    async def send(message: Any) -> None:
-        nonlocal status
-        status = message.get("status", status)
-        parts.append(message.get("body", b""))
-
     scope: Scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
         "scheme": "http", "path": path, "raw_path": path.encode(), "root_path": "",
         "query_string": b"", "client": None, "server": None,
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }  # fmt: skip
+    messages = [message async for batch in replies(app, scope, body) for message in batch]
+    return messages[0]["status"], b"".join(message.get("body", b"") for message in messages)
+
+
+async def replies(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[list[Message]]:
+    """Yields the ASGI messages that answer a request, as many at once as there are.
+
+    A client leaves by closing the generator. Raises what `app` raises before it answers.
+    """
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+
+    async def never() -> Message:
+        return await asyncio.Future[Message]()
+
+    async def run() -> None:
+        try:
+            await app(scope, repeated(body, never), messages.put)
+        finally:
+            messages.put_nowait(None)
+
+    running = asyncio.create_task(run())
     try:
-        await app(scope, receive, send)
-    except Exception:
+        ended = answered = False
+        while not ended:
+            batch = [await messages.get()]
+            while not messages.empty():
+                batch.append(messages.get_nowait())
+            ended = batch[-1] is None
+            answered |= batch[0] is not None
+            yield [message for message in batch if message is not None]
+        if not answered:
+            await running
+    finally:
+        running.cancel()
         # Starlette raises an error again after it has sent its answer.
-        if not status:
-            raise
-    return status, b"".join(parts)
+        with suppress(asyncio.CancelledError, Exception):
+            await running
+
+
+def repeated(body: bytes, receive: Receive) -> Receive:
+    """Returns a `receive` that gives a body that was read already, and then what follows."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return again

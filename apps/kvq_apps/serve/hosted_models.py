@@ -28,11 +28,10 @@ from kvq_apps.names.model_path import model_files
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error
 from kvq_apps.serve.hosted_app import Hosted, HostedApp, MakeApp
-from kvq_apps.serve.http_app import make_model_app
-from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, load, names_of
-from kvq_apps.serve.reclaim import reclaim
+from kvq_apps.serve.http_app import SESSION_FACTS, make_model_app
+from kvq_apps.serve.loading import DRAFT_TOKENS, ServedModel, ServeRequest, names_of
 from kvq_apps.serve.responses_api import StoredResponses
-from kvq_apps.serve.workers import gone
+from kvq_apps.serve.workers import gone, reclaim
 from kvq_apps.terminal.estimate import estimate
 from kvq_runtime.serving.request import PoolError, shutdown_error
 from kvq_runtime.serving.scheduler import Turns
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 _SIZE_OPTIONS = (
     *("k_bits", "v_bits", "kv_budget", "context_tokens", "policy", "threads", "weights_budget"),
 )
-_SESSION_FACTS = ("kv_budget", "budget_tokens", "full_kv", "full_tokens")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,12 +77,10 @@ class HostedModel:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of weights and caches."""
         return self.weight_bytes + self.cache_bytes
 
     @property
     def served(self) -> ServedModel | None:
-        """Returns the loaded model."""
         ready = self.hosted.open and not self.hosted.ended
         return self.hosted.pool.served if ready else None
 
@@ -135,13 +131,18 @@ def hosted_models(
             HostedModel(
                 name=shown,
                 names=all_names - known,
-                load=partial(load, name, engine_options, session_options, model_config),
+                load=ServeRequest(
+                    model=name,
+                    engine_options=engine_options,
+                    session_options=session_options,
+                    config=model_config,
+                ).load,
                 config=model_config,
                 weight_bytes=sizes["weight_bytes"],
                 cache_bytes=session["kv_budget"] * config.sessions,
                 meta={
                     **{"n_ctx": session["context"], "kbits": k_bits, "vbits": v_bits},
-                    **{key: session[key] for key in _SESSION_FACTS},
+                    **{key: session[key] for key in SESSION_FACTS},
                 },
                 make=partial(make_model_app, stored=stored),
             )
@@ -183,7 +184,6 @@ class HostedModels(Hosted):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def notify(self) -> None:
-        """Wakes what waits for a change of any model."""
         super().notify()
         for model in self.all:
             model.hosted.notify()
@@ -265,7 +265,7 @@ class HostedModels(Hosted):
         model.arrivals.append(arrival)
         if model.loading is None:
             model.loading = self._begin(self._bring(model))
-        disconnect = asyncio.create_task(gone(request))
+        disconnect = asyncio.create_task(gone(request.receive))
         try:
             await asyncio.wait((arrival, disconnect), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -350,7 +350,9 @@ class HostedModels(Hosted):
         hosted, model.hosted = model.hosted, model.fresh()
         await hosted.stop()
         del hosted
-        await asyncio.to_thread(_free)
+        # What a model leaves refers to itself, so only a collection frees it.
+        await asyncio.to_thread(gc.collect)
+        await asyncio.to_thread(reclaim)
         logger.info("%s has left the memory", model.name)
 
     def _rest(self, model: HostedModel) -> None:
@@ -374,9 +376,3 @@ class HostedModels(Hosted):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _free() -> None:
-    """Frees what a model has left: its objects know each other, so only a collection finds them."""
-    gc.collect()
-    reclaim()

@@ -25,23 +25,19 @@ from starlette.types import Receive, Scope, Send
 from kvq import __version__
 from kvq.errors import KvqError, UsageError
 from kvq.json_values import is_array
-from kvq.residency import Resident
 from kvq_apps.serve import embeddings_api, messages_api, ollama_api, requests
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError, as_request_error, error_body
-from kvq_apps.serve.fields import Fields, parse_object
+from kvq_apps.serve.fields import Fields, is_token, parse_object
 from kvq_apps.serve.guard import Guard, owner_of, too_large
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.messages_api import MESSAGES, messages_error
-from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.ollama_api import OLLAMA, ollama_error
 from kvq_apps.serve.openapi import openapi
 from kvq_apps.serve.page import PAGE_HEADERS, docs_page, page
-from kvq_apps.serve.prometheus import Metrics, prometheus_text
 from kvq_apps.serve.protocol import EVICTED_HEADER, PROTOCOL, sampling_fields
 from kvq_apps.serve.raw_prompts import reads_control_tokens
-from kvq_apps.serve.reclaim import Reclaiming
-from kvq_apps.serve.requests import AnswerFormat, AnswerRequest
+from kvq_apps.serve.requests import AnswerRequest
 from kvq_apps.serve.rerank_api import rerank
 from kvq_apps.serve.responses_api import StoredResponses
 from kvq_apps.serve.streams import (
@@ -61,21 +57,24 @@ from kvq_apps.serve.wire import (
     MakeShape,
     Read,
     Shape,
+    Translation,
     VectorRequest,
     Wire,
 )
-from kvq_apps.serve.workers import in_worker
+from kvq_apps.serve.workers import LARGE_BYTES, in_worker, reclaim
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import tool_form
-from kvq_runtime.answer.constraint import Grammar
-from kvq_runtime.config import Sampling
+from kvq_runtime.answer.constraint import Constraint, Grammar
 from kvq_runtime.serving.outbox import Failed
-from kvq_runtime.serving.pool import Counts, SessionPool
+from kvq_runtime.serving.pool import SessionPool
 from kvq_runtime.serving.request import GenerationRequest, shutdown_error
-from kvq_runtime.serving.slots import Slots
 
 logger = logging.getLogger(__name__)
 
+# What lists of models say of a session.
+SESSION_FACTS = ("kv_budget", "budget_tokens", "full_kv", "full_tokens")
+# What a metric says and its values by their labels, by its name. A counter's name ends with _total.
+Metrics = Mapping[str, tuple[str, Mapping[str, float]]]
 # A stream's headers wait this long for a first event, so that an early error keeps its status.
 _FIRST_EVENT_S = 1.0
 # More ids would delay other requests for too long.
@@ -114,8 +113,8 @@ def _wires(stored: StoredResponses) -> dict[str, Wire]:
         f"{OLLAMA}embeddings": ollama_api.embed_one,
         "/v1/embeddings": embeddings_api.embed,
         **dict.fromkeys(("/v1/rerank", "/rerank", "/v1/reranking", "/reranking"), rerank),
-        "/v1/responses/input_tokens": stored.count,
-        f"{MESSAGES}/count_tokens": _count_tokens,
+        "/v1/responses/input_tokens": _counting(stored.translate, object="response.input_tokens"),
+        f"{MESSAGES}/count_tokens": _counting(messages_api.translate),
         "/tokenize": _tokenize,
         "/detokenize": _detokenize,
         "/apply-template": _apply_template,
@@ -148,7 +147,6 @@ def guarded_app(
     return Starlette(
         routes=table,
         middleware=[
-            Middleware(Reclaiming),
             Middleware(_Counting, status_counts=status_counts, known=known),
             Middleware(Guard, config=config, refuse=error_response),
         ],
@@ -160,7 +158,6 @@ class JsonAnswer(JSONResponse):
     """Writes JSON in ASCII only, since what clients and models write may not be valid Unicode."""
 
     def render(self, content: Any) -> bytes:
-        """Returns the body."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -190,7 +187,6 @@ class _Routes:
         self._long_bodies = ThreadPoolExecutor(_LONG_BODY_THREADS, "long-bodies")
 
     def table(self) -> list[Route]:
-        """Returns every route with its handler."""
         return [
             *(
                 Route(path, self.answer(wire), methods=["POST"])
@@ -218,18 +214,22 @@ class _Routes:
         async def handle(request: Request) -> Response:
             served = self._served()
             body = await read_body(request, self._config)
-            reading = await in_worker(
-                request,
-                *(self._read_request, body, request.headers, served, wire),
-                executor=self._long_bodies if len(body) > _LONG_BODY_BYTES else None,
-            )
+            try:
+                reading = await in_worker(
+                    request,
+                    *(self._read_request, body, request.headers, served, wire),
+                    executor=self._long_bodies if len(body) > _LONG_BODY_BYTES else None,
+                )
+            finally:
+                if len(body) >= LARGE_BYTES:
+                    asyncio.get_running_loop().run_in_executor(None, reclaim)
             if isinstance(reading, dict):
                 return JsonAnswer(reading)
             if isinstance(reading, VectorRequest):
                 return await self._measured(request, reading)
             answer, make_shape = reading
             if answer.answer_format is not None:
-                grammar = await self._grammar(request, served, answer.answer_format)
+                grammar = await self._grammar(request, served, *answer.answer_format)
                 answer = replace(answer, generation=replace(answer.generation, grammar=grammar))
             return await self._answer(request, make_shape(served, answer))
 
@@ -244,14 +244,12 @@ class _Routes:
         return handle
 
     def models(self, served: ServedModel) -> Json:
-        """Returns the answer of `GET /v1/models`."""
-        return {"object": "list", "data": [model_row(served, self._config)]}
+        return {"object": "list", "data": [model_row(served)]}
 
     async def model(self, request: Request) -> Response:
-        """Answers `GET /v1/models/NAME`."""
         served = self._served()
-        requests.check_name(request.path_params["name"], self._view(served))
-        return JsonAnswer(model_row(served, self._config))
+        requests.check_name(request.path_params["name"], served)
+        return JsonAnswer(model_row(served))
 
     async def health(self, _: Request) -> Response:
         """Answers `GET /health`: 503 until the model is loaded, and during shutdown."""
@@ -261,18 +259,17 @@ class _Routes:
         return JsonAnswer({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
-        """Answers `GET /metrics` with Prometheus' text."""
-        return PlainTextResponse(
-            prometheus_text(_metrics(self._pool, self.status_counts)),
-            media_type="text/plain; version=0.0.4; charset=utf-8",
-        )
+        pool_rows = pool_metrics(self._pool)
+        rows = {name: (help_text, {"": value}) for name, (help_text, value) in pool_rows.items()}
+        text = prometheus_text({**rows, **request_metrics(self.status_counts)})
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def props(self, served: ServedModel) -> Json:
         """Returns the answer of `GET /props`: what llama-server's clients look up."""
         return {
             "default_generation_settings": {
                 "n_ctx": served.context_tokens,
-                "params": sampling_fields(_sampling(served, self._config)),
+                "params": sampling_fields(served.sampling),
             },
             "total_slots": self._config.sessions,
             "model_alias": served.name,
@@ -282,34 +279,29 @@ class _Routes:
             "x_kvq": {
                 "version": __version__,
                 "protocol": PROTOCOL,
-                "kv": served.kv,
-                "kv_budget": served.slot_bytes,
-                "budget_tokens": served.budget_tokens,
+                **{name: served.facts[name] for name in ("kv", "kv_budget", "budget_tokens")},
                 "sessions": self._config.sessions,
             },
         }
 
     async def openapi(self, request: Request) -> Response:
-        """Answers `GET /openapi.json` with the routes and the fields that they read."""
         return JsonAnswer(await self._openapi(request))
 
     async def docs(self, request: Request) -> Response:
-        """Answers `GET /docs` with a page of the same for people."""
         return HTMLResponse(docs_page(await self._openapi(request)), headers=PAGE_HEADERS)
 
     async def _openapi(self, request: Request) -> Json:
         # The sample is nobody's, so it must not touch what clients left.
-        view = self._view(self._served(), owner="/openapi.json")
+        served = replace(self._served(), owner="/openapi.json")
         routes = (route for route in request.app.routes if "GET" in (route.methods or ()))
         return await in_worker(
-            request, openapi, self._wires, [route.path for route in routes], view
+            request, openapi, self._wires, [route.path for route in routes], served
         )
 
     async def page(self, request: Request) -> Response:
-        """Answers `GET /` with a page for a browser."""
         url = f"http://{request.headers.get('host', '')}"
         model = self._pool.served if self._pool.ready else None
-        row = None if model is None else model_row(model, self._config)
+        row = None if model is None else model_row(model)
         text = page(url, row, keyed=self._config.api_key is not None)
         return HTMLResponse(text, headers=PAGE_HEADERS)
 
@@ -324,56 +316,36 @@ class _Routes:
             )
         return self._pool.served
 
-    def _view(self, served: ServedModel, owner: str = "") -> ModelView:
-        return ModelView(
-            name=served.name,
-            names=_names(served, self._config),
-            owner=owner,
-            strict=self._config.strict_model,
-            exact=self._config.reuse == "exact",
-            tokenizer=served.tokenizer,
-            gaps=served.gaps.for_owner(owner),
-            vocab_size=served.vocab_size,
-            context_tokens=served.context_tokens,
-            sampling=_sampling(served, self._config),
-            embedding=served.backend.model.embedding,
-            state_width=served.backend.model.state_width,
-        )
-
     def _read_request(
         self, body: bytes, headers: Mapping[str, str], served: ServedModel, wire: Wire
     ) -> tuple[AnswerRequest, MakeShape] | VectorRequest | Json:
         sent = parse_object(body)
         keyed = self._config.api_key is not None
-        view = self._view(served, owner_of(headers, sent.text("cache_salt"), keyed=keyed))
-        translation = wire(sent, view)
+        owner = owner_of(headers, sent.text("cache_salt"), keyed=keyed)
+        served = replace(served, owner=owner)
+        translation = wire(sent, served)
         if isinstance(translation, dict):
             self._ignored_fields(sent)
             return translation
         if isinstance(translation, VectorRequest):
             return replace(translation, ignored=self._ignored_fields(sent))
         fields, read, make_shape = translation
-        answer = read(fields, view)
+        answer = read(fields, served)
         ignored = self._ignored_fields(sent, fields)
         notes = {**answer.notes, **({"ignored": ignored} if ignored else {})}
         return replace(answer, notes=notes), make_shape
 
     async def _grammar(
-        self, request: Request, served: ServedModel, answer_format: AnswerFormat
+        self, request: Request, served: ServedModel, constraint: Constraint, param: str
     ) -> Grammar:
-        """Returns the grammar of a format; one that may be slow waits only for other slow ones."""
+        """Returns a constraint's grammar; one that may be slow waits only for other slow ones."""
         finished = Event()
-        executor = None if answer_format.constraint.small else self._readers
+        executor = None if constraint.small else self._readers
+        arguments = (served.grammar, constraint, finished.is_set)
         try:
-            return await in_worker(
-                request,
-                served.grammar,
-                answer_format.constraint,
-                finished.is_set,
-                executor=executor,
-            )
+            return await in_worker(request, *arguments, executor=executor)
         except UsageError as error:
-            raise RequestError(str(error), param=answer_format.param) from error
+            raise RequestError(str(error), param=param) from error
         finally:
             finished.set()
 
@@ -440,36 +412,24 @@ async def read_body(request: Request, config: ServeConfig) -> bytes:
     return b"".join(parts)
 
 
-def _names(served: ServedModel, config: ServeConfig) -> frozenset[str]:
-    return served.names | {*config.aliases}
-
-
-def _sampling(served: ServedModel, config: ServeConfig) -> Sampling:
-    """Returns the default sampling: the model's, with the fields that the flags set."""
-    return replace(served.sampling, **config.sampling)
-
-
-def model_row(served: ServedModel, config: ServeConfig) -> Json:
+def model_row(served: ServedModel) -> Json:
     """Returns the row of a model in the answer of `GET /v1/models`."""
     return {
         "id": served.name,
         "object": "model",
         "created": served.loaded_at,
         "owned_by": "kvq",
-        "aliases": sorted(_names(served, config) - {served.name}),
+        "aliases": sorted(served.names - {served.name}),
         "meta": {
             "n_ctx": served.context_tokens,
             "n_vocab": served.vocab_size,
             "kbits": served.k_bits,
             "vbits": served.v_bits,
-            "kv_budget": served.slot_bytes,
-            "budget_tokens": served.budget_tokens,
-            "full_kv": served.full_kv,
-            "full_tokens": served.full_tokens,
+            **{name: served.facts[name] for name in SESSION_FACTS},
             "chat": served.tokenizer.chat_template is not None,
             "infill": served.tokenizer.fim is not None,
             "tools": tool_form(served.tokenizer.chat_template) is not None,
-            "sampling": sampling_fields(_sampling(served, config)),
+            "sampling": sampling_fields(served.sampling),
         },
     }
 
@@ -485,7 +445,6 @@ class _Counting:
         self._known = known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         if scope["type"] != "http":
             return
         # An unknown path can be any text, so it must not become a label.
@@ -555,9 +514,9 @@ def _slots(served: ServedModel) -> list[Json]:
     ]
 
 
-def _tokenize(fields: Fields, view: ModelView) -> dict[str, Any]:
+def _tokenize(fields: Fields, served: ServedModel) -> dict[str, Any]:
     """Returns the answer of `/tokenize`: ids, or each id with its piece."""
-    tokenizer = view.tokenizer
+    tokenizer = served.tokenizer
     ids = tokenizer.encode(
         fields.text("content"),
         special=reads_control_tokens(fields),
@@ -571,32 +530,36 @@ def _tokenize(fields: Fields, view: ModelView) -> dict[str, Any]:
     return {"tokens": [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]}
 
 
-def _detokenize(fields: Fields, view: ModelView) -> dict[str, Any]:
+def _detokenize(fields: Fields, served: ServedModel) -> dict[str, Any]:
     """Returns the answer of `/detokenize`."""
     ids = fields.get("tokens")
     if (
         not is_array(ids)
         or len(ids) > _MOST_TOKENIZED
-        or not all(
-            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < view.vocab_size
-            for token in ids
-        )
+        or not all(is_token(token, served.vocab_size) for token in ids)
     ):
-        possible = f"a list of up to {_MOST_TOKENIZED} token ids from 0 to {view.vocab_size - 1}"
+        possible = f"a list of up to {_MOST_TOKENIZED} token ids from 0 to {served.vocab_size - 1}"
         fields.refuse("tokens", possible)
-    return {"content": view.tokenizer.decode(ids, special=True)}
+    return {"content": served.tokenizer.decode(ids, special=True)}
 
 
-def _count_tokens(sent: Fields, view: ModelView) -> Json:
-    """Returns the answer of `/v1/messages/count_tokens`."""
-    fields, read, _ = messages_api.translate(sent, view)
-    return {"input_tokens": len(read(fields, view).generation.prompts[0])}
+def _counting(
+    translate: Callable[[Fields, ServedModel], Translation], **constants: str
+) -> Callable[[Fields, ServedModel], Json]:
+    """Returns a route that counts the tokens of the prompt that `translate` makes."""
+
+    def count(sent: Fields, served: ServedModel) -> Json:
+        fields, read, _ = translate(sent, served)
+        (prompt,) = read(fields, served).generation.prompts
+        return {**constants, "input_tokens": len(prompt)}
+
+    return count
 
 
-def _apply_template(fields: Fields, view: ModelView) -> dict[str, Any]:
+def _apply_template(fields: Fields, served: ServedModel) -> dict[str, Any]:
     """Returns the answer of `/apply-template`."""
-    chat = requests.chat_request(fields, view).generation
-    return {"prompt": view.tokenizer.decode(chat.prompts[0], special=True)}
+    chat = requests.chat_request(fields, served).generation
+    return {"prompt": served.tokenizer.decode(chat.prompts[0], special=True)}
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
@@ -608,10 +571,17 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
         return list(content)
 
 
-def _metrics(pool: SessionPool[ServedModel], status_counts: Counter[tuple[str, int]]) -> Metrics:
-    """Returns all metrics of `/metrics`."""
-    rows = {name: (text, {"": value}) for name, (text, value) in pool_metrics(pool).items()}
-    return {**rows, **request_metrics(status_counts)}
+def prometheus_text(metrics: Metrics) -> str:
+    """Returns the metrics in the exposition format, version 0.0.4."""
+    lines: list[str] = []
+    for name, (text, values) in metrics.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        lines += [
+            f"{name}{f'{{{labels}}}' if labels else ''} {value:.10g}"
+            for labels, value in values.items()
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def request_metrics(status_counts: Counter[tuple[str, int]]) -> Metrics:
@@ -625,21 +595,8 @@ def request_metrics(status_counts: Counter[tuple[str, int]]) -> Metrics:
 
 def pool_metrics(pool: SessionPool[ServedModel]) -> dict[str, tuple[str, float]]:
     """Returns help and value of all that is known of a pool and its model, by the metric's name."""
-    waiting, running = pool.queue
-    rows = _count_metrics(pool.counts) | {
-        "jobs_running": ("Jobs that hold a session.", running),
-        "jobs_waiting": ("Jobs that wait for one.", waiting),
-    }
-    if pool.served is not None:
-        rows |= _session_metrics(pool.served.slots, pool.served.slot_bytes)
-        rows |= _expert_metrics(pool.served.backend.resident())
-    return {f"kvq_{name}": row for name, row in rows.items()}
-
-
-def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:
-    """Returns help and value of what the pool has done so far, by the metric's name."""
-    rounds = counts.rounds
-    return {
+    counts, rounds, (waiting, running) = pool.counts, pool.counts.rounds, pool.queue
+    rows: dict[str, tuple[str, float]] = {
         "jobs_total": ("Jobs that ended, however they did.", counts.finished),
         "jobs_failed_total": ("Jobs that ended with an error.", counts.failed),
         "jobs_cancelled_total": ("Jobs whose client left.", counts.cancelled),
@@ -657,30 +614,24 @@ def _count_metrics(counts: Counts) -> dict[str, tuple[str, float]]:
         "pass_seconds_total": ("Seconds of passes over written tokens.", rounds.pass_ms / 1e3),
         "choose_seconds_total": ("Seconds spent on choosing tokens.", rounds.choose_ms / 1e3),
         "decode_seconds_total": ("Seconds of answers after their first token.", counts.decode_s),
+        "jobs_running": ("Jobs that hold a session.", running),
+        "jobs_waiting": ("Jobs that wait for one.", waiting),
     }
+    if pool.served is not None:
+        rows |= _model_metrics(pool.served)
+    return {f"kvq_{name}": row for name, row in rows.items()}
 
 
-def _expert_metrics(resident: Resident | None) -> dict[str, tuple[str, float]]:
-    """Returns help and value of a model's experts, if they have a budget, by the metric's name."""
-    if resident is None:
-        return {}
-    return {
-        "expert_budget_bytes": ("Bytes of experts that may be in memory.", resident.budget_bytes),
-        "expert_bytes": ("Bytes of experts that are in memory.", resident.held_bytes),
-        "experts_chosen_total": ("Experts that passes chose, by layer.", resident.chosen),
-        "experts_fetched_total": ("Of these, not in memory.", resident.fetched),
-    }
-
-
-def _session_metrics(slots: Slots, slot_bytes: int) -> dict[str, tuple[str, float]]:
-    """Returns help and value of what the sessions of a model hold, by the metric's name."""
+def _model_metrics(served: ServedModel) -> dict[str, tuple[str, float]]:
+    """Returns help and value of what a model's sessions hold, and its experts with a budget."""
+    slots, experts = served.slots, served.backend.resident()
     saved, count = slots.saved, len(slots.all)
     used = sum(slot.session.kv_bytes_peak for slot in slots.all)
     drafters = sum(slot.session.draft_bytes for slot in slots.all)
     auxiliaries = sum(slot.session.auxiliary_bytes for slot in slots.all)
-    return {
+    rows: dict[str, tuple[str, float]] = {
         "sessions": ("Sessions, each of the KV budget.", count),
-        "kv_budget_bytes": ("Bytes of all sessions together.", slot_bytes * count),
+        "kv_budget_bytes": ("Bytes of all sessions together.", served.slot_bytes * count),
         "kv_peak_bytes": ("Most bytes ever used in them.", used),
         "draft_bytes": ("Bytes that their drafters hold beside.", drafters),
         "auxiliary_bytes": ("Bytes that models reading their prompts hold beside.", auxiliaries),
@@ -690,3 +641,14 @@ def _session_metrics(slots: Slots, slot_bytes: int) -> dict[str, tuple[str, floa
             "Sessions that could not be written or read.", saved.failures,
         ),
     }  # fmt: skip
+    if experts is not None:
+        rows |= {
+            "expert_budget_bytes": (
+                "Bytes of experts that may be in memory.",
+                experts.budget_bytes,
+            ),
+            "expert_bytes": ("Bytes of experts that are in memory.", experts.held_bytes),
+            "experts_chosen_total": ("Experts that passes chose, by layer.", experts.chosen),
+            "experts_fetched_total": ("Of these, not in memory.", experts.fetched),
+        }
+    return rows

@@ -50,7 +50,6 @@ class Instance:
 
     @property
     def address(self) -> str:
-        """Returns where to reach it."""
         return self.url or f"unix:{self.socket}"
 
 

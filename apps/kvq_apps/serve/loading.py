@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.settings import cache_folder
-from kvq_apps.completion.prompts import OwnedPrompts
+from kvq_apps.completion.prompts import GapPrompts, OwnedPrompts
 from kvq_apps.names import known_models
 from kvq_apps.names.engine import Engine
 from kvq_apps.opening import open_engine
@@ -21,60 +21,72 @@ from kvq_runtime.config import Sampling
 from kvq_runtime.serving.pool import Served
 from kvq_runtime.serving.saving import SavedSessions
 from kvq_runtime.serving.slots import Slots
+from kvq_runtime.text_embedding import TextEmbedding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel(Served):
-    """Holds a loaded model for the routes; `kv` are the widths as `--kv` writes them.
+    """Holds a loaded model for the routes, and what they need to read a request.
 
-    `budget_tokens`, `full_kv` and `full_tokens` say what a session holds
-    (`output.cache_facts`). `names` are all names of the model. `grammar` reads a
-    constraint for the model's vocabulary (`Vocabulary.grammar`). `sampling` is the model's own.
+    `names` are all names of the model; with `strict` a request for another one is refused.
+    `grammar` reads a constraint for the model's vocabulary (`Vocabulary.grammar`). `exact`: what
+    follows a change in a prompt is read again, unless the request says otherwise. `facts` are what
+    is printed when it is ready: those of a session (`output.cache_facts`), the model
+    and a session's bytes. `owner` is the request's, whose sessions it may find again.
     """
 
     name: str
     names: frozenset[str]
     tokenizer: Tokenizer
-    gaps: OwnedPrompts
+    owned_gaps: OwnedPrompts
     grammar: Callable[[Constraint, Callable[[], bool]], Grammar]
     vocab_size: int
     k_bits: int
     v_bits: int
-    kv: str
-    budget_tokens: int
-    full_kv: str
-    full_tokens: int
+    facts: Mapping[str, Any]
     sampling: Sampling
     loaded_at: int
+    strict: bool
+    exact: bool
+    owner: str = ""
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Returns what is printed when it is ready; `kv_budget` is a session's bytes."""
-        return {
-            "model": self.name,
-            "kv": self.kv,
-            "context": self.context_tokens,
-            "budget_tokens": self.budget_tokens,
-            "full_kv": self.full_kv,
-            "full_tokens": self.full_tokens,
-            "kv_budget": self.slot_bytes,
-        }
+    def gaps(self) -> GapPrompts:
+        """Returns the owner's prompts around gaps."""
+        return self.owned_gaps.for_owner(self.owner)
+
+    @property
+    def embedding(self) -> TextEmbedding | None:
+        return self.backend.model.embedding
+
+    @property
+    def state_width(self) -> int:
+        """Returns how many numbers a vector has."""
+        return self.backend.model.state_width
 
 
 # Several short answers to one prompt are written in one pass, in so many rows.
 DRAFT_TOKENS = 64
 
 
-def load(
-    model: str | None,
-    engine_options: Mapping[str, Any],
-    session_options: Mapping[str, Any],
-    config: ServeConfig,
-) -> ServedModel:
-    """Loads the model and opens every arena. Raises `KvqError`."""
-    engine = open_engine(model, **engine_options)
-    engine.tokenizer.begin_chat()
-    return serve_engine(engine, session_options, config, requested_name=model)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeRequest:
+    """Holds what flags ask for: a model, how it and its sessions are opened, how it is served."""
+
+    model: str | None
+    engine_options: Mapping[str, Any]
+    session_options: Mapping[str, Any]
+    config: ServeConfig
+
+    def load(self) -> ServedModel:
+        """Loads the model and opens every arena. Raises `KvqError`."""
+        engine = open_engine(self.model, **self.engine_options)
+        engine.tokenizer.begin_chat()
+        return serve_engine(engine, self.session_options, self.config, requested_name=self.model)
+
+    def with_threads(self, threads: int) -> "ServeRequest":
+        """Returns this request with another number of threads."""
+        return replace(self, engine_options={**self.engine_options, "threads": threads})
 
 
 def serve_engine(
@@ -98,24 +110,26 @@ def serve_engine(
         config.saved_bytes,
         first.config.context_tokens,
     )
-    plan, facts = first.config.plan, output.cache_facts(first.config)
     return ServedModel(
         name=engine.model.name,
-        names=names_of(engine.files, requested_name),
+        names=names_of(engine.files, requested_name) | {*config.aliases},
         tokenizer=engine.tokenizer,
-        gaps=OwnedPrompts(engine.tokenizer),
+        owned_gaps=OwnedPrompts(engine.tokenizer),
         grammar=engine.vocabulary.grammar,
         backend=engine.backend,
         vocab_size=engine.model.vocab_size,
         stop_ids=engine.model.stop_ids,
-        k_bits=plan.k_bits,
-        v_bits=plan.v_bits,
-        kv=facts["kv"],
-        budget_tokens=facts["budget_tokens"],
-        full_kv=facts["full_kv"],
-        full_tokens=facts["full_tokens"],
-        sampling=engine.model.sampling,
+        k_bits=first.config.plan.k_bits,
+        v_bits=first.config.plan.v_bits,
+        facts={
+            "model": engine.model.name,
+            **output.cache_facts(first.config),
+            "kv_budget": first.config.budget_bytes,
+        },
+        sampling=replace(engine.model.sampling, **config.sampling),
         loaded_at=int(time.time()),
+        strict=config.strict_model,
+        exact=config.reuse == "exact",
         slots=Slots(lambda: engine.session(**session_options), config.sessions, saved),
         close=engine.close,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.requests import chat_request, left_out
 from kvq_apps.serve.wire import Json, Translation
 from kvq_runtime.serving.outbox import Report
@@ -38,17 +38,13 @@ _ERRORS = {
 }
 
 
-def translate(fields: Fields, _: ModelView) -> Translation:
+def translate(fields: Fields, _: ServedModel) -> Translation:
     """Translates `POST /v1/messages` to an equal chat completion."""
     return Fields(chat_body(fields)), chat_request, MessagesShape
 
 
 def chat_body(fields: Fields) -> Json:
-    """Returns the body of an equal chat completion.
-
-    Raises:
-        RequestError: names a field that cannot be read.
-    """
+    """Returns the body of an equal chat completion. Raises `RequestError`."""
     body: Json = {name: fields.get(name) for name in _COPIED_FIELDS}
     system = _ATTRIBUTION.sub("", _text(fields, "system"))
     body["messages"] = [{"role": "system", "content": system}] if system else []
@@ -66,7 +62,9 @@ def chat_body(fields: Fields) -> Json:
 
 def _conversation(fields: Fields) -> Iterator[Json]:
     rows = fields.objects("messages")
-    deferred = {row.text("name"): row for row in fields.objects("tools") if _is_deferred(row)}
+    # These are shown only where a result refers to them.
+    tools = fields.objects("tools")
+    deferred = {row.text("name"): row for row in tools if row.flag("defer_loading")}
     if not rows:
         fields.refuse("messages", "a list with at least one message")
     for row in rows:
@@ -179,18 +177,13 @@ def _tool(row: Fields) -> Json:
     """Returns a tool of a chat; the chat route skips a tool that is not a function."""
     if (kind := row.text("type", "custom")) != "custom":
         return {"type": kind}
-    return _function(row) | ({"defer_loading": True} if _is_deferred(row) else {})
+    return _function(row) | ({"defer_loading": True} if row.flag("defer_loading") else {})
 
 
 def _function(row: Fields) -> Json:
     schema = row.object("input_schema").values
     function = {"name": row.text("name"), "description": row.text("description")}
     return {**function, "parameters": schema} if schema else function
-
-
-def _is_deferred(row: Fields) -> bool:
-    """Returns whether a tool is to be shown only where a result refers to it."""
-    return row.flag("defer_loading")
 
 
 def messages_error(error: RequestError) -> Json:
@@ -207,22 +200,18 @@ class MessagesShape(BlockShape):
     """Shapes an answer for `/v1/messages`."""
 
     def failed(self, error: RequestError) -> Json:
-        """Returns the event that ends a stream with an error."""
         return messages_error(error)
 
     def opening(self, index: int) -> Iterator[Json]:
-        """Yields a message without content."""
         usage = {"input_tokens": 0, "output_tokens": 0}
         yield {"type": "message_start", "message": self._message([], None, usage)}
         yield {"type": "ping"}
 
     def open_events(self, block: AnswerBlock) -> Iterator[Json]:
-        """Yields an empty block."""
         content = _content(block)
         yield {"type": "content_block_start", "index": block.index, "content_block": content}
 
     def growth_events(self, block: AnswerBlock, text: str) -> Iterator[Json]:
-        """Yields some more of a block."""
         delta = {
             "thought": {"type": "thinking_delta", "thinking": text},
             "text": {"type": "text_delta", "text": text},
@@ -231,18 +220,15 @@ class MessagesShape(BlockShape):
         yield {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
-        """Yields the end of a block."""
         yield {"type": "content_block_stop", "index": block.index}
 
     def closing(self, report: Report) -> Iterator[Json]:
-        """Yields the reason and the usage."""
         ending = {"stop_reason": self._stop_reason, "stop_sequence": self.stop_string}
         usage, cost = _usage(report), self.measures(report)
         yield {"type": "message_delta", "delta": ending, "usage": usage, **cost}
         yield {"type": "message_stop"}
 
     def answer(self, report: Report) -> Json:
-        """Returns the whole message."""
         content = [_content(block) for block in self.blocks]
         message = self._message(content, self._stop_reason, _usage(report))
         return message | self.measures(report)

@@ -8,11 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvq import __version__
 from kvq_apps.serve import ollama_api
 from kvq_apps.serve.fields import parse_object
+from kvq_apps.serve.hosted_app import repeated
 from kvq_apps.serve.hosted_models import HostedModel, HostedModels
 from kvq_apps.serve.http_app import (
     JsonAnswer,
@@ -20,12 +21,12 @@ from kvq_apps.serve.http_app import (
     make_model_app,
     model_row,
     pool_metrics,
+    prometheus_text,
     read_body,
     request_metrics,
 )
 from kvq_apps.serve.ollama_api import OLLAMA
 from kvq_apps.serve.page import PAGE_HEADERS, page
-from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.wire import Json
 from kvq_apps.serve.workers import in_worker
 from kvq_runtime.serving.request import shutdown_error
@@ -88,7 +89,7 @@ def make_models_app(models: HostedModels) -> None:
 def _row(model: HostedModel, models: HostedModels) -> Json:
     """Returns the row of a model in the answer of `GET /v1/models`."""
     row: Json = {"object": "model", "created": models.began_at, "owned_by": "kvq"}
-    row |= {"meta": model.meta} if model.served is None else model_row(model.served, model.config)
+    row |= {"meta": model.meta} if model.served is None else model_row(model.served)
     return row | {
         "id": model.name,
         "aliases": sorted(model.names - {model.name}),
@@ -120,13 +121,10 @@ def _metrics(models: HostedModels) -> dict[str, tuple[str, dict[str, float]]]:
     for model in models.all:
         loaded = "Whether the model is in memory.", float(model.served is not None)
         rows = pool_metrics(model.hosted.pool) | {"kvq_model_loaded": loaded}
+        label = model.name.replace("\\", "\\\\").replace('"', '\\"')
         for name, (text, value) in rows.items():
-            metrics.setdefault(name, (text, {}))[1][f'model="{_label(model.name)}"'] = value
+            metrics.setdefault(name, (text, {}))[1][f'model="{label}"'] = value
     return metrics
-
-
-def _label(name: str) -> str:
-    return name.replace("\\", "\\\\").replace('"', '\\"')
 
 
 class _Forwarding:
@@ -136,7 +134,6 @@ class _Forwarding:
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one ASGI request."""
         request, path = Request(scope, receive), scope["path"]
         name, body, keep_s = request.query_params.get("model", ""), b"", None
         if scope["method"] == "POST":
@@ -151,14 +148,4 @@ class _Forwarding:
                 await JsonAnswer(ollama_api.unloaded(path, name))(scope, receive, send)
                 return
         async with self._models.use(self._models.named(name), request, keep_s) as app:
-            await app(scope, _repeated(body, receive), send)
-
-
-def _repeated(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that gives the body, which was read already, and then what follows."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return again
+            await app(scope, repeated(body, receive), send)

@@ -18,22 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
-from kvq_apps.serve.embeddings_api import (
-    dimensions_of,
-    embedding_of,
-    prompts_request,
-    texts_of,
-)
+from kvq_apps.serve.embeddings_api import embedding_of, prompts_request, texts_of
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.loading import ServedModel
-from kvq_apps.serve.logprobs import chat_rows
-from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.protocol import sampling_fields
 from kvq_apps.serve.requests import AnswerRequest, chat_request, check_name, completion_request
+from kvq_apps.serve.sampling import UNSUPPORTED
 from kvq_apps.serve.thinking_fields import EFFORTS
-from kvq_apps.serve.unsupported import UNSUPPORTED
-from kvq_apps.serve.wire import Json, Translation, VectorRequest
+from kvq_apps.serve.wire import Json, Translation, VectorRequest, chat_rows
 from kvq_models.thinking import Thinking
 from kvq_models.tools import tool_form
 from kvq_runtime.serving.outbox import Report
@@ -60,26 +53,26 @@ _DETAILS = {
 }
 
 
-def chat(fields: Fields, view: ModelView) -> Translation | Json:
+def chat(fields: Fields, served: ServedModel) -> Translation | Json:
     """Translates `POST /api/chat`; without messages it only loads the model, which is loaded."""
     rows = fields.objects("messages")
-    body = _body(fields, view)
+    body = _body(fields, served)
     if not rows:
-        return _loaded(fields, view) | {"message": {"role": "assistant", "content": ""}}
+        return _loaded(fields, served) | {"message": {"role": "assistant", "content": ""}}
     return Fields(body | {"messages": [*_conversation(rows)]}), chat_request, OllamaChatShape
 
 
-def generate(fields: Fields, view: ModelView) -> Translation | Json:
+def generate(fields: Fields, served: ServedModel) -> Translation | Json:
     """Translates `POST /api/generate` to a chat of one message, or to a completion.
 
     With `raw`, with a `suffix`, and for a model without a chat template the prompt is the whole
     text. Without a prompt it only loads the model, which is loaded.
     """
-    body = _body(fields, view)
+    body = _body(fields, served)
     prompt, system, suffix = (fields.text(name) for name in ("prompt", "system", "suffix"))
-    whole = fields.flag("raw") or bool(suffix) or view.tokenizer.chat_template is None
+    whole = fields.flag("raw") or bool(suffix) or served.tokenizer.chat_template is None
     if not prompt and not suffix:
-        return _loaded(fields, view) | {"response": ""}
+        return _loaded(fields, served) | {"response": ""}
     if whole:
         body |= {"prompt": prompt, "suffix": suffix}
         return Fields(body), completion_request, OllamaTextShape
@@ -88,13 +81,13 @@ def generate(fields: Fields, view: ModelView) -> Translation | Json:
     return Fields(body), chat_request, OllamaTextShape
 
 
-def _body(fields: Fields, view: ModelView) -> Json:
+def _body(fields: Fields, served: ServedModel) -> Json:
     """Returns what both routes have in common, as fields of a chat completion."""
     options = fields.object("options")
     body: Json = {name: options.get(name) for name in _COPIED_OPTIONS}
     body |= {name: fields.get(name) for name in _COPIED_FIELDS}
     body |= {
-        "model": _name(fields, view),
+        "model": _name(fields, served),
         "stream": fields.flag("stream", True),
         "max_tokens": max(-1, options.whole("num_predict", -2, _MOST_TOKENS, -1)),
     }
@@ -105,31 +98,31 @@ def _body(fields: Fields, view: ModelView) -> Json:
         body["json_schema"] = answer_form
     elif answer_form not in (None, ""):
         fields.refuse("format", "json or a JSON schema, an object")
-    return body | _thinking(fields, view)
+    return body | _thinking(fields, served)
 
 
-def _thinking(fields: Fields, view: ModelView) -> Json:
+def _thinking(fields: Fields, served: ServedModel) -> Json:
     """Returns how much to think; nothing leaves it to the model's template."""
     think = fields.get("think")
     if think is None:
         return {}
     if think is not True and think is not False and think not in EFFORTS:
         fields.refuse("think", f"true, false, {', '.join(EFFORTS)}")
-    if think and Thinking.of(view.tokenizer) is None:
-        fields.refuse_with("think", f"{view.name} does not support thinking; leave think out")
+    if think and Thinking.of(served.tokenizer) is None:
+        fields.refuse_with("think", f"{served.name} does not support thinking; leave think out")
     return {"reasoning_effort": {"True": "medium", "False": "none"}.get(str(think), think)}
 
 
-def _name(fields: Fields, view: ModelView) -> str:
+def _name(fields: Fields, served: ServedModel) -> str:
     """Returns the name of the model, without the tag that clients add to names without one."""
-    name = fields.text("model") or fields.text("name") or view.name
-    return name if name in view.names else name.removesuffix(":latest")
+    name = fields.text("model") or fields.text("name") or served.name
+    return name if name in served.names else name.removesuffix(":latest")
 
 
-def _loaded(fields: Fields, view: ModelView) -> Json:
+def _loaded(fields: Fields, served: ServedModel) -> Json:
     """Returns the answer to a request that only loads the model, or only unloads it: it stays."""
-    name = _name(fields, view)
-    check_name(name, view)
+    name = _name(fields, served)
+    check_name(name, served)
     return {"model": name, "created_at": _now(), "done": True, "done_reason": "load"}
 
 
@@ -203,7 +196,6 @@ class OllamaChatShape(BlockShape):
         self._began_ns = time.monotonic_ns()
 
     def frame(self, row: Json) -> str:
-        """Returns a line."""
         return json.dumps(row) + "\n"
 
     def comment(self, text: str) -> str:
@@ -211,7 +203,6 @@ class OllamaChatShape(BlockShape):
         return ""
 
     def failed(self, error: RequestError) -> Json:
-        """Returns the line that ends a stream after an error."""
         return ollama_error(error)
 
     def growth_events(self, block: AnswerBlock, text: str) -> Iterator[Json]:
@@ -220,16 +211,13 @@ class OllamaChatShape(BlockShape):
             yield self._line({block.kind: text}, [])
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
-        """Yields a line with a call."""
         if block.kind == "call":
             yield self._line({}, [self._call(block)])
 
     def closing(self, report: Report) -> Iterator[Json]:
-        """Yields the last line, with the reason, the counts and the times."""
         yield self._line({}, []) | self._ending(report)
 
     def answer(self, report: Report) -> Json:
-        """Returns the whole answer."""
         texts: dict[str, str] = {}
         for block in self.blocks:
             texts[block.kind] = texts.get(block.kind, "") + block.text
@@ -311,60 +299,61 @@ def running(served: ServedModel) -> Json:
     return {"models": [row | loaded]}
 
 
-def show(fields: Fields, view: ModelView) -> Json:
+def show(fields: Fields, served: ServedModel) -> Json:
     """Answers `POST /api/show` with what is known of the served model."""
-    check_name(_name(fields, view), view)
-    template = view.tokenizer.chat_template
+    check_name(_name(fields, served), served)
+    template = served.tokenizer.chat_template
     can = {
         "completion": True,
         "tools": tool_form(template) is not None,
-        "insert": view.tokenizer.fim is not None,
-        "embedding": view.embedding is not None,
-        "thinking": Thinking.of(view.tokenizer) is not None,
+        "insert": served.tokenizer.fim is not None,
+        "embedding": served.embedding is not None,
+        "thinking": Thinking.of(served.tokenizer) is not None,
     }
-    sampling = sampling_fields(view.sampling)
+    sampling = sampling_fields(served.sampling)
     return {
         "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
         "template": template or "",
         "details": _DETAILS,
         "model_info": {
             "general.architecture": "kvq",
-            "general.basename": view.name,
-            "kvq.context_length": view.context_tokens,
-            "kvq.vocab_size": view.vocab_size,
+            "general.basename": served.name,
+            "kvq.context_length": served.context_tokens,
+            "kvq.vocab_size": served.vocab_size,
         },
         "capabilities": [name for name, holds in can.items() if holds],
     }
 
 
-def embed(fields: Fields, view: ModelView) -> VectorRequest | Json:
+def embed(fields: Fields, served: ServedModel) -> VectorRequest | Json:
     """Answers `POST /api/embed`; without an input it only loads the model, which is loaded."""
-    check_name(_name(fields, view), view)
-    embedding, began_ns = embedding_of(view), time.monotonic_ns()
-    cuts, dimensions = fields.flag("truncate", True), dimensions_of(fields, view)
+    check_name(_name(fields, served), served)
+    embedding, began_ns = embedding_of(served), time.monotonic_ns()
+    cuts = fields.flag("truncate", True)
+    dimensions = fields.whole("dimensions", 1, served.state_width, None)
     if fields.get("input") in (None, "", []):
-        return {"model": view.name, "embeddings": []}
+        return {"model": served.name, "embeddings": []}
 
     def answer(rows: Sequence[NDArray[np.float32]], report: Report) -> Json:
         return {
-            "model": view.name,
+            "model": served.name,
             "embeddings": [embedding.vector(row, dimensions).tolist() for row in rows],
             "total_duration": time.monotonic_ns() - began_ns,
             "load_duration": _nanoseconds(report.queued_ms),
             "prompt_eval_count": report.prompt_tokens,
         }
 
-    prompts = texts_of(fields, "input", view, cuts=cuts)
-    return VectorRequest(generation=prompts_request(fields, view, prompts), answer=answer)
+    prompts = texts_of(fields, "input", served, cuts=cuts)
+    return VectorRequest(generation=prompts_request(fields, served, prompts), answer=answer)
 
 
-def embed_one(fields: Fields, view: ModelView) -> VectorRequest:
+def embed_one(fields: Fields, served: ServedModel) -> VectorRequest:
     """Answers `POST /api/embeddings`, the older form for one text."""
-    check_name(_name(fields, view), view)
-    embedding = embedding_of(view)
-    prompts = texts_of(fields, "prompt", view, cuts=True)[:1]
+    check_name(_name(fields, served), served)
+    embedding = embedding_of(served)
+    prompts = texts_of(fields, "prompt", served, cuts=True)[:1]
     return VectorRequest(
-        generation=prompts_request(fields, view, prompts),
+        generation=prompts_request(fields, served, prompts),
         answer=lambda rows, _: {"embedding": embedding.vector(rows[0]).tolist()},
     )
 

@@ -1,18 +1,17 @@
 """Describes the routes in the form of OpenAPI, from what their readers read.
 
-Each reader reads a sample through a recorder. So the description has every field with its kind, its
-limits and its default, as they hold for the served model.
+Each reader reads a sample, and `Fields` keeps what it reads. So the description has every field
+with its kind, its limits and its default, as they hold for the served model.
 """
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, cast
 
 from kvq import __version__
 from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.fields import Default, Fields
-from kvq_apps.serve.model_view import ModelView
-from kvq_apps.serve.unsupported import UNSUPPORTED
+from kvq_apps.serve.fields import Fields
+from kvq_apps.serve.loading import ServedModel
+from kvq_apps.serve.sampling import UNSUPPORTED
 from kvq_apps.serve.wire import Json, VectorRequest, Wire
 
 # Each reader finds what it needs in here.
@@ -26,65 +25,7 @@ _SAMPLE: Json = {
 _ANSWER = {"responses": {"200": {"description": "the answer"}}}
 
 
-class _Recorder(Fields):
-    """Records the fields that are read, as JSON schemas."""
-
-    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
-        super().__init__(values, prefix)
-        self._schemas: Json = {}
-        self._rows: dict[str, list[_Recorder]] = {}
-
-    def schema(self) -> Json:
-        """Returns the schema of an object with the fields that were read."""
-        rows = {
-            name: {
-                "type": "array",
-                "items": {"type": "object", "properties": _merged(row.schema() for row in rows)},
-            }
-            for name, rows in self._rows.items()
-        }
-        objects = {name: cast(_Recorder, row).schema() for name, row in self._objects.items()}
-        properties = {**self._schemas, **rows, **objects}
-        known = {name: row for name, row in properties.items() if name not in UNSUPPORTED}
-        return {"type": "object", "properties": known}
-
-    def get(self, name: str) -> Any:
-        self._schemas.setdefault(name, {})
-        return super().get(name)
-
-    def text(self, name: str, default: str = "") -> str:
-        self._schemas[name] = {"type": "string", **({"default": default} if default else {})}
-        return super().text(name, default)
-
-    def choice(self, name: str, options: Iterable[str], default: str = "") -> str:
-        choice = super().choice(name, options, default)
-        self._schemas[name]["enum"] = [*options]
-        return choice
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        self._schemas[name] = {"type": "boolean", "default": default}
-        return super().flag(name, default)
-
-    def whole(self, name: str, low: int, high: int, default: Default) -> int | Default:
-        self._schemas[name] = _bounded("integer", low, high, default)
-        return super().whole(name, low, high, default)
-
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        self._schemas[name] = _bounded("number", low, high, default)
-        return super().number(name, low, high, default)
-
-    def texts(self, name: str, most: int) -> tuple[str, ...]:
-        rows = {"type": "array", "items": {"type": "string"}, "maxItems": most}
-        self._schemas[name] = {"oneOf": [{"type": "string"}, rows]}
-        return super().texts(name, most)
-
-    def objects(self, name: str) -> list[Fields]:
-        rows = super().objects(name)
-        self._rows.setdefault(name, []).extend(cast(list[_Recorder], rows))
-        return rows
-
-
-def openapi(wires: Mapping[str, Wire], pages: Iterable[str], view: ModelView) -> Json:
+def openapi(wires: Mapping[str, Wire], pages: Iterable[str], served: ServedModel) -> Json:
     """Returns the description of `wires`, and of the routes `pages` that read no body.
 
     Routes that the model cannot answer are left out.
@@ -92,7 +33,7 @@ def openapi(wires: Mapping[str, Wire], pages: Iterable[str], view: ModelView) ->
     paths: Json = {path: {"get": _ANSWER} for path in pages}
     for path, wire in wires.items():
         with suppress(RequestError):
-            schema = _schema_of(wire, view)
+            schema = _schema_of(wire, served)
             example = {name: _SAMPLE[name] for name in _SAMPLE if name in schema["properties"]}
             body = {"content": {"application/json": {"schema": schema, "example": example}}}
             paths[path] = {"post": {"requestBody": body, **_ANSWER}}
@@ -100,18 +41,33 @@ def openapi(wires: Mapping[str, Wire], pages: Iterable[str], view: ModelView) ->
     return {"openapi": "3.1.0", "info": info, "paths": paths}
 
 
-def _schema_of(wire: Wire, view: ModelView) -> Json:
+def _schema_of(wire: Wire, served: ServedModel) -> Json:
     """Returns the schema of the bodies that a route reads."""
-    sent = _Recorder(_SAMPLE)
+    sent = Fields(_SAMPLE)
     # The route reads it, before its reader.
     sent.text("cache_salt")
-    translation = wire(sent, view)
+    translation = wire(sent, served)
     if isinstance(translation, dict | VectorRequest):
-        return sent.schema()
+        return _schema(sent)
     fields, read, _ = translation
-    reader = fields if isinstance(fields, _Recorder) else _Recorder(fields.values)
-    read(reader, view)
-    return _with_kinds(sent.schema(), reader.schema()["properties"])
+    read(fields, served)
+    return _with_kinds(_schema(sent), _schema(fields)["properties"])
+
+
+def _schema(fields: Fields) -> Json:
+    """Returns the schema of an object with the fields that were read."""
+    properties: Json = {
+        name: {key: value for key, value in kind.items() if value is not None}
+        for name, kind in fields.kinds.items()
+    }
+    for name, rows in fields.rows.items():
+        members = [item for row in rows for item in _schema(row)["properties"].items()]
+        # A kind that one of the rows knows replaces an empty one.
+        items = dict(sorted(members, key=lambda item: bool(item[1])))
+        properties[name] = {"type": "array", "items": {"type": "object", "properties": items}}
+    properties |= {name: _schema(part) for name, part in fields.parts.items()}
+    known = {name: row for name, row in properties.items() if name not in UNSUPPORTED}
+    return {"type": "object", "properties": known}
 
 
 def _with_kinds(schema: Json, known: Json) -> Json:
@@ -121,14 +77,3 @@ def _with_kinds(schema: Json, known: Json) -> Json:
         for name, row in schema["properties"].items()
     }
     return schema | {"properties": rows}
-
-
-def _merged(schemas: Iterable[Json]) -> Json:
-    """Returns the properties of all schemas; a kind that one of them knows is kept."""
-    rows = [item for schema in schemas for item in schema["properties"].items()]
-    return dict(sorted(rows, key=lambda item: bool(item[1])))
-
-
-def _bounded(kind: str, low: float, high: float, default: float | None) -> Json:
-    row: Json = {"type": kind, "minimum": low, "maximum": high}
-    return row if default is None else row | {"default": default}

@@ -10,16 +10,15 @@ from typing import Any, TypeVar, cast
 from kvq.errors import DataError
 from kvq.json_values import is_array
 from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.model_view import ModelView
-from kvq_models.tokenizer import Tokenizer
+from kvq_apps.serve.fields import Fields, is_token
+from kvq_apps.serve.loading import ServedModel
 from kvq_runtime.answer.healing import heal
 
 T = TypeVar("T")
 MOST_PROMPTS = 64
 
 
-def prompts_of(fields: Fields, model: ModelView) -> list[list[int]]:
+def prompts_of(fields: Fields, model: ServedModel) -> list[list[int]]:
     """Returns the ids of every prompt in `prompt`.
 
     A list with a token id is one prompt made of pieces; any other list is a list of prompts.
@@ -33,7 +32,7 @@ def prompts_of(fields: Fields, model: ModelView) -> list[list[int]]:
 
 
 def healed(
-    fields: Fields, model: ModelView, prompts: list[list[int]]
+    fields: Fields, model: ServedModel, prompts: list[list[int]]
 ) -> tuple[tuple[tuple[int, ...], bytes], ...]:
     """Returns what `heal` makes of prompts that end in text, unless `x_kvq.heal` is false.
 
@@ -42,7 +41,9 @@ def healed(
     if not fields.object("x_kvq").flag("heal", True):
         return ()
     pairs = [
-        heal(model.tokenizer, ids) if _ends_in_text(row) else (ids, b"")
+        (ids, b"")
+        if is_array(row) and row and not isinstance(row[-1], str)
+        else heal(model.tokenizer, ids)
         for row, ids in zip(_rows(fields), prompts, strict=True)
     ]
     return tuple((tuple(ids), begin_with) for ids, begin_with in pairs)
@@ -64,11 +65,13 @@ def encoded(param: str, encode: Callable[[], T]) -> T:
 def _rows(fields: Fields) -> list[Any]:
     """Returns `prompt` as a list of prompts."""
     prompt = fields.get("prompt")
-    several = is_array(prompt) and bool(prompt) and not any(map(_is_id, prompt))
+    several = is_array(prompt) and bool(prompt) and not any(isinstance(row, int) for row in prompt)
     return cast(list[Any], prompt) if several else [prompt]
 
 
-def _ids(fields: Fields, prompt: Any, model: ModelView, *, special: bool, start: bool) -> list[int]:
+def _ids(
+    fields: Fields, prompt: Any, model: ServedModel, *, special: bool, start: bool
+) -> list[int]:
     """Returns the ids of one prompt: a text, token ids, or a list of pieces of both."""
     pieces = prompt if is_array(prompt) else [prompt]
     ids: list[int] = []
@@ -76,32 +79,21 @@ def _ids(fields: Fields, prompt: Any, model: ModelView, *, special: bool, start:
         if isinstance(piece, str):
             first = start and place == 0
             ids += _text_ids(piece, model, special=special, start=first)
-        elif is_array(prompt) and _is_id(piece) and 0 <= piece < model.vocab_size:
+        elif is_array(prompt) and is_token(piece, model.vocab_size):
             ids.append(piece)
         else:
             possible = f"a string, token ids from 0 to {model.vocab_size - 1}, or a list of prompts"
             fields.refuse("prompt", possible)
-    return ids or (_beginning(model.tokenizer) if prompt == "" else [])
+    if not ids and prompt == "":
+        # Something must stand before the first token, also where texts begin with none.
+        tokenizer = model.tokenizer
+        return list(tokenizer.eos_ids[-1:]) if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return ids
 
 
-def _text_ids(text: str, model: ModelView, *, special: bool, start: bool) -> list[int]:
+def _text_ids(text: str, model: ServedModel, *, special: bool, start: bool) -> list[int]:
     """Returns the ids of a text with the model's start tokens once, even if the text has them."""
     tokenizer, most = model.tokenizer, model.context_tokens
     ids = encoded("prompt", lambda: tokenizer.encode(text, special=special, most=most))
     beginning = [*tokenizer.control.start] if start else []
     return ids if ids[: len(beginning)] == beginning else [*beginning, *ids]
-
-
-def _beginning(tokenizer: Tokenizer) -> list[int]:
-    """Returns the token before an empty text, for a model that puts none before its texts."""
-    if tokenizer.bos_id is not None:
-        return [tokenizer.bos_id]
-    return list(tokenizer.eos_ids[-1:])
-
-
-def _ends_in_text(prompt: Any) -> bool:
-    return isinstance(prompt[-1], str) if is_array(prompt) and prompt else True
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -11,16 +11,14 @@ from typing import Any, TypeVar, cast
 
 from kvq.errors import DataError, ModelError, UsageError, argument
 from kvq.json_values import is_array
-from kvq_apps.serve.continuation import continued_message
-from kvq_apps.serve.errors import RequestError
+from kvq_apps.serve.errors import RequestError, too_long
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.formats import NAMES, constraint_of
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.raw_prompts import encoded, healed, prompts_of
-from kvq_apps.serve.sampling import sampling_of
+from kvq_apps.serve.sampling import refuse_unsupported, sampling_of
 from kvq_apps.serve.thinking_fields import answer_thoughts, template_variables
-from kvq_apps.serve.tools import Tools, attach_results, calls_of, tools_of
-from kvq_apps.serve.unsupported import refuse_unsupported
+from kvq_apps.serve.tools import Tools, attach_results, template_call, tools_of
 from kvq_apps.settings.options import NO_DRAFTER
 from kvq_apps.thinking import AnswerThoughts
 from kvq_models.thinking import Thinking, assistant_message
@@ -55,18 +53,11 @@ _TEXT_PARTS = {
 _KIND_CHARACTERS = 40
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """Holds the constraint on an answer, and the field that asks for it."""
-
-    constraint: Constraint
-    param: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerRequest:
     """Holds a request after its fields are read: what is generated, and how it is sent.
 
+    `answer_format` are the constraint on an answer and the name of the field that asks for it.
     `logprobs` adds the log-probabilities of the tokens. Of the answers to each prompt the `choices`
     likeliest are sent. `steps` adds how likely each beginning of a text is. `notes` are what
     `x_kvq` says about a request that is followed only in part: `unheld` places of schemas,
@@ -74,36 +65,32 @@ class AnswerRequest:
     """
 
     generation: GenerationRequest
-    answer_format: AnswerFormat | None
-    tools: Tools | None
-    thoughts: AnswerThoughts | None
+    answer_format: tuple[Constraint, str] | None
+    tools: Tools | None = None
+    thoughts: AnswerThoughts | None = None
     stream: bool
     include_usage: bool
     response_fields: tuple[str, ...] | None
-    echo: bool
+    echo: bool = False
     logprobs: bool
-    steps: bool
+    steps: bool = False
     choices: int
     notes: Mapping[str, list[str]]
 
 
 def _answer_request(
     fields: Fields,
-    model: ModelView,
+    model: ServedModel,
     generation: GenerationRequest,
     param: str,
     *,
     tools: Tools | None = None,
     skipped_tools: tuple[str, ...] = (),
     thoughts: AnswerThoughts | None = None,
-    echo: bool = False,
-    logprobs: bool | None = None,
-    steps: bool = False,
-    choices: int | None = None,
 ) -> AnswerRequest:
     """Reads how the client wants the answer to prompts that come from the field `param`.
 
-    It gets the log-probabilities and all choices that are generated, unless the caller says less.
+    It gets the log-probabilities and all choices that are generated.
     """
     _check_prompts(generation, model, param)
     names = fields.get("response_fields")
@@ -111,7 +98,7 @@ def _answer_request(
         fields.refuse("response_fields", "a list of strings")
     call_tokens = frozenset[int]() if tools is None else tools.shown(model.tokenizer)
     answer_format = _answer_format(fields, model.tokenizer, tools, thoughts, call_tokens)
-    unheld = () if answer_format is None else answer_format.constraint.unheld
+    unheld = () if answer_format is None else answer_format[0].unheld
     notes = {"unheld": [*unheld], "skipped_tools": [*skipped_tools]}
     return AnswerRequest(
         generation=replace(
@@ -126,10 +113,8 @@ def _answer_request(
         stream=fields.flag("stream"),
         include_usage=fields.object("stream_options").flag("include_usage"),
         response_fields=tuple(cast(list[str], names)) if names else None,
-        echo=echo,
-        logprobs=generation.logprobs if logprobs is None else logprobs,
-        steps=steps,
-        choices=generation.choices if choices is None else choices,
+        logprobs=generation.logprobs,
+        choices=generation.choices,
         notes={name: note for name, note in notes.items() if note},
     )
 
@@ -148,7 +133,7 @@ def _alternatives(fields: Fields) -> int | None:
     return fields.whole("logprobs", 0, MOST_LOGPROBS, 0)
 
 
-def chat_request(fields: Fields, model: ModelView) -> AnswerRequest:
+def chat_request(fields: Fields, model: ServedModel) -> AnswerRequest:
     """Reads `POST /v1/chat/completions`."""
     generation = _openai_request(fields, model, "chat")
     tokenizer = model.tokenizer
@@ -156,7 +141,7 @@ def chat_request(fields: Fields, model: ModelView) -> AnswerRequest:
     thinking = Thinking.of(tokenizer)
     variables = template_variables(fields, thinking)
     messages = attach_results(_messages(fields), tokenizer.chat_template)
-    continued = continued_message(fields)
+    continued = _continued_message(fields)
     continues = continued is not None
     prompt = _chat_prompt(
         *(model, messages, tools, variables),
@@ -177,8 +162,36 @@ def chat_request(fields: Fields, model: ModelView) -> AnswerRequest:
     )
 
 
+def _continued_message(fields: Fields) -> Fields | None:
+    """Returns the last message where the answer goes on with it, None where a turn begins.
+
+    An assistant's last message is continued unless a field says otherwise. Raises `RequestError`
+    for fields that exclude each other, and for a message that cannot be continued.
+    """
+    rows = fields.objects("messages")
+    last = rows[-1] if rows and rows[-1].get("role") == "assistant" else None
+    possible = last is not None and not last.get("tool_calls")
+    begins = fields.flag("add_generation_prompt", not possible)
+    continues = fields.flag("continue_final_message", possible and not begins)
+    if not continues:
+        return None
+    if fields.get("add_generation_prompt"):
+        fields.refuse_with(
+            "continue_final_message",
+            "continue_final_message goes on with the last message and add_generation_prompt "
+            "begins a new one; send one of them",
+        )
+    if not possible:
+        fields.refuse_with(
+            "continue_final_message",
+            "continue_final_message is not possible: the last message has to be an assistant's "
+            "without tool_calls; end with one, or leave the field out",
+        )
+    return last
+
+
 def _chat_prompt(
-    model: ModelView,
+    model: ServedModel,
     messages: list[dict[str, Any]],
     tools: Tools | None,
     variables: Mapping[str, Any],
@@ -203,7 +216,7 @@ def _answer_format(
     tools: Tools | None,
     thoughts: AnswerThoughts | None,
     call_tokens: frozenset[int],
-) -> AnswerFormat | None:
+) -> tuple[Constraint, str] | None:
     """Returns the format that the answer must have after its thought, or None for any text.
 
     The request asks for a format, for calls of tools, or for both. `call_tokens` are the control
@@ -221,7 +234,7 @@ def _answer_format(
             constraint = thoughts.constraint(constraint, call_tokens, calls=tools is not None)
     except UsageError as error:
         raise RequestError(str(error), param=name) from error
-    return None if constraint is None else AnswerFormat(constraint, name)
+    return None if constraint is None else (constraint, name)
 
 
 def _most_tokens(fields: Fields, *names: str, default: int | None) -> int | None:
@@ -237,7 +250,7 @@ def _most_tokens(fields: Fields, *names: str, default: int | None) -> int | None
     return default
 
 
-def completion_request(fields: Fields, model: ModelView) -> AnswerRequest:
+def completion_request(fields: Fields, model: ServedModel) -> AnswerRequest:
     """Reads `POST /v1/completions`; with `suffix` the answer is the text before it."""
     generation = _openai_request(fields, model, "completion")
     count, logprobs, echo = generation.choices, generation.logprobs, fields.flag("echo")
@@ -262,9 +275,8 @@ def completion_request(fields: Fields, model: ModelView) -> AnswerRequest:
         logprobs=logprobs or best_of > count,
         scored=echo and logprobs,
     )
-    return _answer_request(
-        *(fields, model, generation, "prompt"), echo=echo, logprobs=logprobs, choices=count
-    )
+    request = _answer_request(fields, model, generation, "prompt")
+    return replace(request, echo=echo, logprobs=logprobs, choices=count)
 
 
 def _best_of(fields: Fields, count: int) -> int:
@@ -279,14 +291,14 @@ def _best_of(fields: Fields, count: int) -> int:
     return best_of
 
 
-def _gap_ends(model: ModelView, prompts: list[list[int]]) -> frozenset[int] | None:
+def _gap_ends(model: ServedModel, prompts: list[list[int]]) -> frozenset[int] | None:
     """Returns the tokens that end a middle, if every prompt asks for one."""
     fim = model.tokenizer.fim
     asks = fim is not None and all(ids[-1:] == [fim.middle] for ids in prompts)
     return model.gaps.stop_ids if asks else None
 
 
-def native_request(fields: Fields, model: ModelView) -> AnswerRequest:
+def native_request(fields: Fields, model: ServedModel) -> AnswerRequest:
     """Reads llama-server's `POST /completion`."""
     generation = _native_request(fields, model)
     prompts = prompts_of(fields, model)
@@ -299,7 +311,7 @@ def native_request(fields: Fields, model: ModelView) -> AnswerRequest:
     return _answer_request(fields, model, generation, "prompt")
 
 
-def infill_request(fields: Fields, model: ModelView) -> AnswerRequest:
+def infill_request(fields: Fields, model: ServedModel) -> AnswerRequest:
     """Reads llama-server's `POST /infill`, whose `prompt` is the end of `input_prefix`.
 
     What does not fit is left out, farthest from the gap first, as llama-server does. The requests
@@ -329,10 +341,10 @@ def infill_request(fields: Fields, model: ModelView) -> AnswerRequest:
         passages=() if exact else fitted.passages,
         logprobs=generation.logprobs or steps,
     )
-    return _answer_request(fields, model, generation, "input_prefix", steps=steps)
+    return replace(_answer_request(fields, model, generation, "input_prefix"), steps=steps)
 
 
-def _openai_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:
+def _openai_request(fields: Fields, model: ServedModel, priority: str) -> GenerationRequest:
     """Reads what OpenAI's routes have in common; the prompts come later."""
     seed = fields.whole("seed", -(1 << 63), (1 << 64) - 1, None)
     alternatives = _alternatives(fields)
@@ -346,7 +358,7 @@ def _openai_request(fields: Fields, model: ModelView, priority: str) -> Generati
     )
 
 
-def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
+def _native_request(fields: Fields, model: ServedModel) -> GenerationRequest:
     """Reads what llama-server's routes have in common; -1 means no limit, or any seed."""
     seed = fields.whole("seed", -(1 << 63), (1 << 64) - 1, -1)
     alternatives = fields.whole("n_probs", 0, MOST_NATIVE_LOGPROBS, 0)
@@ -364,7 +376,7 @@ def _native_request(fields: Fields, model: ModelView) -> GenerationRequest:
     )
 
 
-def _any_request(fields: Fields, model: ModelView, priority: str) -> GenerationRequest:
+def _any_request(fields: Fields, model: ServedModel, priority: str) -> GenerationRequest:
     """Reads what all routes have in common; the prompts and the seed come later."""
     check_name(fields.text("model", model.name), model)
     refuse_unsupported(fields)
@@ -408,7 +420,7 @@ def _predict(extension: Fields) -> str | None:
     return text
 
 
-def check_name(name: str, model: ModelView) -> None:
+def check_name(name: str, model: ServedModel) -> None:
     """Raises a `RequestError` for a name that is not the model's, if the server is strict."""
     if model.strict and name not in model.names:
         names = ", ".join(sorted(model.names))
@@ -448,7 +460,8 @@ def _message(message: Fields) -> dict[str, Any]:
     elif message.get("tool_calls"):
         if role != "assistant":
             message.refuse_with("tool_calls", "only an assistant's message has tool_calls")
-        template_message["tool_calls"] = calls_of(message)
+        calls = message.objects("tool_calls")
+        template_message["tool_calls"] = [*map(template_call, calls)]
     if role == "assistant":
         # The template keeps or drops the thoughts of earlier turns.
         thought = message.text("reasoning_content") or message.text("reasoning")
@@ -486,7 +499,7 @@ def left_out(kind: str) -> str:
     return f"[{kind[:_KIND_CHARACTERS]} left out: this model reads text only]"
 
 
-def _infilled(param: str, model: ModelView, encode: Callable[[], T]) -> T:
+def _infilled(param: str, model: ServedModel, encode: Callable[[], T]) -> T:
     """Returns the ids of the texts around a gap, or refuses for a model that fills no gaps."""
     try:
         return encoded(param, encode)
@@ -494,18 +507,11 @@ def _infilled(param: str, model: ModelView, encode: Callable[[], T]) -> T:
         raise RequestError(f"{model.name}: {error}", param="suffix", code="no_infilling") from error
 
 
-def _check_prompts(request: GenerationRequest, model: ModelView, param: str) -> None:
+def _check_prompts(request: GenerationRequest, model: ServedModel, param: str) -> None:
     """Refuses a prompt that is empty or leaves no room for an answer."""
     for ids in request.prompts:
         if not ids:
             raise RequestError(f"{param} is empty; give some text", param=param)
         if len(ids) + 1 > model.context_tokens:
-            # The tokens of a text that is much too long are not all counted.
-            raise RequestError(
-                f"the prompt has at least {len(ids)} tokens and this model's context holds "
-                f"{model.context_tokens}, the answer included; shorten the prompt or serve with a "
-                f"larger {argument('--ctx-size')}",
-                param=param,
-                code="context_length_exceeded",
-                numbers={"n_prompt_tokens": len(ids), "n_ctx": model.context_tokens},
-            )
+            advice = "shorten the prompt, so that an answer fits too"
+            raise too_long("the prompt", param, len(ids), model.context_tokens, advice)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from kvq.errors import DataError
 from kvq.json_values import is_array, is_object
-from kvq_apps.serve.embeddings_api import MOST_INPUTS, prompts_request, too_long, usage
-from kvq_apps.serve.errors import RequestError
+from kvq_apps.serve.embeddings_api import MOST_INPUTS, prompts_request, usage
+from kvq_apps.serve.errors import RequestError, too_long
 from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.requests import check_name
 from kvq_apps.serve.wire import Json, VectorRequest
 from kvq_models.tokenizer import Tokenizer
@@ -34,10 +34,10 @@ _MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 _ANSWERS = ("yes", "no")
 
 
-def rerank(fields: Fields, view: ModelView) -> VectorRequest:
+def rerank(fields: Fields, served: ServedModel) -> VectorRequest:
     """Reads `POST /v1/rerank`."""
-    check_name(fields.text("model", view.name), view)
-    answers = _answer_tokens(view)
+    check_name(fields.text("model", served.name), served)
+    answers = _answer_tokens(served)
     query, instruction = fields.text("query"), fields.text("instruction", _INSTRUCTION)
     if not query:
         fields.refuse_with("query", "query is empty; give what the documents should answer")
@@ -47,16 +47,19 @@ def rerank(fields: Fields, view: ModelView) -> VectorRequest:
     prompts: list[list[int]] = []
     for place, document in enumerate(documents):
         pair = _PAIR.format_map({"instruction": instruction, "query": query, "document": document})
-        prompts.append(_prompt(view, pair))
-        if len(prompts[-1]) > view.context_tokens:
+        prompts.append(_prompt(served, pair))
+        if len(prompts[-1]) > served.context_tokens:
             label = f"documents[{place}] with the query"
-            raise too_long(label, "documents", len(prompts[-1]), view)
+            count = len(prompts[-1])
+            raise too_long(label, "documents", count, served.context_tokens, "cut the text")
     generation = replace(
-        prompts_request(fields, view, prompts), reuse=True, pooled=False, compared=answers
+        prompts_request(fields, served, prompts), reuse=True, pooled=False, compared=answers
     )
 
     def answer(rows: Sequence[NDArray[np.float32]], report: Report) -> Json:
-        scores = [_probability(*row.tolist()) for row in rows]
+        logits = (row.tolist() for row in rows)
+        # The probability of yes among both.
+        scores = [0.5 * (1 + float(np.tanh((yes - no) / 2))) for yes, no in logits]
         order = sorted(range(len(scores)), key=lambda place: -scores[place])
         results = [
             {"index": place, "relevance_score": scores[place]}
@@ -65,7 +68,7 @@ def rerank(fields: Fields, view: ModelView) -> VectorRequest:
         ]
         return {
             "object": "list",
-            "model": view.name,
+            "model": served.name,
             "results": results,
             "usage": usage(report),
         }
@@ -73,13 +76,13 @@ def rerank(fields: Fields, view: ModelView) -> VectorRequest:
     return VectorRequest(generation=generation, answer=answer)
 
 
-def _answer_tokens(view: ModelView) -> tuple[int, ...]:
+def _answer_tokens(served: ServedModel) -> tuple[int, ...]:
     """Returns the tokens of the two answers. Raises `RequestError` for other models."""
-    tokenizer: Tokenizer = view.tokenizer
+    tokenizer: Tokenizer = served.tokenizer
     missing = [word for word in (*_MARKS, *_ANSWERS) if tokenizer.token_id(word) is None]
     if missing:
         raise RequestError(
-            f"{view.name} cannot rerank: its vocabulary has no token {missing[0]!r}, so it is no "
+            f"{served.name} cannot rerank: its vocabulary has no token {missing[0]!r}, so it is no "
             "model like Qwen/Qwen3-Reranker-0.6B; serve such a model",
             status=501,
             code="unsupported",
@@ -97,16 +100,11 @@ def _documents(fields: Fields) -> list[str]:
     return documents
 
 
-def _prompt(view: ModelView, pair: str) -> list[int]:
+def _prompt(served: ServedModel, pair: str) -> list[int]:
     """Returns the tokens of the question about one document; control tokens in it are text."""
-    encode = view.tokenizer.encode
+    encode = served.tokenizer.encode
     try:
-        ids = encode(pair, most=view.context_tokens)
+        ids = encode(pair, most=served.context_tokens)
     except DataError as error:
         raise RequestError(str(error), param="documents") from error
     return [*encode(_BEFORE, special=True), *ids, *encode(_BEHIND, special=True)]
-
-
-def _probability(yes: float, no: float) -> float:
-    """Returns the probability of yes among both, from their logits."""
-    return 0.5 * (1 + float(np.tanh((yes - no) / 2)))

@@ -15,7 +15,6 @@ from kvq_apps.serve.answer_blocks import AnswerBlock, BlockShape
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.loading import ServedModel
-from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.requests import AnswerRequest, chat_request
 from kvq_apps.serve.wire import Json, Translation
 from kvq_runtime.serving.outbox import Report
@@ -55,14 +54,9 @@ class StoredResponses:
         self._stored: OrderedDict[tuple[str, str], tuple[list[Json], int]] = OrderedDict()
         self._lock = Lock()
 
-    def translate(self, fields: Fields, view: ModelView) -> Translation:
-        """Translates `POST /v1/responses` to an equal chat completion.
-
-        Raises:
-            RequestError: names a field that cannot be read, or a `previous_response_id` that is not
-                stored.
-        """
-        body, messages = chat_body(fields, self, view.owner)
+    def translate(self, fields: Fields, served: ServedModel) -> Translation:
+        """Translates `POST /v1/responses` to an equal chat completion. Raises `RequestError`."""
+        body, messages = chat_body(fields, self, served.owner)
         repeated = {
             name: default if fields.get(name) is None else fields.get(name)
             for name, default in _REPEATED.items()
@@ -70,12 +64,6 @@ class StoredResponses:
         stored = self if fields.flag("store", True) else None
         shape = partial(ResponsesShape, messages=messages, repeated=repeated, stored=stored)
         return Fields(body), chat_request, shape
-
-    def count(self, fields: Fields, view: ModelView) -> Json:
-        """Returns the answer of `POST /v1/responses/input_tokens`. Raises as `translate` does."""
-        chat, read, _ = self.translate(fields, view)
-        (prompt,) = read(chat, view).generation.prompts
-        return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
     def put(self, owner: str, identity: str, messages: list[Json]) -> None:
         """Keeps the messages up to and including a response."""
@@ -106,8 +94,7 @@ class StoredResponses:
 def chat_body(fields: Fields, stored: StoredResponses, owner: str) -> tuple[Json, list[Json]]:
     """Returns the body of an equal chat completion, and its messages without the instructions.
 
-    Raises:
-        RequestError: names a field that cannot be read, or a response that is not stored.
+    Raises `RequestError` for a field that cannot be read, or a response that is not stored.
     """
     previous, instructions = (
         fields.text(name) for name in ("previous_response_id", "instructions")
@@ -192,11 +179,11 @@ class ResponsesShape(BlockShape):
     ) -> None:
         super().__init__(served, request)
         self._messages, self._repeated, self._stored = messages, repeated, stored
+        self._identity = f"resp_{self.identity}"
         self._created_s = int(time.time())
         self._number = 0
 
     def failed(self, error: RequestError) -> Json:
-        """Returns the event that ends a stream with an error."""
         details = error_body(error)["error"]
         failure = {"code": details["code"] or "server_error", "message": details["message"]}
         response = self._response("failed", None) | {"error": failure}
@@ -214,18 +201,15 @@ class ResponsesShape(BlockShape):
         return super().comment(text) + "".join(map(self.frame, rows))
 
     def open_events(self, block: AnswerBlock) -> Iterator[Json]:
-        """Yields an empty item, and the part that its text goes into."""
         item = _item(block, "in_progress")
         yield self._item_event("added", block, item)
         if block.kind != "call":
             yield self._part_event("added", block, "")
 
     def growth_events(self, block: AnswerBlock, text: str) -> Iterator[Json]:
-        """Yields some more text of an item."""
         yield self._text_event("delta", block, delta=text)
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
-        """Yields the whole text, its part and its item."""
         if block.kind == "call":
             yield self._text_event("done", block, name=block.name, arguments=block.text)
         else:
@@ -234,12 +218,10 @@ class ResponsesShape(BlockShape):
         yield self._item_event("done", block, _item(block, "completed"))
 
     def closing(self, report: Report) -> Iterator[Json]:
-        """Yields the whole response."""
         status = "incomplete" if self.reason == "length" else "completed"
         yield self._event(f"response.{status}", response=self.answer(report))
 
     def answer(self, report: Report) -> Json:
-        """Returns the whole response, after its conversation is stored."""
         if self._stored is not None:
             messages = [*self._messages, _message(self.blocks)]
             self._stored.put(self.request.generation.owner, self._identity, messages)
@@ -249,10 +231,6 @@ class ResponsesShape(BlockShape):
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return response
-
-    @property
-    def _identity(self) -> str:
-        return f"resp_{self.identity}"
 
     def _response(self, status: str, report: Report | None) -> Json:
         return {
@@ -270,7 +248,6 @@ class ResponsesShape(BlockShape):
         }
 
     def _usage(self, report: Report) -> Json:
-        """Returns how many tokens were read, written and thought."""
         encode = self.served.tokenizer.encode
         thought = sum(len(encode(block.text)) for block in self.blocks if block.kind == "thought")
         return {

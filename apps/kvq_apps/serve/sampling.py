@@ -1,15 +1,18 @@
-"""Reads the sampling fields of a request, by the names of OpenAI and of other servers."""
+"""Reads the sampling fields of a request, by the names of OpenAI and of other servers.
+
+It also refuses fields that ask for what is not possible here.
+"""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 from kvq.errors import DataError
 from kvq.json_values import is_array, is_object
-from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.model_view import ModelView
+from kvq_apps.serve.fields import Fields, is_token
+from kvq_apps.serve.loading import ServedModel
 from kvq_runtime.config import Sampling
 
 _DECIMAL = re.compile("[0-9]+")
@@ -29,9 +32,36 @@ _SAMPLERS: Mapping[str, Mapping[str, float]] = {
 # Samplers that do nothing here, since the fields that switch them on are refused.
 _IDLE_SAMPLERS = ("dry", "typ_p", "typical_p", "xtc", "top_n_sigma", "adaptive_p")
 _INFILL_SAMPLER = "infill"
+_SAMPLING = "use temperature, top_k, top_p and min_p"
+_REPEATS = "use repeat_penalty, presence_penalty and frequency_penalty"
+_NO_PICTURES = "this model reads and writes text only"
+# Fields of other servers that ask for what this server cannot do: for each the values that ask for
+# nothing, beside empty ones, and what is possible instead. What is not here and not read by
+# anything has no effect, and the answer names it in `x_kvq.ignored`.
+UNSUPPORTED: Mapping[str, tuple[Sequence[Any], str]] = {
+    "mirostat": ((), _SAMPLING),
+    "typical_p": ((1,), _SAMPLING),
+    "tfs_z": ((1,), _SAMPLING),
+    "top_n_sigma": ((-1,), _SAMPLING),
+    "adaptive_target": ((-1,), _SAMPLING),
+    "dynatemp_range": ((), _SAMPLING),
+    "xtc_probability": ((), _SAMPLING),
+    "min_keep": ((1,), _SAMPLING),
+    "dry_multiplier": ((), _REPEATS),
+    "min_tokens": ((), "use ignore_eos with max_tokens, or n_predict"),
+    "post_sampling_probs": ((), "n_probs tells probabilities before sampling"),
+    "lora": ((), "export a model with the adapter merged into it"),
+    "n_cache_reuse": ((), "/infill keeps what stands behind a change"),
+    "return_progress": ((), "comments in a stream say how much of the prompt is read"),
+    "modalities": ((["text"],), _NO_PICTURES),
+    "audio": ((), _NO_PICTURES),
+    "images": ((), _NO_PICTURES),
+    "template": ((), "the model's own chat template holds; with raw the prompt is the whole text"),
+    "context": ((), "send the conversation as messages"),
+}
 
 
-def sampling_of(fields: Fields, model: ModelView) -> Sampling:
+def sampling_of(fields: Fields, model: ServedModel) -> Sampling:
     """Returns how tokens are sampled; fields that the request does not have are the model's."""
     default = model.sampling
     penalty = fields.number("repetition_penalty", 0.01, 100, default.repeat_penalty)
@@ -51,7 +81,15 @@ def sampling_of(fields: Fields, model: ModelView) -> Sampling:
     return replace(sampling, **_by_samplers(fields, model))
 
 
-def _by_samplers(fields: Fields, model: ModelView) -> Mapping[str, Any]:
+def refuse_unsupported(fields: Fields) -> None:
+    """Raises a `RequestError` for a field that asks for what is not possible here."""
+    for name, (harmless, advice) in UNSUPPORTED.items():
+        value = fields.get(name)
+        if value and value not in harmless:
+            fields.refuse_with(name, f"{name} is not supported; {advice}", "unsupported")
+
+
+def _by_samplers(fields: Fields, model: ServedModel) -> Mapping[str, Any]:
     """Returns what switches off the samplers that a list of `samplers` leaves out.
 
     The order of the list has no effect. `infill` is off where there is no list.
@@ -71,15 +109,15 @@ def _by_samplers(fields: Fields, model: ModelView) -> Mapping[str, Any]:
     return chosen
 
 
-def _logit_bias(fields: Fields, model: ModelView) -> Mapping[int, float]:
+def _logit_bias(fields: Fields, model: ServedModel) -> Mapping[int, float]:
     """Returns what is added to the logits of tokens; `ignore_eos` forbids tokens that end."""
     ends = model.tokenizer.eos_ids if fields.flag("ignore_eos") else ()
     bias = dict.fromkeys(ends, -inf)
-    rows = list(_bias_rows(fields))
-    for place, (token, value) in enumerate(rows):
-        added = _bias(fields, place, value)
-        for token_id in _token_ids(fields, token, model):
-            bias[token_id] = added
+    for place, (token, value) in enumerate(_bias_rows(fields)):
+        row = Fields({"bias": value}, f"logit_bias[{place}].")
+        # false forbids the token.
+        added = -inf if value is False else row.number("bias", -_LARGEST_BIAS, _LARGEST_BIAS, 0.0)
+        bias |= dict.fromkeys(_token_ids(fields, token, model), added)
         if len(bias) > _MOST_BIASED:
             fields.refuse("logit_bias", f"at most {_MOST_BIASED} tokens")
     return bias
@@ -106,24 +144,13 @@ def _bias_key(key: str) -> int | str:
     return int(key) if len(key) <= _MOST_DIGITS else -1
 
 
-def _bias(fields: Fields, place: int, value: Any) -> float:
-    """Returns a bias; false forbids the token."""
-    if value is False:
-        return -inf
-    row = Fields({"bias": value}, f"logit_bias[{place}].")
-    return row.number("bias", -_LARGEST_BIAS, _LARGEST_BIAS, 0.0)
-
-
-def _token_ids(fields: Fields, token: Any, model: ModelView) -> list[int]:
+def _token_ids(fields: Fields, token: Any, model: ServedModel) -> list[int]:
     """Returns the id that names a token, or the ids of all tokens of a text."""
-    if isinstance(token, int) and not isinstance(token, bool):
-        if not 0 <= token < model.vocab_size:
-            last = model.vocab_size - 1
-            message = f"logit_bias names a token that there is not; ids are 0 to {last}"
-            fields.refuse_with("logit_bias", message)
+    if is_token(token, model.vocab_size):
         return [token]
     if not isinstance(token, str):
-        fields.refuse_with("logit_bias", "logit_bias names a token by its id or its text")
+        possible = f"its id, 0 to {model.vocab_size - 1}, or its text"
+        fields.refuse_with("logit_bias", f"logit_bias names a token by {possible}")
     try:
         return model.tokenizer.encode(token, special=True)
     except DataError as error:

@@ -17,12 +17,11 @@ import uvicorn
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.connections import bounded
-from kvq_apps.serve.hosted_app import HostedApp
 from kvq_apps.serve.listening import listen, listen_on_file, remove_file
-from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.protocol import own_headers
 
 if TYPE_CHECKING:
+    from kvq_apps.serve.hosted_app import HostedApp
     from kvq_apps.serve.hosted_models import HostedModels
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,7 +29,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_WORDS_S = 1
 
 
-class HttpServer:
+class Server:
     """Listens as soon as it is made; `run` answers requests until a signal or `stop`."""
 
     def __init__(
@@ -59,7 +58,7 @@ class HttpServer:
     def run(self) -> None:
         """Serves until a signal or `stop`. Raises what ended the app, such as a failed load."""
         in_main = threading.current_thread() is threading.main_thread()
-        with closing(self), _signals(self.stop) if in_main else nullcontext():
+        with closing(self), on_signals(self.stop) if in_main else nullcontext():
             asyncio.run(self._run())
         if self._hosted.error is not None:
             raise self._hosted.error
@@ -70,7 +69,6 @@ class HttpServer:
         self._hosted.notify()
 
     def close(self) -> None:
-        """Closes the sockets, as `run` does at its end."""
         self._remove_socket_file()
         for listener in (self._socket, self._file):
             if listener is not None:
@@ -129,26 +127,6 @@ class HttpServer:
         return self._stops > 0 or self._hosted.ended
 
 
-class Server(HttpServer):
-    """Serves one model, which is loaded when `run` begins."""
-
-    def __init__(
-        self,
-        load: Callable[[], ServedModel],
-        config: ServeConfig,
-        on_ready: Callable[[ServedModel, str], None],
-    ) -> None:
-        """Raises `UsageError` when the address cannot be listened on."""
-        hosted = HostedApp(load, config)
-        self.pool = hosted.pool
-
-        def announce(url: str) -> None:
-            assert self.pool.served is not None
-            on_ready(self.pool.served, url)
-
-        super().__init__(hosted, config, announce)
-
-
 class _Uvicorn(uvicorn.Server):
     """Runs uvicorn without its handlers of signals."""
 
@@ -158,8 +136,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 @contextmanager
-def _signals(stop: Callable[[], None]) -> Generator[None]:
-    """Makes SIGINT and SIGTERM stop the server while inside."""
+def on_signals(stop: Callable[[], None]) -> Generator[None]:
+    """Makes SIGINT and SIGTERM call `stop` while inside."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         stop()

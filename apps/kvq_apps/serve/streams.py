@@ -19,6 +19,7 @@ from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import as_request_error
 from kvq_apps.serve.tracing import Ended
 from kvq_apps.serve.wire import Choice, Json, Shape
+from kvq_apps.serve.workers import gone
 from kvq_runtime.serving.job import Job
 from kvq_runtime.serving.outbox import (
     Delta,
@@ -96,8 +97,7 @@ class JobEvents:
 
 async def cancel_when_gone(receive: Receive, events: JobEvents) -> None:
     """Ends the job when its client hangs up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await gone(receive)
     events.cancel()
 
 
@@ -182,7 +182,6 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends one ASGI response."""
         watcher = asyncio.create_task(cancel_when_gone(receive, self._events))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

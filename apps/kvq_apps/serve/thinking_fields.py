@@ -31,7 +31,10 @@ def answer_thoughts(
     visible = fields.flag("include_reasoning", True)
     if thinking is None or reasoning_format == "none":
         return None
-    begun = thinking.begun(prompt, "" if continued is None else _thought_of(continued))
+    thought = ""
+    if continued is not None and not continued.get("content"):
+        thought = continued.text("reasoning_content") or continued.text("reasoning")
+    begun = thinking.begun(prompt, thought)
     if continued is not None and not begun:
         return None
     return AnswerThoughts(
@@ -40,13 +43,6 @@ def answer_thoughts(
         budget=None if budget < 0 else budget,
         visible=visible,
     )
-
-
-def _thought_of(message: Fields) -> str:
-    """Returns the thought of a message that has no text yet."""
-    if message.get("content"):
-        return ""
-    return message.text("reasoning_content") or message.text("reasoning")
 
 
 def template_variables(fields: Fields, thinking: Thinking | None) -> dict[str, Any]:

@@ -2,22 +2,27 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvq.errors import UsageError
 from kvq.json_values import is_object
 from kvq_apps.serve.call_rules import CALL_FOLLOWER, CallRules
 from kvq_apps.serve.fields import Fields
-from kvq_apps.serve.tool_rows import offered_tools
 from kvq_models.tokenizer import Tokenizer
 from kvq_models.tools import MARKS, Reader, ToolForm, reader_of, tool_form
-from kvq_runtime.answer.constraint import Constraint, escaped, json_part, json_schema
+from kvq_runtime.answer.constraint import Constraint, escaped, json_part, json_schema, spelled
 from kvq_runtime.answer.schemas import JSON_FOLLOWER, held_schema
 
 # An answer that must contain a call has at most so many.
 MOST_CALLS = 16
+# The text of all tools together; it may still be too long for the context.
+_MOST_TOOL_BYTES = 1 << 20
+_MOST_NAME_BYTES = 256
+# The description of a skipped tool is cut to this length.
+_SKIPPED_CHARACTERS = 80
 _ID_CHARACTERS = 64
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 # Matches a template with a role for results of tools, as all have but Gemma 4's.
@@ -44,7 +49,6 @@ class Tools:
         return [{"type": "function", "function": row} for row in shown]
 
     def reader(self) -> Reader:
-        """Returns a reader of the calls in one answer."""
         schemas: dict[str, dict[str, Any]] = {
             row["name"]: row.get("parameters") or {} for row in self.functions.values()
         }
@@ -93,11 +97,14 @@ class Tools:
     def _calls(self, tokenizer: Tokenizer, functions: Sequence[Mapping[str, Any]]) -> str:
         """Returns rules in Lark's notation for one or more calls of `functions`."""
         form = self.form
-
-        def spelled(text: str) -> str:
-            return _spelled(tokenizer, text, (form.opening, form.closing, *form.tokens))
-
-        opening, closing = spelled(form.opening), spelled(form.closing)
+        marks = (form.opening, form.closing, *form.tokens)
+        ids = {mark: tokenizer.token_id(mark) for mark in marks if mark}
+        control = {
+            mark: token
+            for mark, token in ids.items()
+            if token is not None and tokenizer.is_control(token)
+        }
+        opening, closing = spelled(form.opening, control), spelled(form.closing, control)
         gap, more = escaped(form.gap), f"{{0,{MOST_CALLS - 1}}}"
         if form.last:
             calls = f"{opening} call"
@@ -112,11 +119,11 @@ class Tools:
         if form.calls is None:
             called, rules = [_object(function, form.arguments) for function in functions], ""
         else:
-            call_rules = CallRules(form, form.calls, spelled)
+            call_rules = CallRules(form, form.calls, partial(spelled, ids=control))
             called = call_rules.calls(functions)
             if form.bare and form.calls.bare_head and called:
                 bare_calls = " | ".join(call_rules.calls(functions, bare=True))
-                calls += f" | {spelled(form.bare[0])} ({bare_calls})"
+                calls += f" | {spelled(form.bare[0], control)} ({bare_calls})"
             rules = call_rules.lark
         if not called:
             names = ", ".join(function["name"] for function in functions)
@@ -131,8 +138,70 @@ class Tools:
 def tools_of(fields: Fields, tokenizer: Tokenizer) -> tuple[Tools | None, tuple[str, ...]]:
     """Returns the tools that may be called, None for none, and the skipped tools with reasons."""
     form = tool_form(tokenizer.chat_template)
-    functions, skipped = offered_tools(fields, form)
+    functions, skipped = _offered_tools(fields, form)
     return _callable_tools(fields, functions, form), skipped
+
+
+def _offered_tools(
+    fields: Fields, form: ToolForm | None
+) -> tuple[dict[str, Mapping[str, Any]], tuple[str, ...]]:
+    """Returns the functions of a request, by the places of their parameters, and the skipped tools.
+
+    A place is a JSON pointer. `functions` is the older name of `tools`. Tools that are not
+    functions are skipped, and those with a name that no call of the model, which writes calls in
+    `form`, can have.
+    """
+    if len(json.dumps([fields.get("tools"), fields.get("functions")])) > _MOST_TOOL_BYTES:
+        fields.refuse("tools", f"tools of at most {_MOST_TOOL_BYTES} bytes together")
+    functions: dict[str, Mapping[str, Any]] = {}
+    skipped: list[str] = []
+    names = ("tools", "functions")
+    rows = ((f"/{name}/{number}", row) for name in names
+            for number, row in enumerate(fields.objects(name)))  # fmt: skip
+    for place, row in rows:
+        if row.text("type", "function") != "function":
+            skipped.append(_describe_skipped(row))
+            continue
+        named = row.get("name") is not None or place.startswith("/functions")
+        bare = named and row.get("function") is None
+        function = row if bare else row.object("function")
+        name = _checked(function)
+        if _can_be_called(name, form):
+            body = {key: value for key, value in function.values.items() if key != "type"}
+            functions[f"{place}{'' if bare else '/function'}/parameters"] = body
+        else:
+            short = name[:_SKIPPED_CHARACTERS]
+            skipped.append(f"{short}: no call of this model's can have that name")
+    return functions, tuple(skipped)
+
+
+def _checked(function: Fields) -> str:
+    """Returns the name of a function, after checking its description and its parameters."""
+    name = function.text("name")
+    if not name:
+        function.refuse("name", "the name of the function")
+    function.text("description")
+    function.object("parameters")
+    return name
+
+
+def _can_be_called(name: str, form: ToolForm | None) -> bool:
+    """Says whether a call of this name can be written and read."""
+    try:
+        if len(name.encode()) > _MOST_NAME_BYTES:
+            return False
+    except UnicodeEncodeError:
+        return False
+    return form is None or form.calls is None or form.calls.writes(name)
+
+
+def _describe_skipped(row: Fields) -> str:
+    """Describes a tool that is no function: its type, and its name if it has one."""
+    kind = row.text("type")
+    described = row.get(kind)
+    name = described.get("name") if is_object(described) else row.get("name")
+    description = f"{kind} {name}" if isinstance(name, str) else kind
+    return f"{description[:_SKIPPED_CHARACTERS]}: no function"
 
 
 def _callable_tools(
@@ -197,25 +266,7 @@ def _object(function: Mapping[str, Any], arguments: str) -> str:
     return f"({escaped(head)} {json_part(function['parameters'])} {escaped('}')})"
 
 
-def _spelled(tokenizer: Tokenizer, text: str, marks: Iterable[str]) -> str:
-    """Returns `text` in Lark's notation; `marks` that are control tokens are written as ids."""
-    ids = {mark: tokenizer.token_id(mark) for mark in marks if mark}
-    control = {
-        mark: token
-        for mark, token in ids.items()
-        if token is not None and tokenizer.is_control(token)
-    }
-    parts = re.split(f"({'|'.join(map(re.escape, control))})", text) if control else [text]
-    rows = (f"<[{control[part]}]>" if part in control else escaped(part) for part in parts if part)
-    return " ".join(rows) or '""'
-
-
 # Calls in a conversation
-
-
-def calls_of(message: Fields) -> list[dict[str, Any]]:
-    """Returns an assistant's `tool_calls` as chat templates take them: arguments as objects."""
-    return [_template_call(call) for call in message.objects("tool_calls")]
 
 
 def attach_results(messages: list[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
@@ -246,7 +297,8 @@ def _result(text: str) -> Any:
     return value if is_object(value) else text
 
 
-def _template_call(call: Fields) -> dict[str, Any]:
+def template_call(call: Fields) -> dict[str, Any]:
+    """Returns a call of an assistant's as chat templates take it: its arguments as an object."""
     function = call.object("function")
     text = function.get("arguments")
     try:

@@ -6,9 +6,11 @@ Every finished answer also has llama-server's `timings` and kvq's `x_kvq`. In a 
 with every chunk that has a `finish_reason`, and with the usage.
 """
 
+import codecs
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
@@ -22,9 +24,8 @@ from kvq_apps.serve.answer_reader import AnswerReader
 from kvq_apps.serve.errors import RequestError, error_body
 from kvq_apps.serve.fields import Fields
 from kvq_apps.serve.loading import ServedModel
-from kvq_apps.serve.logprobs import LogprobColumns, chat_rows, start_length
-from kvq_apps.serve.model_view import ModelView
 from kvq_apps.serve.requests import AnswerRequest
+from kvq_models.tokenizer import Tokenizer
 from kvq_runtime.serving.outbox import Delta, Finished, Report, TokenLog, steps_of
 from kvq_runtime.serving.request import GenerationRequest
 from kvq_runtime.session.metrics import figures
@@ -54,7 +55,6 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Returns the whole text."""
         return "".join(self.parts)
 
     @property
@@ -127,9 +127,9 @@ class Shape(ABC):
                 "evicted_share": report.stats.held.evicted_share,
             },
             "x_kvq": {
-                "kv": self.served.kv,
+                "kv": self.served.facts["kv"],
                 "context_limit": self.served.context_tokens,
-                "budget_tokens": self.served.budget_tokens,
+                "budget_tokens": self.served.facts["budget_tokens"],
                 "edited": report.edited_tokens,
                 "exact": report.stats.edits.stale_tokens == 0,
                 "reconciled": self.request.generation.reconciled,
@@ -141,7 +141,7 @@ class Shape(ABC):
 
 # The fields that the reader knows, the reader, and the shape of the answer.
 MakeShape = Callable[[ServedModel, AnswerRequest], Shape]
-Read = Callable[[Fields, ModelView], AnswerRequest]
+Read = Callable[[Fields, ServedModel], AnswerRequest]
 Translation = tuple[Fields, Read, MakeShape]
 
 
@@ -158,7 +158,27 @@ class VectorRequest:
 
 
 # Translates a request of one API, or answers it if that needs no model.
-Wire = Callable[[Fields, ModelView], Translation | VectorRequest | Json]
+Wire = Callable[[Fields, ServedModel], Translation | VectorRequest | Json]
+
+
+def chat_rows(tokenizer: Tokenizer, logs: Sequence[TokenLog], *, ids: bool = False) -> list[Json]:
+    """Returns the form of OpenAI's chat: a row for each token, with its alternatives.
+
+    With `ids` it is that of llama-server, whose rows also have the token's id.
+    """
+
+    def row(token: int, logprob: float | None) -> Json:
+        content = tokenizer.token_bytes(token)
+        return ({"id": token} if ids else {}) | {
+            "token": content.decode("utf-8", errors="replace"),
+            "logprob": logprob,
+            "bytes": list(content),
+        }
+
+    return [
+        row(log.token, log.logprob) | {"top_logprobs": [row(*pair) for pair in log.top]}
+        for log in logs
+    ]
 
 
 class _OpenAiShape(Shape):
@@ -180,14 +200,12 @@ class _OpenAiShape(Shape):
         self._usage_last = request.include_usage
 
     def closing(self, report: Report) -> list[Json]:
-        """Returns the usage, if the client asked for it."""
         if not self._usage_last:
             return []
         usage = {"usage": self._usage(report)}
         return [self._chunk(None) | usage | self.measures(report)]
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Any:
-        """Returns the answer as one object."""
         answer = {
             **self._identity,
             "object": self.kind,
@@ -229,31 +247,25 @@ class ChatShape(_OpenAiShape):
 
     def __init__(self, served: ServedModel, request: AnswerRequest) -> None:
         super().__init__(served, request)
-        self._readers: dict[int, AnswerReader] = {}
+        self._readers = defaultdict[int, AnswerReader](
+            lambda: AnswerReader(request.thoughts, request.tools)
+        )
 
     def opening(self, index: int) -> list[Json]:
-        """Returns a chunk with the role."""
         return [self._chunk(self._choice(index, {"role": "assistant", "content": ""}, (), None))]
 
     def delta(self, delta: Delta) -> list[Json]:
-        """Returns a chunk with thought, text or calls; nothing while it is not known which."""
-        said = self._reader(delta.index).feed(delta.text)
+        said = self._readers[delta.index].feed(delta.text)
         if not said and not delta.logs:
             return []
         return [self._chunk(self._choice(delta.index, said, delta.logs, None))]
 
     def finish(self, finished: Finished) -> list[Json]:
-        """Returns a chunk with a reason, and what was held back until now."""
-        reader = self._reader(finished.index)
+        reader = self._readers[finished.index]
         said = reader.flush(cut=finished.reason == "length")
         reason = reader.reason(finished.reason)
         chunk = self._chunk(self._choice(finished.index, said, (), reason))
         return [chunk | self.measures(finished.report)]
-
-    def _reader(self, index: int) -> AnswerReader:
-        if index not in self._readers:
-            self._readers[index] = AnswerReader(self.request.thoughts, self.request.tools)
-        return self._readers[index]
 
     def _usage(self, report: Report) -> Json:
         """Returns the usage with the tokens of thoughts, counted from their texts."""
@@ -275,16 +287,14 @@ class ChatShape(_OpenAiShape):
         }
 
     def _complete(self, index: int, choice: Choice) -> Json:
-        wants_logprobs, reason = self.request.logprobs, choice.reason
-        reader = self._reader(index)
+        reader = self._readers[index]
         message: Json = {"role": "assistant", "content": "", "refusal": None}
-        message |= reader.whole(choice.text, cut=reason == "length")
-        reason = reader.reason(reason)
+        message |= reader.whole(choice.text, cut=choice.reason == "length")
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.logs) if wants_logprobs else None,
-            "finish_reason": reason,
+            "logprobs": self._logprobs(choice.logs) if self.request.logprobs else None,
+            "finish_reason": reader.reason(choice.reason),
         }
 
     def _logprobs(self, logs: Sequence[TokenLog]) -> Json:
@@ -299,98 +309,137 @@ class CompletionShape(_OpenAiShape):
 
     def __init__(self, served: ServedModel, request: AnswerRequest) -> None:
         super().__init__(served, request)
-        self._columns: dict[int, LogprobColumns] = {}
+        self._columns: dict[int, _LogprobColumns] = {}
         # So many choices of each prompt are sent.
         self._choices = min(request.generation.choices_of_prompt, request.choices)
 
     def opening(self, index: int) -> list[Json]:
-        """Returns a chunk with the prompt, if the client wants it repeated."""
         prompt = self._prompt(index)
-        return [self._chunk(self._piece(index, prompt, (), None))] if prompt else []
+        return [self._chunk(self._piece(index, prompt, None, None))] if prompt else []
 
     def delta(self, delta: Delta) -> list[Json]:
-        """Returns a chunk with text."""
-        return [self._chunk(self._piece(delta.index, delta.text, delta.logs, None))]
+        return [self._chunk(self._piece(delta.index, delta.text, delta.logs or None, None))]
 
     def finish(self, finished: Finished) -> list[Json]:
-        """Returns a chunk with a reason and no text."""
-        chunk = self._chunk(self._piece(finished.index, None, (), finished.reason))
+        chunk = self._chunk(self._piece(finished.index, "", None, finished.reason))
         return [chunk | self.measures(finished.report)]
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Any:
         """Returns the answer as one object, with the likeliest choices of each prompt."""
-        written = self.request.generation.choices_of_prompt
-        groups = (choices[at : at + written] for at in range(0, len(choices), written))
-        return super().whole([choice for group in groups for choice in self._best(group)], report)
-
-    def _best(self, choices: Sequence[Choice]) -> Sequence[Choice]:
-        """Returns the choices of one prompt that are sent: those with the likeliest tokens."""
-        if len(choices) <= self._choices:
-            return choices
-        return sorted(choices, key=lambda choice: choice.mean_logprob, reverse=True)[
-            : self._choices
-        ]
+        written, best = self.request.generation.choices_of_prompt, list[Choice]()
+        for at in range(0, len(choices), written):
+            group = choices[at : at + written]
+            if written > self._choices:
+                group = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)
+            best += group[: self._choices]
+        return super().whole(best, report)
 
     def _prompt(self, index: int) -> str:
         if not self.request.echo:
             return ""
         ids, tokenizer = self._prompt_ids(index), self.served.tokenizer
-        return tokenizer.decode(ids[start_length(tokenizer, ids) :], special=True)
+        return tokenizer.decode(ids[_start_length(tokenizer, ids) :], special=True)
 
     def _prompt_ids(self, index: int) -> tuple[int, ...]:
         return self.request.generation.prompts[index // self._choices]
 
     def _piece(
-        self, index: int, text: str | None, logs: Sequence[TokenLog], reason: str | None
+        self, index: int, text: str, logs: Sequence[TokenLog] | None, reason: str | None
     ) -> Json:
         return {
             "index": index,
-            "text": text or "",
-            "logprobs": self._logprobs(index, logs) if logs else None,
+            "text": text,
+            "logprobs": None if logs is None else self._logprobs(index, logs),
             "finish_reason": reason,
         }
 
     def _complete(self, index: int, choice: Choice) -> Json:
-        wants_logprobs = self.request.logprobs
-        return {
-            "index": index,
-            "text": self._prompt(index) + choice.text,
-            "logprobs": self._logprobs(index, choice.logs) if wants_logprobs else None,
-            "finish_reason": choice.reason,
-        }
+        logs = choice.logs if self.request.logprobs else None
+        return self._piece(index, self._prompt(index) + choice.text, logs, choice.reason)
 
     def _logprobs(self, index: int, logs: Sequence[TokenLog]) -> Json:
         if index not in self._columns:
             prompt = self._prompt_ids(index) if self.request.generation.scored else ()
-            self._columns[index] = LogprobColumns(self.served.tokenizer, prompt)
+            self._columns[index] = _LogprobColumns(self.served.tokenizer, prompt)
         return self._columns[index].columns(logs)
+
+
+def _start_length(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
+    """Returns how many control tokens begin a prompt before its text."""
+    start = tokenizer.control.start
+    return len(start) if tuple(ids[: len(start)]) == tuple(start) else 0
+
+
+class _LogprobColumns:
+    """Builds the form of OpenAI's completions for one choice: four lists, as its tokens arrive.
+
+    `prompt` are the tokens of a prompt that comes first, with log-probabilities of its own. An
+    offset says where the token's text begins in the text of the choice.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._start = _start_length(tokenizer, prompt) if prompt else 0
+        self._prompt_tokens = len(prompt)
+        self._tokens = self._place = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def columns(self, logs: Sequence[TokenLog]) -> Json:
+        """Returns the columns of the next tokens."""
+        return {
+            "tokens": [self._text(log.token) for log in logs],
+            "token_logprobs": [log.logprob for log in logs],
+            "top_logprobs": [None if log.logprob is None else self._top(log) for log in logs],
+            "text_offset": [self._offset(log.token) for log in logs],
+        }
+
+    def _top(self, log: TokenLog) -> Json:
+        """Returns the alternatives by their texts; of equal texts the likeliest."""
+        return {self._text(token): logprob for token, logprob in reversed(log.top)}
+
+    def _offset(self, token: int) -> int:
+        """Returns where the next token begins, and moves on to its end."""
+        before, place = self._place, self._tokens
+        self._tokens += 1
+        if place >= self._start:
+            shown = place < self._prompt_tokens
+            piece = self._tokenizer.token_bytes(token, special=shown)
+            self._place += len(self._decoder.decode(piece))
+        return before
+
+    def _text(self, token: int) -> str:
+        """Returns a token's text; parts of characters are bytes in hexadecimal, as in OpenAI's."""
+        content = self._tokenizer.token_bytes(token)
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 class LlamaShape(Shape):
     """Shapes answers of llama-server's `/completion` and `/infill` as flat objects."""
 
     def delta(self, delta: Delta) -> list[Json]:
-        """Returns an object with some text."""
         text = {"index": delta.index, "content": delta.text, "stop": False}
         return [text | self._tokens(delta.logs)]
 
     def finish(self, finished: Finished) -> list[Json]:
         """Returns everything but the text."""
         choice = Choice(reason=finished.reason, stop_string=finished.stop_string)
-        return [self._picked(self._final(finished.index, choice, finished.report))]
+        return [self._final(finished.index, choice, finished.report)]
 
     def whole(self, choices: Sequence[Choice], report: Report) -> Any:
-        """Returns one object, or a list for several choices."""
-        rows = [
-            self._picked(self._final(index, choice, report)) for index, choice in enumerate(choices)
-        ]
+        rows = [self._final(index, choice, report) for index, choice in enumerate(choices)]
         return rows[0] if len(rows) == 1 else rows
 
     def _final(self, index: int, choice: Choice, report: Report) -> Json:
         text, measures = choice.text, self.measures(report)
         if self.request.steps and choice.logs:
             measures["x_kvq"]["steps"] = steps_of(choice.logs, text)
-        return {
+        stop_type = {"stop": "eos", "length": "limit"}.get(choice.reason, "none")
+        if choice.reason == "stop" and choice.stop_string is not None:
+            stop_type = "word"
+        final = {
             "index": index,
             "content": text,
             "id_slot": 0,
@@ -400,12 +449,13 @@ class LlamaShape(Shape):
             "tokens_evaluated": report.prompt_tokens,
             "tokens_cached": report.cached_tokens,
             "truncated": self.request.generation.truncated,
-            "stop_type": _stop_type(choice),
+            "stop_type": stop_type,
             "stopping_word": choice.stop_string or "",
             "has_new_line": "\n" in text,
             **self._tokens(choice.logs),
             **measures,
         }
+        return _select_fields(final, self.request.response_fields)
 
     def _tokens(self, logs: Sequence[TokenLog]) -> Json:
         """Returns the tokens where they are known, and their log-probabilities if need be."""
@@ -414,16 +464,6 @@ class LlamaShape(Shape):
             return tokens
         rows = chat_rows(self.served.tokenizer, logs, ids=True)
         return tokens | {"completion_probabilities": rows}
-
-    def _picked(self, final: Json) -> Json:
-        return _select_fields(final, self.request.response_fields)
-
-
-def _stop_type(choice: Choice) -> str:
-    """Returns why a choice ended, in llama-server's words."""
-    if choice.reason == "stop" and choice.stop_string is not None:
-        return "word"
-    return {"stop": "eos", "length": "limit"}.get(choice.reason, "none")
 
 
 def _select_fields(answer: Json, names: Sequence[str] | None) -> Json:

@@ -1,12 +1,15 @@
-"""Runs the slow parts of a request in threads, and stops waiting if the client leaves."""
+"""Runs the slow parts of a request in threads, and gives back the memory that they leave."""
 
 import asyncio
+import ctypes
 import logging
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from kvq.errors import KvqError
 from kvq_apps.serve.errors import as_request_error
@@ -14,6 +17,10 @@ from kvq_apps.serve.errors import as_request_error
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# glibc keeps freed memory for later. After texts this large these are hundreds of megabytes, spread
+# over the arenas of all threads that have encoded one.
+LARGE_BYTES = 1 << 19
 
 
 async def in_worker(
@@ -38,7 +45,7 @@ async def in_worker(
             return error
 
     work = asyncio.get_running_loop().run_in_executor(executor, outcome)
-    disconnect = asyncio.create_task(gone(request))
+    disconnect = asyncio.create_task(gone(request.receive))
     try:
         await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -54,7 +61,14 @@ async def in_worker(
     return result
 
 
-async def gone(request: Request) -> None:
+async def gone(receive: Receive) -> None:
     """Returns when the client hangs up."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def reclaim() -> None:
+    """Gives freed memory back, which takes 5 to 50 ms; does nothing where libc is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

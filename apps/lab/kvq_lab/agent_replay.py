@@ -64,8 +64,7 @@ class _Reply:
 def measure(setup: Setup, job: ReplayJob) -> dict[str, Any]:
     """A row for each way and form, and one for each way over all. Raises `KvqError`."""
     turns = agent_turns(job.turns, RESULT_LINES)
-    with serving(setup, job.context, _SESSIONS, EXACT) as ours:
-        server = ours.url or ""
+    with serving(setup, job.context, _SESSIONS, EXACT) as (server, _):
         if not _takes_tools(server, turns[0]):
             turns = [replace(turn, tools=[]) for turn in turns]
         prompts = [_prompt_ids(server, turn) for turn in turns]
@@ -76,8 +75,8 @@ def measure(setup: Setup, job: ReplayJob) -> dict[str, Any]:
         ]
         turns, ids = [turn for turn, _ in fitting], [prompt for _, prompt in fitting]
         replies = {EXACT: _replayed(server, turns, job, setup, EXACT)}
-    with serving(setup, job.context, _SESSIONS, MOVED) as ours:
-        replies[MOVED] = _replayed(ours.url or "", turns, job, setup, MOVED)
+    with serving(setup, job.context, _SESSIONS, MOVED) as (server, _):
+        replies[MOVED] = _replayed(server, turns, job, setup, MOVED)
     if job.peer is not None:
         with _peer(setup, job) as server:
             replies["llama-server"] = _replayed(server, turns, job, setup, "llama-server")

@@ -168,6 +168,13 @@ def escaped(text: str) -> str:
     return f"/{''.join(map(escaped_character, text))}/" if text else '""'
 
 
+def spelled(text: str, ids: Mapping[str, int]) -> str:
+    """Returns a part of a Lark grammar that matches `text`, with tokens for the texts in `ids`."""
+    parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
+    rows = (f"<[{ids[part]}]>" if part in ids else escaped(part) for part in parts if part)
+    return " ".join(rows) or '""'
+
+
 def slashed(pattern: str) -> str:
     """Returns a part of a Lark grammar that matches what `pattern` matches."""
     bare = re.sub(r"(\\.)|([/\n])", _in_slashes, pattern, flags=re.DOTALL)

@@ -5,13 +5,14 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import pytest
 from starlette.responses import PlainTextResponse
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from kvq_apps.fleet.gateway import ForwardedRequest, gateway, lost_replica_error, proxy_middlewares
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.errors import RequestError
-from kvq_apps.serve.hosted_app import ask
+from kvq_apps.serve.hosted_app import ask, replies
 
 HEAD: Message = {
     "type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/x")],
@@ -156,3 +157,33 @@ async def test_no_route_of_rays_own_proxy_is_answered() -> None:
         status, body = await ask(proxy, path, b"")
         assert (status, json.loads(body)["error"]["type"]) == (404, "not_found_error")
     assert await ask(proxy, "/health", b"") == (200, b"passed on")
+
+
+async def test_who_closes_an_answer_ends_it() -> None:
+    ended: list[Message] = []
+
+    async def endless(_: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send(HEAD)
+            await send(piece("a", more=True))
+            ended.append(await receive())
+            await receive()
+        finally:
+            ended.append({"type": "end"})
+
+    answer = replies(endless, {"type": "http"}, b"{}")
+    assert await anext(answer) == [HEAD, piece("a", more=True)]
+    await answer.aclose()
+    assert ended == [{"type": "http.request", "body": b"{}", "more_body": False}, {"type": "end"}]
+
+
+async def test_an_error_is_raised_only_where_no_answer_tells_of_it() -> None:
+    async def fails(scope: Scope, _: Receive, send: Send) -> None:
+        if scope["path"] == "/late":
+            await send(HEAD)
+            await send(piece("said"))
+        raise ValueError("a fault")
+
+    assert await ask(fails, "/late", b"") == (200, b"said")
+    with pytest.raises(ValueError, match="a fault"):
+        await ask(fails, "/early", b"")

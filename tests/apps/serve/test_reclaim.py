@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq_apps.serve import reclaim
+from kvq_apps.serve.workers import LARGE_BYTES, reclaim
 from serving import Rule, ask, running, wait_until
 
 
@@ -16,9 +16,9 @@ def test_only_large_requests_are_followed_by_it(
     monkeypatch: pytest.MonkeyPatch, own_state: None
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(reclaim, "reclaim", lambda: calls.append("reclaim"))
+    monkeypatch.setattr("kvq_apps.serve.http_app.reclaim", lambda: calls.append("reclaim"))
     with running(Rule().load) as server:
-        for text, status in (("a b ", 200), ("a b " * (reclaim.LARGE_BYTES // 4), 400)):
+        for text, status in (("a b ", 200), ("a b " * (LARGE_BYTES // 4), 400)):
             assert ask(server, "/tokenize", {"content": text}).status == status
         wait_until(lambda: calls)
     assert calls == ["reclaim"]
@@ -31,7 +31,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     last = blocks.pop()
     before_kib = held_kib()
     del blocks[:]
-    reclaim.reclaim()
+    reclaim()
     assert before_kib - held_kib() > 80_000
     assert len(last) == 60_000
 

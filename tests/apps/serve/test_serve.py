@@ -18,8 +18,9 @@ from kvq_apps.chat.remote import RemoteClient
 from kvq_apps.cli import main
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.fields import parse_object
+from kvq_apps.serve.hosted_app import HostedApp
+from kvq_apps.serve.http_app import prometheus_text
 from kvq_apps.serve.loading import ServedModel
-from kvq_apps.serve.prometheus import prometheus_text
 from kvq_apps.serve.server import Server
 from kvq_runtime.answer.drafter import DraftContext
 from kvq_runtime.config import Sampling
@@ -346,7 +347,7 @@ def test_health_waits_for_the_model(rule: Rule) -> None:
         return rule.load(config)
 
     config = ServeConfig(port=0, chunk_tokens=16, grace_s=0)
-    server = Server(lambda: load(config), config, lambda *_: None)
+    server = Server(HostedApp(lambda: load(config), config), config, lambda _: None)
     server.address = server.url
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -365,7 +366,8 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
     def load() -> ServedModel:
         raise UsageError("no such model")
 
-    server = Server(load, ServeConfig(port=0), lambda *_: None)
+    config = ServeConfig(port=0)
+    server = Server(HostedApp(load, config), config, lambda _: None)
     with pytest.raises(UsageError, match="no such model"):
         server.run()
 
@@ -373,7 +375,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
 def test_a_port_that_is_taken_is_refused(served: Server) -> None:
     port = int(served.address.rpartition(":")[2])
     with pytest.raises(UsageError, match=f"port {port}"):
-        Server(lambda: None, ServeConfig(port=port), lambda *_: None)
+        Server(None, ServeConfig(port=port), lambda _: None)  # type: ignore[arg-type]
 
 
 def test_metrics_parse_and_only_grow(served: Server) -> None:

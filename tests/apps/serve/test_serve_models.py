@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from socket import socket
@@ -23,7 +24,7 @@ from kvq_apps.serve.hosted_models import HostedModel, HostedModels, hosted_model
 from kvq_apps.serve.loading import ServedModel
 from kvq_apps.serve.models_app import make_models_app
 from kvq_apps.serve.ollama_api import keep_alive_s
-from kvq_apps.serve.server import HttpServer
+from kvq_apps.serve.server import Server
 from serving import (
     CHAT,
     COMPLETIONS,
@@ -78,20 +79,19 @@ class Shop:
         if name in self.faults:
             raise self.faults[name]
         served = self.rules[name].load(config)
-        values = {field: getattr(served, field) for field in served.__dataclass_fields__}
-        return ServedModel(**values | {"name": name, "close": lambda: self.closed.append(name)})
+        return replace(served, name=name, close=lambda: self.closed.append(name))
 
 
 @contextmanager
 def serving(
     models: Callable[[ServeConfig], list[HostedModel]], budget: int | None, **settings: Any
-) -> Iterator[HttpServer]:
+) -> Iterator[Server]:
     """A server of several models in a thread of this process."""
     config = ServeConfig(**{"port": 0, "chunk_tokens": 16, "grace_s": 0.0} | settings)
     hosted = HostedModels(models(config), config, budget)
     make_models_app(hosted)
     opened = threading.Event()
-    server = HttpServer(hosted, config, lambda _: opened.set())
+    server = Server(hosted, config, lambda _: opened.set())
     server.address, server.hosted = server.url, hosted  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.run)
     thread.start()

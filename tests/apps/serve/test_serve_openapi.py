@@ -10,8 +10,8 @@ import pytest
 
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.serve.http_app import make_app
+from kvq_apps.serve.sampling import UNSUPPORTED
 from kvq_apps.serve.server import Server
-from kvq_apps.serve.unsupported import UNSUPPORTED
 from serving import CHAT, COMPLETIONS, Rule, ask, running
 
 pytestmark = pytest.mark.usefixtures("own_state")
