@@ -41,7 +41,7 @@ def test_the_manifest_says_what_there_is(tmp_path: Path, kind: str) -> None:
     assert written["version"] == VERSION
     quality = written["quality"]
     assert set(quality) - {"text", "tokens"} == {
-        *(["weights", "kv", "weights_and_kv", "at_8_bits"] if bundle.has_onnx else []),
+        *(["weights", "kv", "weights_and_kv"] if bundle.has_onnx else []),
         *(["gguf"] if bundle.has_gguf else []),
     }
     if bundle.has_gguf:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.reference.linear import BlockFormat, Blocks, Grid
+from kvq.reference.linear import BlockFormat, Blocks
 from kvq_export.config import WeightFormat
 from kvq_export.gguf.gguf_config import (
     ROPE_TENSORS,
@@ -26,14 +26,7 @@ from kvq_export.gguf.gguf_config import (
     draft_layers,
     read_config,
 )
-from kvq_export.gguf.gguf_groups import (
-    CUT_GRIDS,
-    GRIDS,
-    blocks_of,
-    check_type,
-    decode,
-    keeps_exponents,
-)
+from kvq_export.gguf.gguf_groups import CUT_GRIDS, GRIDS, blocks_of, check_type, decode
 from kvq_export.gguf.gguf_tensors import (
     DealtHeads,
     GgufTensor,
@@ -86,13 +79,6 @@ class GgufRows:
             if grid is not None and not (dealt and dealt.size % grid.activation_block):
                 return grid
         return None
-
-    @property
-    def exact(self) -> bool:
-        grid = self.grid
-        if grid is not None and grid.grid is Grid.E2M1:
-            return keeps_exponents(self.kind, self._bytes(0, self.shape[0]))
-        return grid is None or grid != CUT_GRIDS.get(self.kind.name)
 
     def parts(self, tensor: GgufTensor) -> dict[str, "GgufRows"]:
         """Returns by name what is read as one matrix, or vector, in the model's own order.

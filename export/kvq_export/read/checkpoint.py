@@ -94,11 +94,6 @@ class Tensor(Protocol):
         """Returns the narrowest format of a bundle that keeps its codes, if one does."""
         ...
 
-    @property
-    def exact(self) -> bool:
-        """Tells whether that format keeps its very weights: no constant needs rounding."""
-        ...
-
     def check(self) -> None:
         """Raises `CheckpointError` or `BackendError` for a type that cannot be read."""
         ...
@@ -122,7 +117,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int
     grid: None = None
-    exact: bool = True
 
     def __str__(self) -> str:
         return f"tensor {self.name!r} of {self.file.name}"

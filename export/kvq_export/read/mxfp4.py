@@ -14,7 +14,6 @@ import numpy as np
 from kvq.errors import CheckpointError
 from kvq.reference.linear import (
     E2M1_BIAS,
-    E2M1_TOP,
     BlockFormat,
     Blocks,
     Grid,
@@ -52,10 +51,6 @@ class Mxfp4Matrix:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.scales.shape[0], BLOCK * self.scales.shape[1]
-
-    @property
-    def exact(self) -> bool:
-        return bool((self._exponents(0, self.shape[0]) <= E2M1_TOP).all())
 
     def check(self) -> None:
         """Checks nothing: types and shapes were checked before."""

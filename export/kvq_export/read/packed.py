@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kvq.errors import CheckpointError, reason_of
-from kvq.reference.linear import BLOCKS, SCALE_UNIT, ZERO_PARTS, BlockFormat, Blocks, Grid
+from kvq.reference.linear import BLOCKS, ZERO_PARTS, BlockFormat, Blocks, Grid
 from kvq_export.read.checkpoint import FLOAT_DTYPES, Checkpoint, TensorEntry
 from kvq_export.read.mxfp4 import unpack_experts
 from kvq_export.read.packed_config import Quantization, read_quantization
@@ -104,7 +104,6 @@ class PackedMatrix:
     order: TensorEntry | None
     lowered: bool
     grid: BlockFormat | None = None
-    exact: bool = False
 
     def __str__(self) -> str:
         return f"tensor {self.name!r} of {self.file.name}"
@@ -259,11 +258,7 @@ def _matrix(
         lowered=quantization.lowered,
     )
     matrix = replace(matrix, order=None) if _in_order(matrix) else matrix
-    scales = matrix.row_scales(0, shape[0])
-    with np.errstate(over="ignore", invalid="ignore"):
-        halves = (scales / SCALE_UNIT).astype(np.float16)
-    exact = np.array_equal(halves.astype(np.float32) * SCALE_UNIT, scales)
-    return replace(matrix, grid=_grid(matrix), exact=exact)
+    return replace(matrix, grid=_grid(matrix))
 
 
 def _shape(parts: Mapping[str, TensorEntry], packing: Packing, bits: int) -> tuple[int, int]:

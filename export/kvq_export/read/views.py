@@ -49,10 +49,6 @@ class TensorView:
         """Returns the tensor's grid where rows are rows: blocks lie along them."""
         return None if self.across else self.tensor.grid
 
-    @property
-    def exact(self) -> bool:
-        return self.tensor.exact
-
     def check(self) -> None:
         self.tensor.check()
 

@@ -26,7 +26,6 @@ from kvq_export.write.layout import Layout, rope_table
 from kvq_export.write.weights import half_scales, quantize_chunks, stored_exponents, whole_panels
 from kvq_models.config import ModelConfig
 from kvq_models.family import WeightSource
-from kvq_models.products import is_drafts
 from kvq_runtime.bundle.file_hashes import file_sha256
 from kvq_runtime.bundle.manifest import (
     DATA_FILE,
@@ -51,12 +50,6 @@ class WeightReader(Protocol):
         ...
 
 
-class ClosingReader(WeightReader, Protocol):
-    """Reads weights from something that must be closed."""
-
-    def close(self) -> None: ...
-
-
 class CheckpointWeights:
     """Quantises a checkpoint's weights while they are read; those on our grid pass as they are.
 
@@ -76,9 +69,6 @@ class CheckpointWeights:
         self._threads = threads
         self._importance = importance
 
-    def close(self) -> None:
-        """Closes nothing."""
-
     def vector(self, name: str) -> np.ndarray:
         return self._checkpoint.read(self._sources[name])
 
@@ -96,25 +86,6 @@ class CheckpointWeights:
             rows = range(expert * height, (expert + 1) * height)
             for chunk in self._checkpoint.chunks(source, rows=rows):
                 yield chunk, weights
-
-
-class WithDraftHead:
-    """Reads the weights of a model from one reader, those of its draft head from another."""
-
-    def __init__(self, model: ClosingReader, draft: WeightReader) -> None:
-        self._model, self._draft = model, draft
-
-    def close(self) -> None:
-        self._model.close()
-
-    def vector(self, name: str) -> np.ndarray:
-        return self._of(name).vector(name)
-
-    def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
-        return self._of(name).matrix(name, form)
-
-    def _of(self, name: str) -> WeightReader:
-        return self._draft if is_drafts(name) else self._model
 
 
 class RandomWeights:

@@ -21,8 +21,8 @@ from kvq_runtime.bundle.bundle import Bundle
 class FloatBackend(PagedBackend):
     """Computes in float32, so that only the stored weights and the cache lose anything.
 
-    The graph rounds activations to 8 bits, which hides what a wide cache costs. Over a checkpoint
-    the weights are its original ones. numpy uses its own threads, whatever `threads` says.
+    The graph rounds activations to 8 bits, which hides what a wide cache costs. numpy uses its own
+    threads, whatever `threads` says.
     """
 
     name = "float"
@@ -41,8 +41,8 @@ class FloatBackend(PagedBackend):
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
-        """Returns whether these files hold a graph, or are a checkpoint."""
-        return files.has_onnx or files.has_checkpoint
+        """Returns whether these files hold a graph."""
+        return files.has_onnx
 
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
         """See `Backend.forward`; one sequence after the other."""

@@ -53,7 +53,6 @@ class GgufFile:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     untried: bool = True
     has_onnx = False
-    has_checkpoint = False
     has_gguf = True
     experts = None  # only a graph's experts count here
 
