@@ -18,7 +18,6 @@ import numpy as np
 
 from kvq.errors import CheckpointError
 from kvq.reference.linear import BlockFormat, Blocks
-from kvq_export.config import WeightFormat
 from kvq_export.gguf.gguf_config import (
     ROPE_TENSORS,
     GgufShapes,
@@ -36,12 +35,11 @@ from kvq_export.gguf.gguf_tensors import (
 )
 from kvq_export.gguf.gguf_tokenizer import read_tokenizer, read_tokens
 from kvq_export.read.checkpoint import Checkpoint, read_bytes
-from kvq_export.read.source import format_of_file
+from kvq_export.read.source import Source
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource
 from kvq_models.tokenizer import TokenizerFiles
 from kvq_runtime.bundle.gguf_format import GgufContents, TensorType, read_gguf
-from kvq_runtime.text_embedding import TextEmbedding
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -156,7 +154,7 @@ class GgufRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufSource:
+class GgufSource(Source):
     """Reads an opened file, or all files of one that was split; the first has the metadata."""
 
     parts: tuple[tuple[Path, GgufContents], ...]
@@ -270,19 +268,6 @@ class GgufSource:
 
     def tokenizer_files(self) -> TokenizerFiles:
         return read_tokenizer(self.metadata, *self._tokens)
-
-    def weight_format(
-        self, checkpoint: Checkpoint, sources: Mapping[str, WeightSource]
-    ) -> WeightFormat:
-        return format_of_file(checkpoint, sources)
-
-    def sampling(self) -> Mapping[str, Any]:
-        """Returns nothing: a GGUF file says none."""
-        return {}
-
-    def embedding(self) -> TextEmbedding | None:
-        """Returns nothing: a file that names a pooling is refused."""
-        return None
 
     def describe(self) -> dict[str, Any]:
         """Returns the source's entry; the hash is of the headers, which say all but the weights."""
