@@ -32,10 +32,10 @@ from kvq_export.fit.damage import mixed_formats
 from kvq_export.fit.page_encodings import fit_pages
 from kvq_export.fit.quality import Original
 from kvq_export.fit.retrieval import score_heads
-from kvq_export.gguf.gguf_export import GgufExport
 from kvq_export.gguf.gguf_importance import Importance, read_importance
 from kvq_export.gguf.gguf_model import gguf_model
 from kvq_export.gguf.gguf_vocabulary import read_vocabulary
+from kvq_export.gguf.gguf_writer import GgufExport
 from kvq_export.phases import FETCH, MAKE, Phases, Progress, no_progress
 from kvq_export.read.checkpoint import HEAD, keeps
 from kvq_export.read.source import Source, open_source

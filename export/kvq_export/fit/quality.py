@@ -20,7 +20,7 @@ import numpy as np
 
 from kvq.config import FLOAT_WIDTH, Budget, KvPlan
 from kvq_export.fit.substitutes import Rows, Stack
-from kvq_export.gguf.gguf_llama import file_logits, llama_missing
+from kvq_export.gguf.gguf_writer import file_logits, llama_missing
 from kvq_export.phases import Progress
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.config import ModelConfig
@@ -158,7 +158,7 @@ def measure_gguf(original: Original, path: Path, ids: np.ndarray, threads: int) 
         return {"not_measured": reason}
     long_rope = original.config.needs_long_rope(padded(len(ids)))
     expected = log_softmax(original.logits(ids, long_rope=long_rope))
-    logits = file_logits(path, ids, original.config.vocab_size, threads)
+    logits = file_logits(path, ids, threads)
     return {"kv": "f16", "tokens": len(ids)} | compare(expected, log_softmax(logits))
 
 
