@@ -27,7 +27,7 @@ from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.config import Dense, Experts, ModelConfig, RopeConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for, read_checkpoint
-from kvq_runtime.backends.llama_layout import padded
+from kvq_runtime.backends.llama_cache import padded
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.bundle.manifest import GGUF_FILE, GgufInfo
 from kvq_runtime.config import Sampling

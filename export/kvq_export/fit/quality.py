@@ -26,7 +26,7 @@ from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.config import ModelConfig
 from kvq_models.family import WeightSource, is_stack
 from kvq_models.reference import PlainAttention, forward
-from kvq_runtime.backends.llama_layout import padded
+from kvq_runtime.backends.llama_cache import padded
 from kvq_runtime.bundle.bundle import Bundle
 
 Run = Callable[[KvPlan, np.ndarray], np.ndarray]

@@ -42,7 +42,7 @@ class GgufFile:
 
     A bundle that holds one passes on its own `name`, `kv` plan, `bundled_tokenizer` and `sampling`
     (fields of `Sampling`), and vouches for it. Only a file from elsewhere is `untried`, see
-    `llama_trial`.
+    `llama_library.check`.
     """
 
     path: Path
