@@ -34,7 +34,7 @@ from kvq_export.export import export_model
 from kvq_export.fit.quality import Original
 from kvq_export.gguf.gguf_groups import CUT_GRIDS, GRIDS, blocks_of, check_type, decode
 from kvq_export.gguf.gguf_model import ARCHITECTURE_OF
-from kvq_export.gguf.gguf_source import GgufRows
+from kvq_export.gguf.gguf_source import GgufRows, grid_of
 from kvq_export.gguf.gguf_tensors import DealtHeads
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_export.read.source import Source, open_source
@@ -377,9 +377,10 @@ def test_super_blocks_are_dealt_whole_or_not_kept(kind: str, size: int, tmp_path
     """Columns of 256 move with all constants; of 128 the codes of some types are kept alone."""
     raw = np.random.default_rng(0).integers(0, 64, (16, 4 * TENSOR[kind].block_bytes), np.uint8)
     (tmp_path / "file").write_bytes(raw.tobytes())
+    dealt = DealtHeads(key_heads=2, value_heads=1024 // size, size=size)
     rows = GgufRows(
-        name="out_proj", file=tmp_path / "file", kind=TENSOR[kind], shape=(16, 1024), start=0,
-        dealt_columns=DealtHeads(key_heads=2, value_heads=1024 // size, size=size),
+        name="out_proj", file=tmp_path / "file", dtype=kind, shape=(16, 1024), start=0,
+        kind=TENSOR[kind], grid=grid_of(TENSOR[kind], dealt), dealt_columns=dealt,
     )  # fmt: skip
     if size == 128:
         assert rows.grid == CUT_GRIDS.get(kind)
@@ -536,8 +537,9 @@ def test_super_blocks_of_two_types_meet_in_a_format_that_keeps_both(
         raw, file = random_rows(kind), tmp_path / str(i)
         file.write_bytes(raw.tobytes())
         tensors[str(i)] = GgufRows(
-            name=str(i), file=file, kind=TENSOR[kind], shape=(16, 1024), start=0
-        )
+            name=str(i), file=file, dtype=kind, shape=(16, 1024), start=0, kind=TENSOR[kind],
+            grid=grid_of(TENSOR[kind]),
+        )  # fmt: skip
         expected.append(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
     checkpoint = Checkpoint(path=tmp_path, tensors=tensors)
     source = WeightSource(parts=("0", "1"), shape=(32, 1024))

@@ -34,7 +34,7 @@ from kvq_export.gguf.gguf_tensors import (
     tensors_of,
 )
 from kvq_export.gguf.gguf_tokenizer import read_tokenizer, read_tokens
-from kvq_export.read.checkpoint import Checkpoint, read_bytes
+from kvq_export.read.checkpoint import Checkpoint, Tensor, read_bytes
 from kvq_export.read.source import Source
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource
@@ -45,7 +45,7 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GgufRows:
+class GgufRows(Tensor):
     """Reads one tensor of a file; `start` is its first byte, counted from the file's.
 
     `interleave` is 0, or the rows of a head whose pairs (i, i + interleave/2) are neighbours in the
@@ -53,30 +53,11 @@ class GgufRows:
     numbers that `decays` made of others: see `GgufTensor`.
     """
 
-    name: str
-    file: Path
     kind: TensorType
-    shape: tuple[int, ...]
     start: int
     interleave: int = 0
     dealt_columns: DealtHeads | None = None
     decays: bool = False
-
-    def __str__(self) -> str:
-        return f"tensor {self.name!r} of {self.file.name}"
-
-    @property
-    def dtype(self) -> str:
-        return self.kind.name
-
-    @property
-    def grid(self) -> BlockFormat | None:
-        """Returns the grid of a matrix whose blocks, or those of `CUT_GRIDS`, are not cut."""
-        dealt = self.dealt_columns
-        for grid in (GRIDS.get(self.kind.name), CUT_GRIDS.get(self.kind.name)):
-            if grid is not None and not (dealt and dealt.size % grid.activation_block):
-                return grid
-        return None
 
     def parts(self, tensor: GgufTensor) -> dict[str, "GgufRows"]:
         """Returns by name what is read as one matrix, or vector, in the model's own order.
@@ -88,6 +69,7 @@ class GgufRows:
         whole = replace(
             self,
             shape=tensor.shape,
+            grid=grid_of(self.kind, tensor.dealt_columns),
             interleave=tensor.interleave,
             dealt_columns=tensor.dealt_columns,
             decays=tensor.decays,
@@ -212,8 +194,10 @@ class GgufSource(Source):
                 rows_by_name[tensor.name] = GgufRows(
                     name=tensor.name,
                     file=path,
-                    kind=tensor.kind,
+                    dtype=tensor.kind.name,
                     shape=tensor.shape,
+                    grid=grid_of(tensor.kind),
+                    kind=tensor.kind,
                     start=begin + tensor.offset,
                 )
         return rows_by_name
@@ -281,6 +265,14 @@ class GgufSource(Source):
             "config_sha256": digest.hexdigest(),
             "license": self.licence,
         }
+
+
+def grid_of(kind: TensorType, dealt: DealtHeads | None = None) -> BlockFormat | None:
+    """Returns the grid of a matrix whose blocks, or those of `CUT_GRIDS`, are not cut."""
+    for grid in (GRIDS.get(kind.name), CUT_GRIDS.get(kind.name)):
+        if grid is not None and not (dealt and dealt.size % grid.activation_block):
+            return grid
+    return None
 
 
 def _longer_axes(shape: tuple[int, ...]) -> tuple[int, ...]:

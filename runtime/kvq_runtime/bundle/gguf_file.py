@@ -184,11 +184,6 @@ class GgufFile:
     def num_layers(self) -> int:
         return self._count("block_count", MAX_LAYERS)
 
-    @property
-    def rotary_dim(self) -> int:
-        """Returns the channels of a head that rotate with the position."""
-        return self._optional("rope.dimension_count", self.head_dims[0])
-
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the weights: SHA-256 (hex) of the header, the size and every tensor's start.
