@@ -142,9 +142,9 @@ def export_model(
             assert model.tokenizer is not None
             from kvq_export.fit import tuning
 
-            progress = phases.of(TUNE)
+            steps = phases.of(TUNE)
             manifest, tuned = tuning.tune(
-                partial, manifest, layout, original, model.tokenizer, options, progress
+                partial, manifest, layout, original, model.tokenizer, options, steps
             )
         manifest = _measure_bundle(manifest, model, partial, options, phases)
         if tuned is not None:

@@ -105,7 +105,7 @@ def test_a_gguf_file_keeps_every_weight_of_experts(
     from exported_gguf import export, tensors
     from kvq_export.gguf.gguf_writer import file_logits, llama_missing
 
-    if llama_missing() is not None:
+    if kind == "q4_k_m" and llama_missing() is not None:
         pytest.skip(str(llama_missing()))
     folder, expected = Path(copytree(both[0], tmp_path / "packed")), checkpoint_weights(both[1])
     bundle = export(folder, kind)
@@ -126,6 +126,8 @@ def test_a_gguf_file_keeps_every_weight_of_experts(
             assert str(again.manifest.weights.format_of(name)) == "4/32/e2m1"
             np.testing.assert_array_equal(again.read_weight(name), expected(name))
     assert again.manifest.source["types"]["MXFP4"]["kept"] == 3 * config.num_layers * 8
+    if llama_missing() is not None:
+        return
     # llama.cpp's ramp is one of whole pairs; a rounded input may go to another expert.
     ramp = {"rope_scaling": said["rope_scaling"] | {"truncate": True}}
     config, ids = family.config(said | ramp), np.array(prompt(40))
