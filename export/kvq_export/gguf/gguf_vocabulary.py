@@ -116,7 +116,8 @@ def _entries(
         elif model.get("byte_fallback") and _BYTE_PIECE.fullmatch(piece):
             kind = BYTE
         texts[token] = piece, kind
-    for added in definition.get("added_tokens") or []:
+    added_tokens: list[dict[str, Any]] = definition.get("added_tokens") or []
+    for added in added_tokens:
         token, content = added["id"], added["content"]
         # What is no control token is found in the text before its spaces are marked.
         texts[token] = content.replace(WORD_MARK, " "), USER_DEFINED

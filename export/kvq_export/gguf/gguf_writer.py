@@ -212,7 +212,8 @@ def write_gguf(
     writer, tensors = gguf.GGUFWriter(path, model.architecture), _stored(model, kinds)
     named = {f"{model.architecture}.{key}": value for key, value in model.keys.items()}
     add: dict[type, str] = {bool: "bool", int: "uint32", float: "float32", str: "string"}
-    for key, value in {**metadata, **named}.items():
+    all_keys: dict[str, object] = {**metadata, **named}
+    for key, value in all_keys.items():
         getattr(writer, f"add_{add.get(type(value), 'array')}")(key, value)
     for name, (shape, kind) in tensors.items():
         raw_dtype = gguf.GGMLQuantizationType[kind.name]

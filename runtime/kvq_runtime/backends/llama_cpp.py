@@ -134,9 +134,9 @@ class LlamaCppBackend:
         self._model.close()
 
 
-def _impossible(what: str) -> BackendError:
+def _impossible(subject: str) -> BackendError:
     return BackendError(
-        f"{what} not possible on the llama.cpp backend: leave that out, or run a bundle with an "
+        f"{subject} not possible on the llama.cpp backend: leave that out, or run a bundle with an "
         "ONNX graph"
     )
 
