@@ -159,29 +159,20 @@ class ExportOptions:
             )
         if self.embed is not None:
             _ = TextEmbedding(pooling=self.embed)
-        for name in ("importance", "predict", "predict_with", "embed"):
-            if getattr(self, name) is not None and not self.onnx:
+        for name in ("importance", "predict", "predict_with", "embed", "tune"):
+            if getattr(self, name) not in (None, False) and not self.onnx:
                 raise UsageError(
                     f"{argument(name)} is of the ONNX graph; leave it out, or {argument('format')}"
                 )
-        self._check_tune()
-        # Raises for an unknown policy.
-        _ = policy_named(self.policy)
-        if self.threads < 1:
-            raise UsageError(about="threads", value=self.threads, possible="give 1 or more")
-
-    def _check_tune(self) -> None:
-        if not self.tune:
-            return
-        if not self.onnx:
-            raise UsageError(
-                f"{argument('tune')} is of the ONNX graph; leave it out, or {argument('format')}"
-            )
-        if not self.quality:
+        if self.tune and not self.quality:
             raise UsageError(
                 f"what {argument('tune')} trains is kept only where it keeps more of the "
                 f"checkpoint, which {argument('no-quality')} does not ask; leave one of them out"
             )
+        # Raises for an unknown policy.
+        _ = policy_named(self.policy)
+        if self.threads < 1:
+            raise UsageError(about="threads", value=self.threads, possible="give 1 or more")
 
     @property
     def feedback(self) -> bool:

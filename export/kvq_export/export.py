@@ -8,8 +8,8 @@ import ctypes
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ from kvq.errors import BackendError, ModelError, UsageError, argument
 from kvq.files import path_of
 from kvq.reference.linear import SUPER_BLOCK, WIDTHS, Grid
 from kvq_export.config import BLOCK, ExportOptions, WeightFormat
-from kvq_export.fit import auxiliary, eight_bit_baseline, prediction, quality
+from kvq_export.fit import auxiliary, prediction, quality
 from kvq_export.fit.calibrated import (
     TABLES,
     CalibratedWeights,
@@ -32,10 +32,10 @@ from kvq_export.fit.damage import mixed_formats
 from kvq_export.fit.page_encodings import fit_pages
 from kvq_export.fit.quality import Original
 from kvq_export.fit.retrieval import score_heads
-from kvq_export.gguf.gguf_export import GgufExport
 from kvq_export.gguf.gguf_importance import Importance, read_importance
 from kvq_export.gguf.gguf_model import gguf_model
 from kvq_export.gguf.gguf_vocabulary import read_vocabulary
+from kvq_export.gguf.gguf_writer import GgufExport
 from kvq_export.phases import FETCH, MAKE, Phases, Progress, no_progress
 from kvq_export.read.checkpoint import HEAD, keeps
 from kvq_export.read.source import Source, open_source
@@ -43,8 +43,7 @@ from kvq_export.write.layout import Layout, plan_layout
 from kvq_export.write.staging import free_destination, require_space, staged
 from kvq_export.write.writer import (
     CheckpointWeights,
-    ClosingReader,
-    WithDraftHead,
+    WeightReader,
     weight_info,
     write_manifest,
     write_model,
@@ -137,7 +136,16 @@ def export_model(
         files = _write_files(partial, name, model, layout, options, on_weight)
         manifest = _manifest(name, model, layout, options, files)
         write_manifest(partial, manifest)
-        manifest, tuned = _tune(manifest, model, partial, layout, options, phases)
+        tuned: dict[str, Any] | None = None
+        if options.tune:
+            assert layout is not None
+            assert model.tokenizer is not None
+            from kvq_export.fit import tuning
+
+            steps = phases.of(TUNE)
+            manifest, tuned = tuning.tune(
+                partial, manifest, layout, original, model.tokenizer, options, steps
+            )
         manifest = _measure_bundle(manifest, model, partial, options, phases)
         if tuned is not None:
             manifest = replace(manifest, quality={**(manifest.quality or {}), "tuning": tuned})
@@ -197,11 +205,6 @@ def _return_large_arrays() -> None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
-def _graph_bytes(layout: Layout | None) -> int:
-    """Returns the bytes of the graph's weights, 0 without a graph."""
-    return 0 if layout is None else layout.num_bytes
-
-
 def _write_files(
     partial: Path,
     name: str,
@@ -211,11 +214,12 @@ def _write_files(
     on_weight: Callable[[str], None],
 ) -> dict[str, FileInfo]:
     """Writes all files but the manifest; `on_weight` gets the name of each written weight."""
-    disk_bytes = _graph_bytes(layout) + (0 if model.gguf is None else model.gguf.disk_bytes)
-    require_space(partial, disk_bytes + _SLACK_BYTES)
+    graph_bytes = 0 if layout is None else layout.num_bytes
+    gguf_bytes = 0 if model.gguf is None else model.gguf.disk_bytes
+    require_space(partial, graph_bytes + gguf_bytes + _SLACK_BYTES)
     files = _write_texts(partial, model)
     if layout is not None:
-        with closing(_reader(model, layout, options)) as reader:
+        with _reader(model, layout, options) as reader:
             files |= write_model(
                 partial,
                 model.original.config,
@@ -229,35 +233,27 @@ def _write_files(
     return files
 
 
-def _reader(model: OpenModel, layout: Layout, options: ExportOptions) -> ClosingReader:
-    """Returns a reader of the model's weights and of its draft head's.
-
-    Those of the head are each rounded by themselves: the model checks what it guesses.
-    """
-    reader = _model_reader(model, layout, options)
-    if not model.draft:
-        return reader
-    draft = CheckpointWeights(model.original.checkpoint, model.draft, options.threads)
-    return WithDraftHead(reader, draft)
-
-
-def _model_reader(model: OpenModel, layout: Layout, options: ExportOptions) -> ClosingReader:
-    """Returns a reader that rounds with error feedback, or each weight by itself.
+@contextmanager
+def _reader(model: OpenModel, layout: Layout, options: ExportOptions) -> Generator[WeightReader]:
+    """Yields a reader that rounds with error feedback, or each weight by itself.
 
     The latter where there is no text, at 8 bits, which lose next to nothing, and where no matrix of
     the layers is rounded at all.
     """
-    original, weights = model.original, layout.format
+    original, weights, threads = model.original, layout.format, options.threads
     all_kept = all(
-        original.checkpoint.kept_blocks(original.sources[name], form.format) is not None
-        for name, form in layout.matrices.items()
-        if name not in TABLES
+        original.checkpoint.kept_blocks(source, layout.matrices[name].format) is not None
+        for name, source in original.sources.items()
+        if name in layout.matrices and name not in TABLES
     )
     if model.tokenizer is None or not options.feedback or _rounds_plainly(weights) or all_kept:
-        columns = _column_importance(model, layout)
-        return CheckpointWeights(original.checkpoint, original.sources, options.threads, columns)
+        columns, sources = _column_importance(model, layout), {**original.sources, **model.draft}
+        yield CheckpointWeights(original.checkpoint, sources, threads, columns)
+        return
     segments = calibration_segments(model.tokenizer, original.config, options.calibration_text)
-    return CalibratedWeights(original, layout.matrices, segments, options.threads)
+    calibrated = CalibratedWeights(original, layout.matrices, segments, threads, model.draft)
+    with closing(calibrated) as reader:
+        yield reader
 
 
 def _column_importance(model: OpenModel, layout: Layout) -> Mapping[str, np.ndarray]:
@@ -294,7 +290,7 @@ def _manifest(
     files: Mapping[str, FileInfo],
 ) -> Manifest:
     """Returns a manifest of all that is known before the written model is run."""
-    control = control_tokens(model)
+    control = _control_tokens(model)
     return Manifest(
         name=name,
         config=model.original.config,
@@ -314,25 +310,23 @@ def _manifest(
 def _check_prediction(model: OpenModel, options: ExportOptions) -> None:
     """Raises `UsageError` for maps that this model cannot have."""
     config, predict = model.original.config, options.predict
-    layers = config.num_layers
-    has_input_norms = config.norm == "rms" and all(
-        layer.norms != "after" for layer in config.layers
-    )
-    if (predict or options.predict_with) and not has_input_norms:
-        raise UsageError(
-            f"{argument('predict')} is fitted to what an RMS norm before a layer gives it, and a "
-            f"layer of {config.model_type} has none; leave it out"
+    if predict is None and options.predict_with is None:
+        return
+    layers, why = config.num_layers, None
+    if config.norm != "rms" or any(layer.norms == "after" for layer in config.layers):
+        why = (
+            "fitted to what an RMS norm before a layer gives it, and a layer of "
+            f"{config.model_type} has none"
         )
-    if (predict or options.predict_with) and not config.uniform:
-        raise UsageError(
-            f"{argument('predict')} is of models whose layers are alike, and some of "
-            f"{config.model_type} differ in heads, read others' keys or convolve; leave it out"
+    elif not config.uniform:
+        why = (
+            f"of models whose layers are alike, and some of {config.model_type} differ in heads, "
+            "read others' keys or convolve"
         )
-    if model.tokenizer is None and (predict or options.predict_with):
-        raise UsageError(
-            f"{argument('predict')} is fitted to a text, and a checkpoint without tokenizer.json "
-            "reads none; leave it out"
-        )
+    elif model.tokenizer is None:
+        why = "fitted to a text, and a checkpoint without tokenizer.json reads none"
+    if why is not None:
+        raise UsageError(f"{argument('predict')} is {why}; leave it out")
     if predict is not None and not 1 <= (1 if predict == "auto" else int(predict)) < layers:
         raise UsageError(
             about="predict",
@@ -383,26 +377,6 @@ def _check_tuning(model: OpenModel, options: ExportOptions) -> None:
     from kvq_export.fit import tuning
 
     tuning.check_tunable(model.original.config)
-
-
-def _tune(
-    manifest: Manifest,
-    model: OpenModel,
-    partial: Path,
-    layout: Layout | None,
-    options: ExportOptions,
-    phases: Phases,
-) -> tuple[Manifest, dict[str, Any] | None]:
-    """Trains the written weights if asked to; returns the manifest and a report, or None."""
-    if not options.tune:
-        return manifest, None
-    assert layout is not None
-    assert model.tokenizer is not None
-    from kvq_export.fit import tuning
-
-    return tuning.tune(
-        partial, manifest, layout, model.original, model.tokenizer, options, phases.of(TUNE)
-    )
 
 
 def _rounds_plainly(weights: WeightFormat) -> bool:
@@ -570,7 +544,7 @@ def _read_tokenizer(
     return model_files, tokenizer
 
 
-def control_tokens(model: OpenModel) -> ControlTokens:
+def _control_tokens(model: OpenModel) -> ControlTokens:
     """Returns the control tokens of the tokenizer, or those of config.json without one."""
     if model.tokenizer is not None:
         return model.tokenizer.control
@@ -606,10 +580,7 @@ def _measure(
     report: dict[str, Any] = {"text": "prose, code, chats", "tokens": texts.size}
     if bundle.has_onnx:
         with quality.engine_run(bundle, options.threads) as run:
-            baseline = _at_8_bits(model, bundle, texts)
-            report |= quality.measure(
-                model.original.logits, options.kv, run, texts, progress, baseline
-            )
+            report |= quality.measure(model.original.logits, options.kv, run, texts, progress)
     if model.gguf is not None:
         # Beyond this context llama.cpp computes another model where it has no window.
         ids = texts[0, : model.gguf.model.context_length]
@@ -618,19 +589,10 @@ def _measure(
     return report
 
 
-def _at_8_bits(model: OpenModel, bundle: Bundle, texts: np.ndarray) -> dict[int, np.ndarray] | None:
-    """Returns the likeliest tokens with 8 bits of every second text, where any matrix has fewer."""
-    weights = bundle.manifest.weights
-    if weights is None or all(form.bits == max(WIDTHS) for form in weights.formats.values()):
-        return None
-    tokens = eight_bit_baseline.likeliest_tokens(model.original, texts[::2])
-    return dict(zip(range(0, len(texts), 2), tokens, strict=True))
-
-
 def _type_report(model: OpenModel, layout: Layout | None) -> dict[str, Any]:
     """Counts the file's tensors by type, and by the formats that they got.
 
-    `kept` counts those whose codes the bundle has, `exact` those whose very weights it has.
+    `kept` counts those whose codes the bundle has.
     """
     if layout is None:
         return {}
@@ -642,11 +604,8 @@ def _type_report(model: OpenModel, layout: Layout | None) -> dict[str, Any]:
         grids = [tensor.grid for tensor in tensors]
         kept = form is None or all(grid and keeps(form.format, grid) for grid in grids)
         for tensor in tensors:
-            row = types.setdefault(
-                tensor.dtype, {"tensors": 0, "kept": 0, "exact": 0, "formats": {}}
-            )
+            row = types.setdefault(tensor.dtype, {"tensors": 0, "kept": 0, "formats": {}})
             row["tensors"] += 1
             row["kept"] += kept
-            row["exact"] += kept and tensor.exact and source.scale == 1
             row["formats"][format_name] = row["formats"].get(format_name, 0) + 1
     return {"types": types}

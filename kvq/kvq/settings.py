@@ -107,12 +107,6 @@ def ollama_folder() -> Path:
     return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models")
 
 
-def llama_folder() -> Path | None:
-    """Returns the folder of llama.cpp's libraries by its own variable; None: llama-cpp-python's."""
-    named = os.environ.get("LLAMA_CPP_LIB_PATH")
-    return Path(named) if named else None
-
-
 def terminal_is_plain() -> bool:
     """Returns whether the user asked for output without escape codes (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR")) or terminal_is_dumb()

@@ -15,8 +15,7 @@ from kvq.reference.linear import Blocks
 from kvq_apps.cli import main
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_export.gguf import gguf_llama
-from kvq_export.gguf.gguf_file import pack_blocks
+from kvq_export.gguf.gguf_writer import llama_missing, pack_blocks
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.bundle.manifest import GGUF_FILE, MANIFEST_FILE, VERSION
 
@@ -41,7 +40,7 @@ def test_the_manifest_says_what_there_is(tmp_path: Path, kind: str) -> None:
     assert written["version"] == VERSION
     quality = written["quality"]
     assert set(quality) - {"text", "tokens"} == {
-        *(["weights", "kv", "weights_and_kv", "at_8_bits"] if bundle.has_onnx else []),
+        *(["weights", "kv", "weights_and_kv"] if bundle.has_onnx else []),
         *(["gguf"] if bundle.has_gguf else []),
     }
     if bundle.has_gguf:
@@ -67,7 +66,7 @@ def test_what_is_missing_is_named_before_anything_is_written(
 ) -> None:
     source = tiny.make_llama_checkpoint(tmp_path / "source")
     reason = 'llama-cpp-python is not installed; pip install "kvq-runtime[gguf]"'
-    monkeypatch.setattr("kvq_export.gguf.gguf_llama.missing", lambda: reason)
+    monkeypatch.setattr("kvq_export.gguf.gguf_writer.missing", lambda: reason)
     needed = r"q4_k_m is made by llama.cpp's own .*\[gguf\].; gguf_type q8_0, .* work without it"
     with pytest.raises(BackendError, match=needed):
         export(source, "q4_k_m")
@@ -121,7 +120,7 @@ def test_the_type_nobody_asks_for_needs_no_llama_cpp(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = 'llama-cpp-python is not installed; pip install "kvq-runtime[gguf]"'
-    monkeypatch.setattr("kvq_export.gguf.gguf_llama.missing", lambda: reason)
+    monkeypatch.setattr("kvq_export.gguf.gguf_writer.missing", lambda: reason)
     words = ["export", str(tiny.make_llama_checkpoint(tmp_path / "source")), "--format", "gguf"]
     assert main([*words, "-o", str(tmp_path / "made"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -157,7 +156,7 @@ def test_the_command_writes_what_was_asked(
 
 def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = tiny.make_llama_checkpoint(tmp_path / "source")
-    kinds = ["q8_0"] if gguf_llama.llama_missing() else ["q8_0", "q4_k_m"]
+    kinds = ["q8_0"] if llama_missing() else ["q8_0", "q4_k_m"]
     for kind in kinds:
         export(source, kind, quality=True)
     assert capfd.readouterr() == ("", "")

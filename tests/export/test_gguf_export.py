@@ -21,13 +21,13 @@ import pytest
 import tiny
 from kvq.errors import UnsupportedModelError
 from kvq_export.config import WeightFormat
-from kvq_export.gguf import gguf_llama
 from kvq_export.gguf.gguf_model import gguf_model
+from kvq_export.gguf.gguf_writer import file_logits
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.config import Dense, Experts, ModelConfig, RopeConfig
 from kvq_models.reference import PlainAttention, forward
 from kvq_models.registry import family_for, read_checkpoint
-from kvq_runtime.backends.llama_layout import padded
+from kvq_runtime.backends.llama_cache import padded
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.bundle.manifest import GGUF_FILE, GgufInfo
 from kvq_runtime.config import Sampling
@@ -216,7 +216,7 @@ def expected_logits(source: Path, ids: np.ndarray) -> np.ndarray:
 
 
 def actual_logits(bundle: Bundle, ids: np.ndarray) -> np.ndarray:
-    return gguf_llama.file_logits(bundle.path / GGUF_FILE, ids, bundle.config.vocab_size, 1)
+    return file_logits(bundle.path / GGUF_FILE, ids, 1)
 
 
 # What llama.cpp computes
@@ -411,15 +411,6 @@ def test_gates_lie_key_head_by_key_head(checkpoint: Callable[[str], Path]) -> No
     np.testing.assert_array_equal(actual["blk.1.ssm_ba.weight"], gates[order])
     np.testing.assert_allclose(actual["blk.1.attn_qkv.weight"], whole[:384], atol=1e-3)
     np.testing.assert_allclose(actual["blk.1.attn_gate.weight"], whole[384:], atol=1e-3)
-
-
-def test_a_ramp_that_llama_cpp_cuts_otherwise_is_said(
-    checkpoint: Callable[[str], Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    export(checkpoint("qwen3-yarn"), "q8_0")
-    assert caplog.text == ""
-    export(checkpoint("gpt-oss"), "q8_0")
-    assert "with whole pairs where its ramp begins and ends" in caplog.text
 
 
 def test_keys_say_how_layers_differ(checkpoint: Callable[[str], Path]) -> None:

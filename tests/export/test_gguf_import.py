@@ -34,7 +34,7 @@ from kvq_export.export import export_model
 from kvq_export.fit.quality import Original
 from kvq_export.gguf.gguf_groups import CUT_GRIDS, GRIDS, blocks_of, check_type, decode
 from kvq_export.gguf.gguf_model import ARCHITECTURE_OF
-from kvq_export.gguf.gguf_source import GgufRows
+from kvq_export.gguf.gguf_source import GgufRows, grid_of
 from kvq_export.gguf.gguf_tensors import DealtHeads
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_export.read.source import Source, open_source
@@ -377,13 +377,13 @@ def test_super_blocks_are_dealt_whole_or_not_kept(kind: str, size: int, tmp_path
     """Columns of 256 move with all constants; of 128 the codes of some types are kept alone."""
     raw = np.random.default_rng(0).integers(0, 64, (16, 4 * TENSOR[kind].block_bytes), np.uint8)
     (tmp_path / "file").write_bytes(raw.tobytes())
+    dealt = DealtHeads(key_heads=2, value_heads=1024 // size, size=size)
     rows = GgufRows(
-        name="out_proj", file=tmp_path / "file", kind=TENSOR[kind], shape=(16, 1024), start=0,
-        dealt_columns=DealtHeads(key_heads=2, value_heads=1024 // size, size=size),
+        name="out_proj", file=tmp_path / "file", dtype=kind, shape=(16, 1024), start=0,
+        kind=TENSOR[kind], grid=grid_of(TENSOR[kind], dealt), dealt_columns=dealt,
     )  # fmt: skip
     if size == 128:
         assert rows.grid == CUT_GRIDS.get(kind)
-        assert not (rows.exact and rows.grid)
         return
     assert rows.grid == GRIDS[kind]
     blocks = rows.read_blocks(0, 16)
@@ -439,7 +439,7 @@ def test_blocks_on_our_grid_pass_bit_for_bit(
     for name, source in original.sources.items():
         np.testing.assert_array_equal(bundle.read_weight(name), original.checkpoint.read(source))
     row = bundle.manifest.source["types"][kind]
-    assert (row["exact"], row["formats"]) == (row["tensors"], {form: row["tensors"]})
+    assert (row["kept"], row["formats"]) == (row["tensors"], {form: row["tensors"]})
 
 
 def test_no_text_is_read_where_nothing_of_the_layers_is_rounded(
@@ -458,7 +458,7 @@ def exported(file: Path, destination: Path, **options: Any) -> Bundle:
 
 
 @pytest.mark.parametrize(
-    ("kind", "form", "exact"),
+    ("kind", "form", "kept"),
     [
         ("Q4_0", "4/32/symmetric", True), ("Q4_1", "4/32/minimum", True),
         ("Q5_0", "5/32/symmetric", True), ("Q5_1", "5/32/minimum", True),
@@ -466,7 +466,7 @@ def exported(file: Path, destination: Path, **options: Any) -> Bundle:
     ],
 )  # fmt: skip
 def test_formats_nobody_asks_for_follow_the_file(
-    tmp_path: Path, kind: str, form: str, exact: bool
+    tmp_path: Path, kind: str, form: str, kept: bool
 ) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", kind=kind)
     bundle = exported(file, tmp_path / "bundle")
@@ -474,11 +474,11 @@ def test_formats_nobody_asks_for_follow_the_file(
     assert weights is not None
     assert [*weights.by_format] == [form]
     row = bundle.manifest.source["types"][kind]
-    assert row["kept"] == row["exact"] == (row["tensors"] if exact else 0)
+    assert row["kept"] == (row["tensors"] if kept else 0)
     original, _ = opened(open_source(file))
     for name, source in original.sources.items():
         expected = original.checkpoint.read(source)
-        if exact:
+        if kept:
             np.testing.assert_array_equal(bundle.read_weight(name), expected)
         else:
             np.testing.assert_allclose(bundle.read_weight(name), expected, atol=0.01)
@@ -537,8 +537,9 @@ def test_super_blocks_of_two_types_meet_in_a_format_that_keeps_both(
         raw, file = random_rows(kind), tmp_path / str(i)
         file.write_bytes(raw.tobytes())
         tensors[str(i)] = GgufRows(
-            name=str(i), file=file, kind=TENSOR[kind], shape=(16, 1024), start=0
-        )
+            name=str(i), file=file, dtype=kind, shape=(16, 1024), start=0, kind=TENSOR[kind],
+            grid=grid_of(TENSOR[kind]),
+        )  # fmt: skip
         expected.append(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
     checkpoint = Checkpoint(path=tmp_path, tensors=tensors)
     source = WeightSource(parts=("0", "1"), shape=(32, 1024))
@@ -571,7 +572,7 @@ def test_matrices_of_a_wider_type_are_kept_wide(tmp_path: Path) -> None:
     assert {*weights.by_format["8/32/symmetric"]} == {"embed", "head"}
     assert len(weights.by_format["4/32/symmetric"]) == 8
     assert bundle.manifest.source["types"]["Q8_0"] == {
-        "tensors": 2, "kept": 2, "exact": 2, "formats": {"8/32/symmetric": 2},
+        "tensors": 2, "kept": 2, "formats": {"8/32/symmetric": 2},
     }  # fmt: skip
     mixed = tmp_path / "mixed.gguf"
     write_mixed(mixed, {"blk.0.attn_v.weight": "Q8_0", "blk.1.ffn_down.weight": "Q6_K"})
@@ -582,7 +583,7 @@ def test_matrices_of_a_wider_type_are_kept_wide(tmp_path: Path) -> None:
     assert str(weights.format_of("layers.1.down")) == "6/16/super_symmetric"
     assert str(weights.format_of("layers.1.qkv")) == "4/32/symmetric"
     assert bundle.manifest.source["types"]["Q6_K"] == {
-        "tensors": 1, "kept": 1, "exact": 1, "formats": {"6/16/super_symmetric": 1},
+        "tensors": 1, "kept": 1, "formats": {"6/16/super_symmetric": 1},
     }  # fmt: skip
     original, _ = opened(open_source(mixed))
     for name in ("layers.0.qkv", "layers.0.down", "layers.1.qkv", "layers.1.down"):

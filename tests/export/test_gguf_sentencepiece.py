@@ -303,16 +303,6 @@ def test_an_end_that_a_file_calls_text_is_never_made_of_it() -> None:
     assert tokenizer.encode("</s>", special=True) == [2]
 
 
-def test_scores_that_leave_the_order_to_the_place_are_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    runs = {"▁" * count: ADDED for count in range(1, 9)}
-    tokenizer_of_keys(keys_of(runs | {"a": -1.0, "b": -2.0, "ab": -3.0, "ba": -4.0}))
-    assert caplog.text == ""
-    tokenizer_of_keys(keys_of(runs | {"a": -1.0, "b": -2.0, "ab": -3.0, "ba": -3.0}))
-    assert "a.gguf gives 1 pairs of pieces the score of a pair they overlap with" in caplog.text
-
-
 @pytest.mark.parametrize("scores", [[0.0], [float("nan")] * 262])
 def test_scores_of_other_tokens_are_damage(scores: list[float]) -> None:
     keys = keys_of({"a": 0.0, "b": 0.0, "ab": 0.0}) | {"tokenizer.ggml.scores": scores}

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import tiny
+from draft_heads import HEAD, make_drafting
 from kvq.errors import CheckpointError, ModelError, UnsupportedModelError
 from kvq.reference.linear import dequantize
 from kvq_apps.cli import main
@@ -206,7 +207,6 @@ def test_a_matrix_is_what_was_packed(
     tensors = tensors_of(method, STEM, matrix, symmetric=symmetric)
     actual = matrix_of(tmp_path, tensors, config_of(method, bits, group, symmetric))
     assert (actual.name, actual.shape) == (f"{STEM}.weight", (40, columns))
-    assert actual.exact
     for start, stop in ((0, 40), (0, 1), (7, 9), (3, 33), (39, 40)):
         expected = matrix.weight()[start:stop]
         assert actual.read(start, stop).dtype == np.float32
@@ -310,19 +310,15 @@ def test_an_order_that_was_never_chosen_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "smallest", "exact"),
-    [
-        (np.float16, 2.0**-24, True), (ml_dtypes.bfloat16, 2.0**-25, True),
-        (ml_dtypes.bfloat16, 255 * 2.0**-34, False), (np.float32, 2.0**-8, False),
-    ],
-)  # fmt: skip
-def test_which_scales_are_kept(tmp_path: Path, dtype: Any, smallest: float, exact: bool) -> None:
+    ("dtype", "smallest"),
+    [(np.float16, 2.0**-24), (ml_dtypes.bfloat16, 255 * 2.0**-34), (np.float32, 2.0**-8)],
+)
+def test_scales_are_read_as_they_are(tmp_path: Path, dtype: Any, smallest: float) -> None:
     matrix = quantise(gaussian(16, 64), 4, 32, True)
     scales = np.geomspace(smallest, 200, 32).reshape(16, 2).astype(dtype)
     matrix = Quantised(**{**vars(matrix), "scales": scales})
     tensors = tensors_of("compressed-tensors", STEM, matrix, symmetric=True)
     actual = matrix_of(tmp_path, tensors, config_of("compressed-tensors", 4, 32, True))
-    assert actual.exact == exact
     np.testing.assert_array_equal(actual.read(0, 16), matrix.weight())
 
 
@@ -432,7 +428,7 @@ def test_an_export_has_the_very_weights(
     assert_has_weights_of(bundle, floats)
     form = f"4/{32 if group == 32 else 128}/{'symmetric' if symmetric else 'zero_point'}"
     assert bundle.manifest.source["types"][f"{config['quant_method']} int4"] == {
-        "tensors": 14, "kept": 14, "exact": 14, "formats": {form: 14},
+        "tensors": 14, "kept": 14, "formats": {form: 14},
     }  # fmt: skip
     assert bundle.manifest.source["types"]["F32"]["formats"] == {"8/64/symmetric": 2, "float32": 5}
 
@@ -459,10 +455,24 @@ def test_where_columns_are_dealt_weights_are_rounded(tmp_path: Path) -> None:
     source, floats = checkpoints(tmp_path, config, stored_by("gptq", 4, 32, True, dealt=True))
     bundle = exported(source, tmp_path / "bundle")
     row = bundle.manifest.source["types"]["gptq int4"]
-    assert (row["kept"], row["exact"], row["formats"]) == (0, 0, {"8/64/symmetric": 14})
+    assert (row["kept"], row["formats"]) == (0, {"8/64/symmetric": 14})
     expected = tiny.checkpoint_weights(floats)("layers.1.qkv")
     np.testing.assert_allclose(bundle.read_weight("layers.1.qkv"), expected, atol=4e-3)
     assert (bundle.read_weight("layers.1.qkv") != expected).any()
+
+
+def test_a_draft_head_of_floats_stands_beside_kept_codes(tmp_path: Path) -> None:
+    config, store = config_of("gptq", 4, -1, True), stored_by("gptq", 4, -1, True)
+    source, stored = make_drafting(tmp_path / "source"), Tensors()
+    for name, tensor in tiny.read_safetensors(source / WEIGHTS).items():
+        is_packed = "_proj" in name and not name.startswith(HEAD)
+        stored |= store(name, tensor)[1] if is_packed else {name: tensor}
+    say(source, config)
+    write(source / WEIGHTS, stored)
+    weights = exported(source, tmp_path / "bundle").manifest.weights
+    assert weights is not None
+    assert weights.format_of("layers.0.down").bits == 4
+    assert weights.format_of("draft.layers.0.down").bits == 8
 
 
 def test_parts_of_one_matrix_may_differ(tmp_path: Path) -> None:
@@ -493,7 +503,7 @@ def test_wider_formats_keep_them_too(tmp_path: Path, bits: int, calibrate: bool)
     bundle = exported(source, tmp_path / "bundle", weights=weights, calibrate=calibrate)
     assert_has_weights_of(bundle, floats)
     row = bundle.manifest.source["types"]["awq int4"]
-    assert (row["exact"], row["formats"]) == (14, {f"{bits}/32/zero_point": 14})
+    assert (row["kept"], row["formats"]) == (14, {f"{bits}/32/zero_point": 14})
 
 
 def test_wide_scales_are_rounded_and_codes_are_not(tmp_path: Path) -> None:
@@ -508,7 +518,7 @@ def test_wide_scales_are_rounded_and_codes_are_not(tmp_path: Path) -> None:
     source, floats = checkpoints(tmp_path, config_of("compressed-tensors", 4, 32, False), store)
     bundle = exported(source, tmp_path / "bundle")
     row = bundle.manifest.source["types"]["compressed-tensors int4"]
-    assert (row["kept"], row["exact"]) == (14, 0)
+    assert row["kept"] == 14
     expected, actual = (
         tiny.checkpoint_weights(floats)("layers.0.down"),
         bundle.read_weight("layers.0.down"),

@@ -209,7 +209,7 @@ def test_weights_that_gained_too_little_stay_as_they_were_rounded(
     assert report["after"] != report["before"]
     assert report["judged_tokens"] == 3 * 48
     assert any("tuning the weights, step 2 of " in label for label in labels)
-    rows = dict(verdict_rows({"quality": tried.manifest.quality, "path": "b", "source": {}}))
+    rows = dict(verdict_rows(tried.manifest.to_json() | {"path": "b"}))
     assert "the weights stay as they were rounded" in rows["tuning"]
     assert f"{report['after']:.4f}" in rows["tuning"]
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvq.errors import ModelError
-from kvq_runtime.backends import llama_trial
+from kvq_runtime.backends import llama_library
 from kvq_runtime.bundle.gguf_file import GgufFile
 from kvq_runtime.machine import device
 
@@ -37,19 +35,16 @@ class Trials:
 
 
 @pytest.fixture(autouse=True)
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a library of the build; the cache folder is empty."""
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empties the cache folder; llama.cpp need not be installed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "lib").mkdir()
-    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path / "lib"))
-    (tmp_path / "lib" / "libggml-cpu.so").write_bytes(b"first build")
-    return tmp_path / "lib" / "libggml-cpu.so"
+    monkeypatch.setattr(llama_library, "version", lambda _: "1")
 
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
     trials = Trials()
-    monkeypatch.setattr(llama_trial.subprocess, "run", trials.run)
+    monkeypatch.setattr(llama_library.subprocess, "run", trials.run)
     return trials
 
 
@@ -65,7 +60,7 @@ def test_what_ends_the_program_is_named_with_what_to_do(
     trials.returncode = returncode
     for count in (1, 2):
         with pytest.raises(ModelError) as caught:
-            llama_trial.check(file)
+            llama_library.check(file)
         assert trials.count == count
     assert f"ends the program that runs {file.path} (status {returncode})" in str(caught.value)
     assert str(caught.value).endswith(
@@ -74,14 +69,14 @@ def test_what_ends_the_program_is_named_with_what_to_do(
     )
 
 
-@pytest.mark.parametrize(("returncode", "count"), [(0, 1), (llama_trial.REFUSED, 2)])
+@pytest.mark.parametrize(("returncode", "count"), [(0, 1), (llama_library.REFUSED, 2)])
 def test_what_passed_is_not_tried_again(
     trials: Trials, file: GgufFile, returncode: int, count: int
 ) -> None:
     """What is refused in words passes, as the caller will be refused too, and is tried again."""
     trials.returncode = returncode
     for _ in range(2):
-        llama_trial.check(file)
+        llama_library.check(file)
     assert trials.count == count
 
 
@@ -90,42 +85,22 @@ def test_files_of_our_own_try_the_build_alone(
 ) -> None:
     other = GgufFile.open(write_gguf(tmp_path / "other.gguf", num_layers=1, seed=1))
     for ours in (file.trusted(), other.trusted()):
-        llama_trial.check(ours)
+        llama_library.check(ours)
     assert trials.count == 1
     for strange in (file, other):
-        llama_trial.check(strange)
+        llama_library.check(strange)
     assert trials.count == 3
 
 
-def replace(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.write_bytes(b"a second build")
-
-
-def touch(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.utime(library, (1, 1))
-
-
-def move(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(library.parent, library.parents[1] / "elsewhere")
-    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(library.parents[1] / "elsewhere"))
-
-
-def migrate(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "probe", lambda: SimpleNamespace(processor="another"))
-
-
-@pytest.mark.parametrize("change", [replace, touch, move, migrate])
-def test_another_build_or_processor_is_tried_again(
-    trials: Trials,
-    file: GgufFile,
-    library: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path, pytest.MonkeyPatch], None],
+def test_another_version_or_processor_is_tried_again(
+    trials: Trials, file: GgufFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llama_trial.check(file)
-    change(library, monkeypatch)
-    llama_trial.check(file)
-    assert trials.count == 2
+    llama_library.check(file)
+    monkeypatch.setattr(llama_library, "version", lambda _: "2")
+    llama_library.check(file)
+    monkeypatch.setattr(device, "probe", lambda: SimpleNamespace(processor="another"))
+    llama_library.check(file)
+    assert trials.count == 3
 
 
 def test_a_cache_that_cannot_be_written_costs_a_trial_only(
@@ -133,7 +108,7 @@ def test_a_cache_that_cannot_be_written_costs_a_trial_only(
 ) -> None:
     (tmp_path / "cache").write_bytes(b"")
     for _ in range(2):
-        llama_trial.check(file)
+        llama_library.check(file)
     assert trials.count == 2
 
 
@@ -143,9 +118,9 @@ def test_a_file_that_takes_too_long_is_refused(
     def run(*_: object, **__: object) -> None:
         raise subprocess.TimeoutExpired("python", 1)
 
-    monkeypatch.setattr(llama_trial.subprocess, "run", run)
+    monkeypatch.setattr(llama_library.subprocess, "run", run)
     with pytest.raises(ModelError, match=r"did not load .* it is damaged, or too large"):
-        llama_trial.check(file)
+        llama_library.check(file)
 
 
 # Products of several rows, by instruction sets: no other product calls them.
@@ -162,9 +137,8 @@ def test_a_real_llama_cpp_with_an_impossible_product_is_found_out(
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     if sys.platform != "linux" or "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("other processors have other products")
-    monkeypatch.delenv("LLAMA_CPP_LIB_PATH")
     file = GgufFile.open(write_gguf(tmp_path / "four.gguf", kind="Q4_0"))
-    llama_trial.check(file)
+    llama_library.check(file)
     spec = importlib.util.find_spec("llama_cpp")
     assert spec is not None
     folder = tmp_path / "altered"
@@ -179,8 +153,9 @@ def test_a_real_llama_cpp_with_an_impossible_product_is_found_out(
         path.unlink()
         path.write_bytes(content)
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(folder))
+    monkeypatch.setattr(llama_library, "version", lambda _: "altered")
     with pytest.raises(ModelError, match=r"ends the program that runs .* \(status -4\)"):
-        llama_trial.check(file)
+        llama_library.check(file)
 
 
 def file_offset(library: Path, name: str) -> int | None:

@@ -70,9 +70,8 @@ def test_a_fit_starts_where_the_layers_own_matrix_is(bundle: Path) -> None:
     if config.layers[0].norms == "after":
         pytest.skip("nothing is fitted to a stream without a norm")
     first = config.num_layers - 1
-    weights, bias = fit(opened, [prompt(120, seed) for seed in range(4)], (first,)).maps[first][
-        first
-    ]
+    maps, _ = fit(opened, [prompt(120, seed) for seed in range(4)], (first,))
+    weights, bias = maps[first][first]
     kept = slice(config.first_attention.width, None)
     matrix = opened.read_weight(f"layers.{first}.qkv", kept)
     np.testing.assert_allclose(weights, matrix, atol=2e-4)

@@ -11,7 +11,7 @@ import pytest
 
 from kvq_export.config import ExportOptions
 from kvq_export.export import export_model
-from kvq_export.gguf import gguf_llama
+from kvq_export.gguf.gguf_writer import llama_missing
 from kvq_runtime.bundle.bundle import Bundle
 from kvq_runtime.bundle.manifest import GGUF_FILE
 
@@ -19,9 +19,7 @@ from kvq_runtime.bundle.manifest import GGUF_FILE
 # and keeps keys and values in float16; random weights are the worst case of either.
 NATS = {"q8_0": 0.02, "bf16": 0.01, "q4_0": 1.5, "q4_k_m": 0.8}
 
-needs_llama = pytest.mark.skipif(
-    gguf_llama.llama_missing() is not None, reason=str(gguf_llama.llama_missing())
-)
+needs_llama = pytest.mark.skipif(llama_missing() is not None, reason=str(llama_missing()))
 
 
 def export(source: Path, kind: str, **options: Any) -> Bundle:

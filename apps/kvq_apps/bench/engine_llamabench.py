@@ -20,7 +20,7 @@ from kvq.errors import BackendError
 from kvq_apps.bench.engines import BenchSequence, Setting
 from kvq_apps.bench.gguf_file import gguf_of
 from kvq_runtime.backends import ModelFiles
-from kvq_runtime.backends.llama_layout import CACHE_TYPES, CacheLayout
+from kvq_runtime.backends.llama_cache import CACHE_TYPES, CacheLayout
 from kvq_runtime.machine import gpu
 
 # Samples of one run, and the steps that each is the mean of.

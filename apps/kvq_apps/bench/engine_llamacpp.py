@@ -13,9 +13,8 @@ from kvq.config import KvPlan, parse_kv
 from kvq_apps.bench.engines import BenchSequence, Setting, draft_ids, logit_rows
 from kvq_apps.bench.gguf_file import gguf_of
 from kvq_runtime.backends import ModelFiles, forward_chain, llama_library
-from kvq_runtime.backends.llama_cache import LlamaCppCache
+from kvq_runtime.backends.llama_cache import CACHE_TYPES, LlamaCppCache
 from kvq_runtime.backends.llama_cpp import LlamaCppBackend, refusal
-from kvq_runtime.backends.llama_layout import CACHE_TYPES
 from kvq_runtime.config import SessionRequest
 from kvq_runtime.machine import gpu
 

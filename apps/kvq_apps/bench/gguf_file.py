@@ -13,9 +13,9 @@ import numpy as np
 from kvq.errors import BackendError, KvqError
 from kvq.settings import cache_folder
 from kvq_apps.terminal import output
-from kvq_export.gguf.gguf_file import BLOCK, encode, write_gguf
 from kvq_export.gguf.gguf_model import gguf_model
 from kvq_export.gguf.gguf_tensors import GgufTensor
+from kvq_export.gguf.gguf_writer import BLOCK, encode, write_gguf
 from kvq_models.config import ModelConfig
 from kvq_models.registry import family_for
 from kvq_runtime.backends import ModelFiles
@@ -42,8 +42,6 @@ def gguf_of(files: ModelFiles, peer: str) -> GgufFile:
     if (reason := refusal(bundle.config)) is not None:
         raise BackendError(f"the peer {peer} cannot compute this model: {reason}")
     model = gguf_model(bundle.config)
-    if model.rope_differs:
-        output.print_note(f"{peer} computes this model's rotary table a little differently")
     parts = (bundle.manifest.files[name].sha256 for name in (MODEL_FILE, DATA_FILE))
     digest = hashlib.sha256("".join([str(REVISION), *parts]).encode()).hexdigest()[:12]
     path = cache_folder() / "bench" / f"{bundle.manifest.name}-{digest}.gguf"
@@ -81,7 +79,7 @@ def refusal(config: ModelConfig) -> str | None:
     odd = any(
         tensor.shape[-1] % BLOCK and weights[tensor.source].quantised for tensor in model.tensors
     )
-    if model.lacks_windows:
+    if model.context_length < config.context_length:
         return "it has attention windows"
     return f"it has rows that are not whole blocks of {BLOCK}" if odd else None
 

@@ -127,10 +127,6 @@ class _FileKind:
     name: str
 
     @property
-    def has_checkpoint(self) -> bool:
-        return False
-
-    @property
     def has_onnx(self) -> bool:
         return self.name == "bundle"
 

@@ -238,10 +238,7 @@ def _prediction_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         if chosen
         else f"none: all lose over {prediction['limit_nats']} nats"
     )
-    fitted = (
-        f"{prediction['fit_tokens']} tokens, {format_bytes(prediction['fit_peak_bytes'])} at most"
-    )
-    rows += [("maps kept", kept), ("maps fitted to", fitted)]
+    rows += [("maps kept", kept), ("maps fitted to", f"{prediction['fit_tokens']} tokens")]
     return rows + _auxiliary_rows(report["auxiliary"])
 
 
@@ -303,8 +300,6 @@ def _type_rows(types: dict[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for kind, row in sorted(types.items()):
         formats = ", ".join(f"{count} as {form}" for form, count in row["formats"].items())
-        kept = f"; {row['exact']} of them bit for bit" if row["exact"] else ""
-        if row["kept"] > row["exact"]:
-            kept = f"; {row['kept']} of them code for code"
+        kept = f"; {row['kept']} of them code for code" if row["kept"] else ""
         rows.append((f"from {kind}", f"{row['tensors']} tensors: {formats}{kept}"))
     return rows

@@ -89,22 +89,14 @@ def _prepare(place: "_Place", backend: str, reporter: Reporter) -> Path:
 def model_files(name: str | None, backend: str, reporter: Reporter = TERMINAL) -> "ModelFiles":
     """Returns the checked files of a model for an engine; see `resolve_model` for the name.
 
-    For the backend `float` a checkpoint folder is used as it is, with a note. Raises `ModelError`,
-    `BundleError`.
+    Raises `ModelError`, `BundleError`.
     """
     from kvq_runtime.engine import open_files
 
-    folder = None if name is None else path_of(name, ModelError)
-    here = folder is not None and (folder / "config.json").exists()
-    if folder is None or backend != "float" or not here or (folder / MANIFEST_FILE).exists():
-        files = open_files(resolve_model(name, backend, reporter))
-        # Only now, since what cannot be opened is not listed as a model.
-        known_models.remember(files.path)
-        return files
-    from kvq_export.write.unquantized import Unquantized
-
-    reporter.note(f"{name}: the checkpoint's own weights, unquantised, in numpy: slow")
-    return Unquantized.of(folder)
+    files = open_files(resolve_model(name, backend, reporter))
+    # Only now, since what cannot be opened is not listed as a model.
+    known_models.remember(files.path)
+    return files
 
 
 def library_files(name: str | None, backend: str) -> "ModelFiles":

@@ -10,7 +10,7 @@ from kvq.config import KvPlan
 from kvq.formats import format_bytes
 from kvq.json_values import is_array
 from kvq_apps.terminal import output
-from kvq_runtime.backends.llama_layout import CACHE_TYPES, CacheLayout
+from kvq_runtime.backends.llama_cache import CACHE_TYPES, CacheLayout
 from kvq_runtime.bundle.gguf_file import GgufFile
 
 # Longer arrays and texts are counted instead of shown.

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIM, _NORMAL = "\x1b[2m", "\x1b[22m"
-# 8-bit weights are advised where they keep so many more first choices, as a share of all.
-ADVISED_GAIN = 0.05
+# 8-bit weights are advised where those of a bundle keep a smaller share of first choices.
+LEAST_AGREEMENT = 0.92
 
 
 # Ranges of characters that must not reach a terminal: control characters other than newline and
@@ -213,8 +213,8 @@ def share_text(share: float) -> str:
 def verdict_rows(report: Mapping[str, Any], source: str | None = None) -> list[tuple[str, str]]:
     """Returns the quality report in words: how many first choices weights and cache each keep.
 
-    The loss of 8-bit activations counts with the weights. If 8-bit weights would keep many more, a
-    second row advises an export of `source`, or of the source that the bundle names, which for a
+    The loss of 8-bit activations counts with the weights. If narrower weights keep few, another row
+    advises an export of `source` at 8 bits, or of the source that the bundle names, which for a
     folder is only its last part.
     """
     quality: Mapping[str, Any] = report["quality"] or {}
@@ -222,25 +222,24 @@ def verdict_rows(report: Mapping[str, Any], source: str | None = None) -> list[t
     if together is None:
         return []
     weights, cache = quality["weights"]["top1_agreement"], quality["kv"]["top1_agreement"]
-    wide = quality.get("at_8_bits", {}).get("top1_agreement")
-    beside = "" if wide is None else f" (at 8 bits {wide:.0%})"
     rows = [
         (
             "verdict",
-            f"weights and 8-bit activations keep {weights:.0%}{beside} of the checkpoint's first "
-            f"choices, a cache at {together['kv']} {cache:.0%} of theirs",
+            f"weights and 8-bit activations keep {weights:.0%} of the checkpoint's first choices, "
+            f"a cache at {together['kv']} {cache:.0%} of theirs",
         )
     ]
     if "tuning" in quality:
         rows.append(("tuning", _tuning_text(quality["tuning"])))
-    if wide is not None and wide - weights >= ADVISED_GAIN:
+    is_narrow = any(not spelled.startswith("8/") for spelled in report["weights"]["formats"])
+    if is_narrow and weights < LEAST_AGREEMENT:
         named = source or str(report["source"].get("model", "CHECKPOINT"))
         words = ("kvq", "export", named, "-o", report["path"], "--wbits", "8", "--force")
         rows.append(
             (
                 "advice",
-                "these weights lose much, as small models do at few bits; at 8 bits this model "
-                f"keeps {wide:.0%} of first choices: {shlex.join(words)}",
+                "these weights lose much, as small models do at few bits; 8 bits keep more of the "
+                f"first choices: {shlex.join(words)}",
             )
         )
     return rows

@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import UsageError, argument
-from kvq_export.fit import prediction_cost
 from kvq_export.fit.prediction import (
+    Passage,
     Step,
     WatchedAttention,
     calibration_texts,
     held_out_passages,
+    measure,
     ridge,
     store_arrays,
 )
-from kvq_export.fit.prediction_cost import Passage
 from kvq_export.write.writer import write_manifest
 from kvq_models.reference import forward
 from kvq_models.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def add_maps(
     best = min(rows, key=lambda name: rows[name]["nll"])
     files = {**manifest.files, AUXILIARY_FILE: store(folder, maps[best])}
     with Engine(auxiliary.bundle, threads=threads) as engine:
-        alone = prediction_cost.measure(engine, passages, {}).exact_nll
+        alone = measure(engine, passages, {})["exact_nll"]
     entry = {name: rows[best][name] for name in ("name", "fingerprint", "served_by")}
     report = {"rule": best, "rules": rows, "alone_nll": alone, "passages": len(passages)}
     return replace(manifest, files=files, auxiliary=entry | report)
@@ -122,7 +122,6 @@ def store(folder: Path, maps: Sequence[NDArray[np.float32]]) -> FileInfo:
 def _cost(folder: Path, passages: Sequence[Passage], path: Path, threads: int) -> dict[str, float]:
     """Measures texts after a prompt that the auxiliary model read, a computed one, and none."""
     with Engine(Bundle.open(folder, verify="size"), threads=threads) as engine:
-        costs = prediction_cost.measure(engine, passages, {"read": f"auxiliary:path={path}"})
-    read = costs.ways["read"]
-    ends = {"exact_nll": costs.exact_nll, "no_prompt_nll": costs.no_prompt_nll}
-    return ends | {"nll": read.nll, "kld": read.kld, "share": read.share}
+        costs = measure(engine, passages, {"read": f"auxiliary:path={path}"})
+    read = costs.pop("read")
+    return costs | read

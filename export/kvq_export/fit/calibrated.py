@@ -25,6 +25,7 @@ from importlib import resources
 from itertools import chain
 from queue import Empty, Full, Queue
 from threading import Event, Thread
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -53,7 +54,8 @@ from kvq_export.fit.substitutes import (
 from kvq_export.write.weights import join_rows, quantize
 from kvq_export.write.writer import CheckpointWeights
 from kvq_models.config import ModelConfig
-from kvq_models.family import is_stack
+from kvq_models.family import WeightSource, is_stack
+from kvq_models.products import is_drafts
 from kvq_models.reference import Weights, forward
 from kvq_models.tokenizer import Tokenizer
 
@@ -156,7 +158,8 @@ class CalibratedWeights:
     """Reads a checkpoint's weights, rounded for the inputs that `segments` of ids give them.
 
     A `WeightReader`. Matrices must be asked for in the order of the forward pass, each once;
-    `close` ends the run.
+    `close` ends the run. The weights of a `draft` head are each rounded by themselves: the model
+    checks what it guesses.
     """
 
     def __init__(
@@ -165,9 +168,11 @@ class CalibratedWeights:
         formats: Mapping[str, PanelFormat],
         segments: np.ndarray,
         threads: int,
+        draft: Mapping[str, WeightSource] = MappingProxyType({}),
     ) -> None:
         self._original = original
-        self._plain = CheckpointWeights(original.checkpoint, original.sources, threads)
+        sources = {**original.sources, **draft}
+        self._plain = CheckpointWeights(original.checkpoint, sources, threads)
         self._formats = formats
         self._segments = _with_held_out_last(segments)
         self._pool = ThreadPoolExecutor(threads, "kvq-calibrate")
@@ -188,7 +193,9 @@ class CalibratedWeights:
         return self._plain.vector(name)
 
     def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
-        return self._plain.matrix(name, form) if name in TABLES else self._rounded_matrix(name)
+        if name in TABLES or is_drafts(name):
+            return self._plain.matrix(name, form)
+        return self._rounded_matrix(name)
 
     def close(self) -> None:
         self._rounded_matrices.stopped.set()

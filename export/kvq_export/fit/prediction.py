@@ -9,7 +9,7 @@ computed, weigh nothing.
 
 In memory are one text's streams, keys and values, one layer's attention weights and inner products
 with their temporaries, a square matrix of the hidden size for each candidate, and at most one of
-the model's matrices beside its embedding, as float32; `Fit.peak_bytes` tells how much.
+the model's matrices beside its embedding, as float32.
 """
 
 import json
@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from kvq.config import AttentionParams
 from kvq.files import replace_file
 from kvq.reference.linear import pack
-from kvq_export.fit import prediction_cost, quality
-from kvq_export.fit.prediction_cost import Passage
+from kvq_export.fit import quality
 from kvq_export.write.weights import quantize
 from kvq_export.write.writer import stored_blocks, write_manifest
 from kvq_models.reference import PlainAttention, forward
@@ -52,15 +51,11 @@ Step = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    """Holds maps by number of computed layers, then by layer.
+class Passage:
+    """Holds token ids of a prompt, and those that follow it in the text."""
 
-    A map is a matrix [2 Hk D, hidden] and a bias [2 Hk D], float32.
-    """
-
-    maps: Mapping[int, Maps]
-    tokens: int
-    peak_bytes: int
+    prompt: Sequence[int]
+    following: Sequence[int]
 
 
 class WatchedAttention(PlainAttention):
@@ -99,8 +94,14 @@ def candidates(num_layers: int) -> tuple[int, ...]:
     return tuple(counts[:: -(-len(counts) // 6)])
 
 
-def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -> Fit:
-    """Fits maps after each of `counts` computed layers, from token sequences `texts`."""
+def fit(
+    bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]
+) -> tuple[dict[int, Maps], int]:
+    """Fits maps after each of `counts` computed layers, from token sequences `texts`.
+
+    Returns them by number of computed layers, then by layer, and the number of tokens. A map is a
+    matrix [2 Hk D, hidden] and a bias [2 Hk D], float32.
+    """
     config = bundle.config
     first_kv = config.first_attention.width
     size, rows = config.hidden_size + 1, 2 * config.first_attention.kv_width
@@ -110,7 +111,7 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
         for count in counts
         for layer in range(count, config.num_layers)
     }
-    tokens = text_bytes = 0
+    tokens = 0
     for ids in texts:
         streams: dict[int, Floats] = {}
 
@@ -131,20 +132,13 @@ def fit(bundle: Bundle, texts: Iterable[Sequence[int]], counts: Sequence[int]) -
             for layer in range(count, config.num_layers):
                 crosses[count, layer] += weighted.T @ attention.kv[layer]
         tokens += len(ids)
-        arrays = [*streams.values(), *attention.kv.values(), *attention.kv.values()]
-        per_token = config.first_attention.heads * len(ids) + 2 * config.widest_feed
-        temporary_bytes = 3 * 4 * len(ids) * per_token
-        text_bytes = max(text_bytes, temporary_bytes + sum(array.nbytes for array in arrays))
-    sums = sum(array.nbytes for array in (*grams.values(), *crosses.values()))
     maps: dict[int, Maps] = {}
     for count in counts:
         maps[count] = {
             layer: _solve(bundle, layer, grams[count], crosses[count, layer])
             for layer in range(count, config.num_layers)
         }
-    matrices = bundle.form("embed"), bundle.form("layers.0.down")
-    weights = sum(4 * form.rows * form.columns for form in matrices)
-    return Fit(maps=maps, tokens=tokens, peak_bytes=sums + text_bytes + weights)
+    return maps, tokens
 
 
 def _solve(
@@ -202,13 +196,13 @@ def add_maps(
     layers = bundle.config.num_layers
     counts = candidates(layers) if predict == "auto" else (int(predict),)
     step("fitting what predicts keys and values")
-    result = fit(bundle, calibration_texts(tokenizer), counts)
+    maps, tokens = fit(bundle, calibration_texts(tokenizer), counts)
     passages = held_out_passages(tokenizer, bundle.config.context_length)
     rows: list[dict[str, Any]] = []
     chosen: Manifest | None = None
     for count in reversed(counts):
         step(f"what predicting after layer {count} of {layers} costs")
-        info = store(folder, bundle, result.maps[count])
+        info = store(folder, bundle, maps[count])
         files = {**manifest.files, MAPS_FILE: info}
         fitted = replace(manifest, files=files, prediction={"layers": count})
         write_manifest(folder, fitted)
@@ -220,8 +214,7 @@ def add_maps(
         chosen = fitted
     report = {
         "limit_nats": AUTO_NATS if predict == "auto" else None,
-        "fit_tokens": result.tokens,
-        "fit_peak_bytes": result.peak_bytes,
+        "fit_tokens": tokens,
         "passages": len(passages),
         "rows": rows,
     }
@@ -229,7 +222,7 @@ def add_maps(
     if chosen is None or chosen.prediction is None:
         return replace(manifest, quality={**(manifest.quality or {}), "prediction": report})
     count = int(chosen.prediction["layers"])
-    files = {**manifest.files, MAPS_FILE: store(folder, bundle, result.maps[count])}
+    files = {**manifest.files, MAPS_FILE: store(folder, bundle, maps[count])}
     return replace(manifest, files=files, prediction={"layers": count, **report})
 
 
@@ -240,11 +233,56 @@ def _cost(folder: Path, passages: Sequence[Passage], count: int, threads: int) -
             "own": f"prefix:layers={count},maps=own",
             "fitted": f"prefix:layers={count}",
         }
-        costs = prediction_cost.measure(engine, passages, ways)
-    return {"layers": count, "exact_nll": costs.exact_nll, "no_prompt_nll": costs.no_prompt_nll} | {
-        name: {"nll": cost.nll, "kld": cost.kld, "share": cost.share}
-        for name, cost in costs.ways.items()
+        return {"layers": count} | measure(engine, passages, ways)
+
+
+def measure(
+    engine: Engine, passages: Sequence[Passage], ways: Mapping[str, str], **options: Any
+) -> dict[str, Any]:
+    """Returns the mean nats per token after computed prompts and after none, and each way's cost.
+
+    `ways` are arguments of `predict` by name, `options` are a session's. Per token that follows,
+    `nll` is in nats, and `kld` is the divergence from the model after the computed prompt. `share`
+    is how far `nll` lies on the way from the computed prompt to none, 0 where a prompt is worth
+    nothing.
+    """
+    longest = max(len(passage.prompt) + len(passage.following) for passage in passages)
+    options = {"context_tokens": longest} | options
+    exact_nll = no_prompt_nll = 0.0
+    nll, kld = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+    for passage in passages:
+        truth, nats = _read_passage(engine, passage, "off", options)
+        exact_nll += nats / len(passages)
+        for name, way in ways.items():
+            predicted, nats = _read_passage(engine, passage, way, options)
+            nll[name] += nats / len(passages)
+            divergence = (np.exp(truth) * (truth - predicted)).sum() / len(truth)
+            kld[name] += float(divergence) / len(passages)
+        promptless = Passage(prompt=passage.prompt[:1], following=passage.following)
+        no_prompt_nll += _read_passage(engine, promptless, "off", options)[1] / len(passages)
+    worth = no_prompt_nll - exact_nll
+    return {"exact_nll": exact_nll, "no_prompt_nll": no_prompt_nll} | {
+        name: {
+            "nll": nll[name],
+            "kld": kld[name],
+            "share": (nll[name] - exact_nll) / worth if worth > 0 else 0.0,
+        }
+        for name in ways
     }
+
+
+def _read_passage(
+    engine: Engine, passage: Passage, predict: str, options: Mapping[str, Any]
+) -> tuple[Floats, float]:
+    """Returns log-probabilities float64 [n, V] of what follows, and its mean nats."""
+    with engine.session(predict=predict, **options) as session:
+        session.prefill(passage.prompt)
+        first = session.sequence.state().logits
+        rest = list(session.logits(passage.following[:-1])) if len(passage.following) > 1 else []
+    assert first is not None
+    logits = np.concatenate([first[None], *rest]).astype(np.float64)
+    logs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    return logs, -float(logs[np.arange(len(logs)), list(passage.following)].mean())
 
 
 def calibration_texts(tokenizer: Tokenizer) -> Iterator[list[int]]:

@@ -20,17 +20,14 @@ import numpy as np
 
 from kvq.config import FLOAT_WIDTH, Budget, KvPlan
 from kvq_export.fit.substitutes import Rows, Stack
-from kvq_export.gguf.gguf_llama import file_logits, llama_missing
+from kvq_export.gguf.gguf_writer import file_logits, llama_missing
 from kvq_export.phases import Progress
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_models.config import ModelConfig
 from kvq_models.family import WeightSource, is_stack
 from kvq_models.reference import PlainAttention, forward
-from kvq_runtime.backends.llama_layout import padded
+from kvq_runtime.backends.llama_cache import padded
 from kvq_runtime.bundle.bundle import Bundle
-
-Product = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Multiplies: (inputs float32 [T, K], rows of a matrix [n, K]) -> products float32 [T, n]."""
 
 Run = Callable[[KvPlan, np.ndarray], np.ndarray]
 """Runs the bundle: (plan of the cache, ids int64 [T]) -> logits float32 [T, V]."""
@@ -84,13 +81,7 @@ class Original:
             row += len(chunk)
         return out
 
-    def grouped(
-        self,
-        name: str,
-        x: np.ndarray,
-        counts: np.ndarray,
-        product: Product = lambda x, rows: x @ rows.T,
-    ) -> np.ndarray:
+    def grouped(self, name: str, x: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Multiplies as `kvq_models.reference.grouped`; only experts with rows are read."""
         source = self.sources[name]
         height = source.shape[0] // len(counts)
@@ -101,7 +92,7 @@ class Original:
             column = 0
             expert_rows = range(expert * height, (expert + 1) * height)
             for chunk in self.checkpoint.chunks(source, rows=expert_rows):
-                out[rows, column : column + len(chunk)] = product(x[rows], chunk)
+                out[rows, column : column + len(chunk)] = x[rows] @ chunk.T
                 column += len(chunk)
         return out
 
@@ -135,17 +126,14 @@ def measure(
     run: Run,
     texts: np.ndarray,
     progress: Progress,
-    at_8_bits: Mapping[int, np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """Measures what the graph costs, on `texts` int64 [S, T].
 
     `original` gives the checkpoint's logits [T, V] of one text. `progress` gets how many texts are
-    done. `at_8_bits` has the likeliest tokens int64 [T] with weights of that width of some texts,
-    by place (`eight_bit_baseline`); how often these are right is reported too.
+    done.
     """
     float_plan = KvPlan(k_bits=FLOAT_WIDTH, v_bits=FLOAT_WIDTH, sink_tokens=plan.sink_tokens)
     weights, cache, both = Comparison(), Comparison(), Comparison()
-    agreements: list[np.ndarray] = []
     for index, ids in enumerate(texts):
         progress(index, len(texts), "")
         expected = log_softmax(original(ids))
@@ -153,17 +141,11 @@ def measure(
         weights.add(expected, unquantized)
         cache.add(unquantized, quantized)
         both.add(expected, quantized)
-        if at_8_bits is not None and index in at_8_bits:
-            agreements.append(expected.argmax(axis=1) == at_8_bits[index])
-    report: dict[str, Any] = {
+    return {
         "weights": {"kv": kv_name(float_plan)} | weights.figures,
         "kv": {"kv": kv_name(plan)} | cache.figures,
         "weights_and_kv": {"kv": kv_name(plan)} | both.figures,
     }
-    if agreements:
-        same = np.concatenate(agreements)
-        report["at_8_bits"] = {"tokens": same.size, "top1_agreement": float(same.mean())}
-    return report
 
 
 def measure_gguf(original: Original, path: Path, ids: np.ndarray, threads: int) -> dict[str, Any]:
@@ -176,7 +158,7 @@ def measure_gguf(original: Original, path: Path, ids: np.ndarray, threads: int) 
         return {"not_measured": reason}
     long_rope = original.config.needs_long_rope(padded(len(ids)))
     expected = log_softmax(original.logits(ids, long_rope=long_rope))
-    logits = file_logits(path, ids, original.config.vocab_size, threads)
+    logits = file_logits(path, ids, threads)
     return {"kv": "f16", "tokens": len(ids)} | compare(expected, log_softmax(logits))
 
 

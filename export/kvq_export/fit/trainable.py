@@ -236,23 +236,6 @@ class Trainable:
         self.matrices = matrices
         self.vectors = vectors
 
-    def decoder(self, config: ModelConfig) -> Decoder:
-        """Returns the decoder of the model whose weights these are."""
-        return Decoder(
-            config,
-            lambda name, x: self.matrices[name].product(x),
-            lambda name: self.vectors[name],
-            self.matrices["embed"].rows,
-        )
-
-    def gains(self) -> list[Tensor]:
-        """Returns the trained growth of scales, as shares of them."""
-        return [matrix.gain for matrix in self.matrices.values()]
-
-    def zeros(self) -> list[Tensor]:
-        """Returns the trained zero points, in codes."""
-        return [matrix.zeros for matrix in self.matrices.values() if matrix.zeros is not None]
-
     # The methods of a `WeightReader`.
 
     def vector(self, name: str) -> np.ndarray:

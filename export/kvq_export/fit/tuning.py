@@ -12,7 +12,7 @@ Owns the course of the training and that decision; `trainable` owns the arithmet
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,14 +75,6 @@ def check_tunable(config: ModelConfig) -> None:
             f"{argument('tune')} does not know {unknown}, which a {config.model_type} model has; "
             f"leave it out, or give the weights more bits with {argument('bits')}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Answers:
-    """Holds the likeliest tokens int64 and their log-probabilities float32, both [T, n]."""
-
-    tokens: Tensor
-    logs: Tensor
 
 
 def tune(
@@ -180,11 +172,18 @@ def _train(
 ) -> None:
     """Changes `weights`, the same from run to run; `texts` int64 [S, T] are read `PASSES` times."""
     answers = _answers(checkpoint, texts, progress)
-    decoder = weights.decoder(original.config)
+    matrices, vectors = weights.matrices, weights.vectors
+    decoder = Decoder(
+        original.config,
+        lambda name, x: matrices[name].product(x),
+        lambda name: vectors[name],
+        matrices["embed"].rows,
+    )
+    zeros = (matrix.zeros for matrix in matrices.values())
     groups = [
-        {"params": weights.gains(), "lr": GAIN_STEP},
-        {"params": weights.zeros(), "lr": ZERO_STEP},
-        {"params": list(weights.vectors.values()), "lr": VECTOR_STEP},
+        {"params": [matrix.gain for matrix in matrices.values()], "lr": GAIN_STEP},
+        {"params": [points for points in zeros if points is not None], "lr": ZERO_STEP},
+        {"params": list(vectors.values()), "lr": VECTOR_STEP},
     ]
     optimizer = torch.optim.Adam([group for group in groups if group["params"]], betas=BETAS)
     steps = PASSES * len(texts)
@@ -207,9 +206,12 @@ def _step_share(step: int, *, steps: int) -> float:
 
 def _answers(
     checkpoint: Decoder, texts: NDArray[np.int64], progress: Progress
-) -> Sequence[_Answers]:
-    """Returns what the checkpoint answers to each of `texts` int64 [S, T]."""
-    answers: list[_Answers] = []
+) -> Sequence[tuple[Tensor, Tensor]]:
+    """Returns what the checkpoint answers to each of `texts` int64 [S, T].
+
+    These are the likeliest tokens int64 and their log-probabilities float32, both [T, n].
+    """
+    answers: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         for start in range(0, len(texts), _TOGETHER):
             progress(0, 1, "")
@@ -218,18 +220,19 @@ def _answers(
             for hidden in states:
                 logs = checkpoint.logits(hidden).log_softmax(dim=-1)
                 best = logs.topk(min(LIKELY, logs.shape[1]), dim=-1)
-                answers.append(_Answers(best.indices, best.values))
+                answers.append((best.indices, best.values))
     return answers
 
 
-def _loss(logits: Tensor, answers: _Answers) -> Tensor:
+def _loss(logits: Tensor, answers: tuple[Tensor, Tensor]) -> Tensor:
     """Returns the divergence of `logits` [T, vocab] from `answers`, in nats per token."""
-    logs = logits.log_softmax(dim=-1).gather(1, answers.tokens)
-    known = answers.logs.exp()
+    tokens, answer_logs = answers
+    logs = logits.log_softmax(dim=-1).gather(1, tokens)
+    known = answer_logs.exp()
     rest, actual_rest = (
         (1 - shares.sum(dim=1)).clamp(min=_SMALLEST) for shares in (known, logs.exp())
     )
-    likely = (known * (answers.logs - logs)).sum(dim=1)
+    likely = (known * (answer_logs - logs)).sum(dim=1)
     return (likely + rest * (rest.log() - actual_rest.log())).mean()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from kvq.errors import BackendError, UnsupportedModelError
-from kvq.reference.linear import E2M1_BIAS, E2M1_TOP, BlockFormat, Blocks, Grid, dequantize
+from kvq.reference.linear import E2M1_BIAS, BlockFormat, Blocks, Grid, dequantize
 from kvq_export.read.checkpoint import FLOAT_DTYPES, LEVELS, as_levels
 from kvq_runtime.bundle.gguf_format import TensorType
 
@@ -75,11 +75,6 @@ def blocks_of(kind: TensorType, raw: np.ndarray, grid: BlockFormat) -> Blocks:
     if not grid.grid.has_supers:
         blocks = blocks.without_supers()
     return blocks.changed(lambda array: array.reshape(len(raw), -1))
-
-
-def keeps_exponents(kind: TensorType, raw: np.ndarray) -> bool:
-    """Tells whether a bundle keeps the powers of two that blocks of rows uint8 [n, bytes] share."""
-    return bool((raw.reshape(-1, kind.block_bytes)[:, 0] <= E2M1_TOP).all())
 
 
 def _rare_type(kind: TensorType) -> Any:

@@ -58,16 +58,6 @@ class GgufModel:
     def context_length(self) -> int:
         return int(self.keys["context_length"])  # type: ignore[arg-type]
 
-    @property
-    def lacks_windows(self) -> bool:
-        """Tells whether the model has windows that llama.cpp does not compute."""
-        return any(self.config.windows) and not ARCHITECTURES[self.architecture].windows
-
-    @property
-    def rope_differs(self) -> bool:
-        """Tells whether llama.cpp computes a little different a rotary table of these keys."""
-        return self.architecture == "gpt-oss" and self.keys.get("rope.scaling.type") == "yarn"
-
 
 def gguf_model(config: ModelConfig, settings: RopeSettings | None = None) -> GgufModel:
     """Describes the model as llama.cpp computes it; `settings` help with a scaled rotary table.
@@ -146,7 +136,7 @@ def _described(
     )
     read = _read_back(model)
     expected, actual = (dict(_numbers(_layers_with_ropes(both))) for both in (config, read))
-    ignored = {*_SAID_OTHERWISE, *(["window_tokens"] if model.lacks_windows else [])}
+    ignored = {*_SAID_OTHERWISE, *([] if architecture.windows else ["window_tokens"])}
     differences: dict[str, str] = {}
     for path in dict.fromkeys((*expected, *actual)):
         pair = actual.get(path), expected.get(path)

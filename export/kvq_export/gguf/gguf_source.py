@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.reference.linear import BlockFormat, Blocks, Grid
-from kvq_export.config import WeightFormat
+from kvq.reference.linear import BlockFormat, Blocks
 from kvq_export.gguf.gguf_config import (
     ROPE_TENSORS,
     GgufShapes,
@@ -26,14 +25,7 @@ from kvq_export.gguf.gguf_config import (
     draft_layers,
     read_config,
 )
-from kvq_export.gguf.gguf_groups import (
-    CUT_GRIDS,
-    GRIDS,
-    blocks_of,
-    check_type,
-    decode,
-    keeps_exponents,
-)
+from kvq_export.gguf.gguf_groups import CUT_GRIDS, GRIDS, blocks_of, check_type, decode
 from kvq_export.gguf.gguf_tensors import (
     DealtHeads,
     GgufTensor,
@@ -42,19 +34,18 @@ from kvq_export.gguf.gguf_tensors import (
     tensors_of,
 )
 from kvq_export.gguf.gguf_tokenizer import read_tokenizer, read_tokens
-from kvq_export.read.checkpoint import Checkpoint, read_bytes
-from kvq_export.read.source import format_of_file
+from kvq_export.read.checkpoint import Checkpoint, Tensor, read_bytes
+from kvq_export.read.source import Source
 from kvq_models.config import ModelConfig
 from kvq_models.family import Family, WeightSource
 from kvq_models.tokenizer import TokenizerFiles
 from kvq_runtime.bundle.gguf_format import GgufContents, TensorType, read_gguf
-from kvq_runtime.text_embedding import TextEmbedding
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GgufRows:
+class GgufRows(Tensor):
     """Reads one tensor of a file; `start` is its first byte, counted from the file's.
 
     `interleave` is 0, or the rows of a head whose pairs (i, i + interleave/2) are neighbours in the
@@ -62,37 +53,11 @@ class GgufRows:
     numbers that `decays` made of others: see `GgufTensor`.
     """
 
-    name: str
-    file: Path
     kind: TensorType
-    shape: tuple[int, ...]
     start: int
     interleave: int = 0
     dealt_columns: DealtHeads | None = None
     decays: bool = False
-
-    def __str__(self) -> str:
-        return f"tensor {self.name!r} of {self.file.name}"
-
-    @property
-    def dtype(self) -> str:
-        return self.kind.name
-
-    @property
-    def grid(self) -> BlockFormat | None:
-        """Returns the grid of a matrix whose blocks, or those of `CUT_GRIDS`, are not cut."""
-        dealt = self.dealt_columns
-        for grid in (GRIDS.get(self.kind.name), CUT_GRIDS.get(self.kind.name)):
-            if grid is not None and not (dealt and dealt.size % grid.activation_block):
-                return grid
-        return None
-
-    @property
-    def exact(self) -> bool:
-        grid = self.grid
-        if grid is not None and grid.grid is Grid.E2M1:
-            return keeps_exponents(self.kind, self._bytes(0, self.shape[0]))
-        return grid is None or grid != CUT_GRIDS.get(self.kind.name)
 
     def parts(self, tensor: GgufTensor) -> dict[str, "GgufRows"]:
         """Returns by name what is read as one matrix, or vector, in the model's own order.
@@ -104,6 +69,7 @@ class GgufRows:
         whole = replace(
             self,
             shape=tensor.shape,
+            grid=grid_of(self.kind, tensor.dealt_columns),
             interleave=tensor.interleave,
             dealt_columns=tensor.dealt_columns,
             decays=tensor.decays,
@@ -170,7 +136,7 @@ class GgufRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufSource:
+class GgufSource(Source):
     """Reads an opened file, or all files of one that was split; the first has the metadata."""
 
     parts: tuple[tuple[Path, GgufContents], ...]
@@ -228,8 +194,10 @@ class GgufSource:
                 rows_by_name[tensor.name] = GgufRows(
                     name=tensor.name,
                     file=path,
-                    kind=tensor.kind,
+                    dtype=tensor.kind.name,
                     shape=tensor.shape,
+                    grid=grid_of(tensor.kind),
+                    kind=tensor.kind,
                     start=begin + tensor.offset,
                 )
         return rows_by_name
@@ -285,19 +253,6 @@ class GgufSource:
     def tokenizer_files(self) -> TokenizerFiles:
         return read_tokenizer(self.metadata, *self._tokens)
 
-    def weight_format(
-        self, checkpoint: Checkpoint, sources: Mapping[str, WeightSource]
-    ) -> WeightFormat:
-        return format_of_file(checkpoint, sources)
-
-    def sampling(self) -> Mapping[str, Any]:
-        """Returns nothing: a GGUF file says none."""
-        return {}
-
-    def embedding(self) -> TextEmbedding | None:
-        """Returns nothing: a file that names a pooling is refused."""
-        return None
-
     def describe(self) -> dict[str, Any]:
         """Returns the source's entry; the hash is of the headers, which say all but the weights."""
         digest = hashlib.sha256()
@@ -310,6 +265,14 @@ class GgufSource:
             "config_sha256": digest.hexdigest(),
             "license": self.licence,
         }
+
+
+def grid_of(kind: TensorType, dealt: DealtHeads | None = None) -> BlockFormat | None:
+    """Returns the grid of a matrix whose blocks, or those of `CUT_GRIDS`, are not cut."""
+    for grid in (GRIDS.get(kind.name), CUT_GRIDS.get(kind.name)):
+        if grid is not None and not (dealt and dealt.size % grid.activation_block):
+            return grid
+    return None
 
 
 def _longer_axes(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ with marked spaces that merge by score (`llama`) or as a list says (`gemma4`). T
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -232,23 +231,4 @@ def _merges_by_score(
         for at in range(1, len(piece))
         if piece[:at] in texts and piece[at:] in texts
     )
-    _warn_of_ties(metadata, [(score, pair) for score, _, _, pair in merges])
     return [pair for _, _, _, pair in merges]
-
-
-def _warn_of_ties(metadata: Metadata, merges: Sequence[tuple[float, tuple[str, str]]]) -> None:
-    """Logs how many pairs stand before one of equal score that may be left of them in a text."""
-    pieces = Counter(score for score, _ in {(score, "".join(pair)) for score, pair in merges})
-    last = {(score, right): place for place, (score, (_, right)) in enumerate(merges)}
-    ties = sum(
-        # All pairs of one piece are in order, and so are those of runs of one character.
-        pieces[score] > 1 and len({*left, *right}) > 1 and place < last.get((score, left), place)
-        for place, (score, (left, right)) in enumerate(merges)
-    )
-    if ties:
-        logger.warning(
-            "%s gives %d pairs of pieces the score of a pair they overlap with: llama.cpp joins "
-            "the leftmost in the text, kvq always the same, so it cuts some texts otherwise",
-            metadata.path,
-            ties,
-        )

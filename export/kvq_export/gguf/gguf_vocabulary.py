@@ -5,7 +5,6 @@ marked spaces that merge by score. Knows no tensors.
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,8 +26,6 @@ from kvq_runtime.bundle.gguf_file import (
 )
 from kvq_runtime.bundle.manifest import TOKENIZER_FILE
 
-logger = logging.getLogger(__name__)
-
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 WORD_MARK = "▁"
 # Less than the rank of any merge: llama.cpp joins a piece that no merge makes last.
@@ -48,12 +45,6 @@ def read_vocabulary(
         by_bytes = _is_byte_level(definition)
         tokens, types = _entries(definition, tokenizer, vocab_size)
         start = tokenizer.control.start
-        if start not in ((), (tokenizer.bos_id,)):
-            logger.warning(
-                "a text of this model starts with the tokens %s, of which a GGUF file can only "
-                "name the first",
-                list(start),
-            )
         keys: dict[str, Any] = {
             "model": "gpt2" if by_bytes else "llama",
             "pre": pre_tokenizer_name(definition) if by_bytes else "default",
@@ -125,7 +116,8 @@ def _entries(
         elif model.get("byte_fallback") and _BYTE_PIECE.fullmatch(piece):
             kind = BYTE
         texts[token] = piece, kind
-    for added in _added(definition):
+    added_tokens: list[dict[str, Any]] = definition.get("added_tokens") or []
+    for added in added_tokens:
         token, content = added["id"], added["content"]
         # What is no control token is found in the text before its spaces are marked.
         texts[token] = content.replace(WORD_MARK, " "), USER_DEFINED
@@ -146,10 +138,6 @@ def _entries(
     return tokens, types
 
 
-def _added(definition: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return definition.get("added_tokens") or []
-
-
 def _scores(definition: Mapping[str, Any], vocab_size: int) -> list[float]:
     """Returns what decides which pieces join: minus the rank of the merge that makes a piece."""
     scores = [0.0] * vocab_size
@@ -159,17 +147,6 @@ def _scores(definition: Mapping[str, Any], vocab_size: int) -> list[float]:
     for rank, merge in enumerate(_merges(definition)):
         token: int = pieces[merge.replace(" ", "", 1)]
         scores[token] = max(scores[token], -float(rank))
-    count = sum(
-        any(piece[:at] in pieces and piece[at:] in pieces for at in range(1, len(piece)))
-        for piece in pieces.keys() - {token["content"] for token in _added(definition)}
-        if scores[pieces[piece]] == NO_MERGE
-    )
-    if count:
-        logger.warning(
-            "no merge of the tokenizer makes %d of its pieces, and llama.cpp joins whatever is a "
-            "token: from the GGUF file some words are cut otherwise",
-            count,
-        )
     return scores
 
 

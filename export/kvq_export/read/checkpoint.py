@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, starmap
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -75,57 +75,40 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-class Tensor(Protocol):
-    """Stands for one tensor of a file, whose rows are read when they are asked for."""
-
-    @property
-    def file(self) -> Path: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> str:
-        """Returns what the file calls the type of its weights."""
-        ...
-
-    @property
-    def grid(self) -> BlockFormat | None:
-        """Returns the narrowest format of a bundle that keeps its codes, if one does."""
-        ...
-
-    @property
-    def exact(self) -> bool:
-        """Tells whether that format keeps its very weights: no constant needs rounding."""
-        ...
-
-    def check(self) -> None:
-        """Raises `CheckpointError` or `BackendError` for a type that cannot be read."""
-        ...
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns rows [start, stop), float32, perhaps not finite. Raises `CheckpointError`."""
-        ...
-
-    def read_blocks(self, start: int, stop: int) -> Blocks:
-        """Returns the same rows on their `grid`, constants in units of the weights."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """Describes a tensor of a safetensors file, which begins at its byte `start`."""
+class Tensor:
+    """Stands for one tensor of a file, whose rows are read when they are asked for.
+
+    `dtype` is what the file calls the type of its weights, `grid` the narrowest format of a bundle
+    that keeps its codes, if one does.
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    grid: None = None
-    exact: bool = True
+    grid: BlockFormat | None = None
 
     def __str__(self) -> str:
         return f"tensor {self.name!r} of {self.file.name}"
+
+    def check(self) -> None:
+        """Raises `CheckpointError` or `BackendError` for a type that cannot be read."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns rows [start, stop), float32, perhaps not finite. Raises `CheckpointError`."""
+        raise NotImplementedError
+
+    def read_blocks(self, start: int, stop: int) -> Blocks:
+        """Returns the same rows on their `grid`, constants in units of the weights."""
+        raise AssertionError(f"{self} is on no grid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry(Tensor):
+    """Describes a tensor of a safetensors file, which begins at its byte `start`."""
+
+    start: int
 
     def check(self) -> None:
         if self.dtype not in FLOAT_DTYPES:
@@ -143,10 +126,6 @@ class TensorEntry:
         row_bytes = math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
         first, count = self.start + start * row_bytes, (stop - start) * row_bytes
         return read_bytes(self.file, first, count, str(self))
-
-    def read_blocks(self, start: int, stop: int) -> Blocks:
-        """Fails: floats are on no grid."""
-        raise AssertionError(f"{self} is on no grid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,12 @@ A bundle keeps both as they are (`Grid.E2M1`).
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from kvq.errors import CheckpointError
 from kvq.reference.linear import (
     E2M1_BIAS,
-    E2M1_TOP,
     BlockFormat,
     Blocks,
     Grid,
@@ -30,35 +28,14 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mxfp4Matrix:
+class Mxfp4Matrix(Tensor):
     """Reads one expert's matrix [rows, columns] from two tensors.
 
     It stands for a tensor that transformers has with both axes turned.
     """
 
-    name: str
     blocks: TensorEntry
     scales: TensorEntry
-    dtype: str = "mxfp4"
-    grid: BlockFormat = _GRID
-
-    def __str__(self) -> str:
-        return f"tensor {self.name!r} of {self.file.name}"
-
-    @property
-    def file(self) -> Path:
-        return self.blocks.file
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.scales.shape[0], BLOCK * self.scales.shape[1]
-
-    @property
-    def exact(self) -> bool:
-        return bool((self._exponents(0, self.shape[0]) <= E2M1_TOP).all())
-
-    def check(self) -> None:
-        """Checks nothing: types and shapes were checked before."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         exponents = self._exponents(start, stop)
@@ -106,5 +83,13 @@ def unpack_experts(checkpoint: Checkpoint) -> Checkpoint:
                 f"{blocks} {blocks.dtype} {list(blocks.shape)} and {scales} {scales.dtype} "
                 f"{list(scales.shape)} make no matrix of MXFP4; download the checkpoint again"
             )
-        tensors[stem] = Mxfp4Matrix(name=stem, blocks=blocks, scales=scales)
+        tensors[stem] = Mxfp4Matrix(
+            name=stem,
+            file=blocks.file,
+            dtype="mxfp4",
+            shape=(scales.shape[0], BLOCK * scales.shape[1]),
+            grid=_GRID,
+            blocks=blocks,
+            scales=scales,
+        )
     return replace(checkpoint, tensors=tensors)

@@ -21,15 +21,14 @@ keeps a matrix, and it is read as floats.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from kvq.errors import CheckpointError, reason_of
-from kvq.reference.linear import BLOCKS, SCALE_UNIT, ZERO_PARTS, BlockFormat, Blocks, Grid
-from kvq_export.read.checkpoint import FLOAT_DTYPES, Checkpoint, TensorEntry
+from kvq.reference.linear import BLOCKS, ZERO_PARTS, BlockFormat, Blocks, Grid
+from kvq_export.read.checkpoint import FLOAT_DTYPES, Checkpoint, Tensor, TensorEntry
 from kvq_export.read.mxfp4 import unpack_experts
 from kvq_export.read.packed_config import Quantization, read_quantization
 
@@ -85,17 +84,14 @@ _PACKINGS: Mapping[str, Packing] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedMatrix:
+class PackedMatrix(Tensor):
     """Reads a matrix [out, in] from several tensors; `group` adjacent columns share a scale.
 
     Where there is an `order`, it says instead which group each column is in. `lowered`: zero points
     are stored with 1 taken off.
     """
 
-    name: str
-    dtype: str
     packing: Packing
-    shape: tuple[int, int]
     bits: int
     group: int
     codes: TensorEntry
@@ -103,23 +99,11 @@ class PackedMatrix:
     zeros: TensorEntry | None
     order: TensorEntry | None
     lowered: bool
-    grid: BlockFormat | None = None
-    exact: bool = False
-
-    def __str__(self) -> str:
-        return f"tensor {self.name!r} of {self.file.name}"
-
-    @property
-    def file(self) -> Path:
-        return self.codes.file
 
     @property
     def middle(self) -> int:
         """Returns the code that stands for zero where there are no zero points."""
         return 1 << (self.bits - 1)
-
-    def check(self) -> None:
-        """Checks nothing: what cannot be read was refused before."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         groups = self.groups()
@@ -247,6 +231,7 @@ def _matrix(
         )
     matrix = PackedMatrix(
         name=f"{stem}.weight",
+        file=parts[packing.codes].file,
         dtype=f"{method} int{scheme.bits}",
         packing=packing,
         shape=shape,
@@ -259,11 +244,7 @@ def _matrix(
         lowered=quantization.lowered,
     )
     matrix = replace(matrix, order=None) if _in_order(matrix) else matrix
-    scales = matrix.row_scales(0, shape[0])
-    with np.errstate(over="ignore", invalid="ignore"):
-        halves = (scales / SCALE_UNIT).astype(np.float16)
-    exact = np.array_equal(halves.astype(np.float32) * SCALE_UNIT, scales)
-    return replace(matrix, grid=_grid(matrix), exact=exact)
+    return replace(matrix, grid=_grid(matrix))
 
 
 def _shape(parts: Mapping[str, TensorEntry], packing: Packing, bits: int) -> tuple[int, int]:

@@ -74,16 +74,16 @@ class Source(Protocol):
     def weight_format(
         self, checkpoint: Checkpoint, sources: Mapping[str, WeightSource]
     ) -> WeightFormat:
-        """Returns the widths of an export that asks for no others."""
-        ...
+        """Returns the widths of an export that asks for no others: what the files have."""
+        return format_of_file(checkpoint, sources)
 
     def sampling(self) -> Mapping[str, Any]:
         """Returns the fields of `Sampling` that the model asks for."""
-        ...
+        return {}
 
     def embedding(self) -> TextEmbedding | None:
         """Returns how it makes vectors of texts; None for a model that was not made for them."""
-        ...
+        return None
 
     def describe(self) -> dict[str, Any]:
         """Returns what a manifest says of a bundle's source: model, revision, hash, licence."""
@@ -96,7 +96,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FolderSource:
+class FolderSource(Source):
     """Reads a Hugging Face checkpoint folder."""
 
     located: Located

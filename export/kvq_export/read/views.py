@@ -8,50 +8,26 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from kvq.errors import CheckpointError
-from kvq.reference.linear import BlockFormat, Blocks
+from kvq.reference.linear import Blocks
 from kvq_export.read.checkpoint import Checkpoint, Tensor
 from kvq_export.read.mxfp4 import Mxfp4Matrix
 from kvq_models.family import View
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorView:
+class TensorView(Tensor):
     """Reads some rows of a tensor in their order or, `across`, some columns as rows."""
 
-    name: str
     tensor: Tensor
     rows: range
     across: bool
 
     def __str__(self) -> str:
         return f"{self.name!r} in {self.tensor}"
-
-    @property
-    def file(self) -> Path:
-        return self.tensor.file
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        _, *rest = self.tensor.shape[::-1] if self.across else self.tensor.shape
-        return len(self.rows), *rest
-
-    @property
-    def dtype(self) -> str:
-        return self.tensor.dtype
-
-    @property
-    def grid(self) -> BlockFormat | None:
-        """Returns the tensor's grid where rows are rows: blocks lie along them."""
-        return None if self.across else self.tensor.grid
-
-    @property
-    def exact(self) -> bool:
-        return self.tensor.exact
 
     def check(self) -> None:
         self.tensor.check()
@@ -91,7 +67,17 @@ def apply_views(checkpoint: Checkpoint, views: Mapping[str, View]) -> Checkpoint
             continue
         across = view.across and not isinstance(tensor, Mxfp4Matrix)
         tensors.pop(view.tensor, None)
-        tensors[name] = TensorView(name=name, tensor=tensor, rows=view.rows, across=across)
+        tensors[name] = TensorView(
+            name=name,
+            file=tensor.file,
+            dtype=tensor.dtype,
+            shape=(len(view.rows), *(tensor.shape[:-1] if across else tensor.shape[1:])),
+            # Blocks lie along rows.
+            grid=None if across else tensor.grid,
+            tensor=tensor,
+            rows=view.rows,
+            across=across,
+        )
         counts[view.tensor, across] += len(view.rows)
     for (name, across), count in counts.items():
         tensor = checkpoint.tensors[name]

@@ -410,16 +410,15 @@ class _Builder:
         return branch if hidden is None else self._node(f"{path}/Add", [hidden, branch])
 
     def _linear(self, product: Product, x: ir.Value, residual: ir.Value | None = None) -> ir.Value:
-        """Adds residual + bias + weight . input; that is x, its norm, or a gated activation."""
+        """Adds residual + bias + weight . input; that is x, its norm, or a gated activation.
+
+        One node applies the view of the weights and its layer's mode itself.
+        """
         path = node_path(product)
         if product.activation is not None:
             x = self._activation(path, product.activation, x)
         if product.norm is not None and self.config.norm != "rms":
             x = self._norm(f"{path}/norm", x, product.norm)
-        return self._linear_node(product, x, residual)
-
-    def _linear_node(self, product: Product, x: ir.Value, residual: ir.Value | None) -> ir.Value:
-        """Returns the output of one node, which applies the view and its layer's mode itself."""
         is_head = product.is_head
         inputs = [
             x,
@@ -435,7 +434,7 @@ class _Builder:
         ]
         matrix = self._format(self._matrix(product))
         return self._kvq(
-            f"{node_path(product)}/Linear",
+            f"{path}/Linear",
             inputs,
             ["R" if is_head else None, matrix.rows],
             **asdict(matrix),
@@ -498,15 +497,10 @@ class _Builder:
         """Adds the inputs that other weights of a layer's keys and values come by."""
         if layer == 0:
             return ()
-        kinds = (("map", ir.DataType.UINT8, 2), ("map_bias", ir.DataType.FLOAT, 1))
-        return tuple(
-            self._input(
-                f"layers.{layer}.{kind}",
-                dtype,
-                [f"{kind}.{axis}" for axis in range(rank)],
-                optional=True,
-            )
-            for kind, dtype, rank in kinds
+        name, real = f"layers.{layer}.map", ir.DataType.FLOAT
+        return (
+            self._input(name, ir.DataType.UINT8, ["map.0", "map.1"], optional=True),
+            self._input(f"{name}_bias", real, ["map_bias.0"], optional=True),
         )
 
     def _layout_name(self, name: str) -> str:

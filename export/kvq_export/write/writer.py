@@ -7,9 +7,8 @@ the scales of one matrix.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, Protocol
@@ -26,7 +25,6 @@ from kvq_export.write.layout import Layout, rope_table
 from kvq_export.write.weights import half_scales, quantize_chunks, stored_exponents, whole_panels
 from kvq_models.config import ModelConfig
 from kvq_models.family import WeightSource
-from kvq_models.products import is_drafts
 from kvq_runtime.bundle.file_hashes import file_sha256
 from kvq_runtime.bundle.manifest import (
     DATA_FILE,
@@ -51,12 +49,6 @@ class WeightReader(Protocol):
         ...
 
 
-class ClosingReader(WeightReader, Protocol):
-    """Reads weights from something that must be closed."""
-
-    def close(self) -> None: ...
-
-
 class CheckpointWeights:
     """Quantises a checkpoint's weights while they are read; those on our grid pass as they are.
 
@@ -75,9 +67,6 @@ class CheckpointWeights:
         self._sources = sources
         self._threads = threads
         self._importance = importance
-
-    def close(self) -> None:
-        """Closes nothing."""
 
     def vector(self, name: str) -> np.ndarray:
         return self._checkpoint.read(self._sources[name])
@@ -98,39 +87,11 @@ class CheckpointWeights:
                 yield chunk, weights
 
 
-class WithDraftHead:
-    """Reads the weights of a model from one reader, those of its draft head from another."""
-
-    def __init__(self, model: ClosingReader, draft: WeightReader) -> None:
-        self._model, self._draft = model, draft
-
-    def close(self) -> None:
-        self._model.close()
-
-    def vector(self, name: str) -> np.ndarray:
-        return self._of(name).vector(name)
-
-    def matrix(self, name: str, form: PanelFormat) -> Iterator[Blocks]:
-        return self._of(name).matrix(name, form)
-
-    def _of(self, name: str) -> WeightReader:
-        return self._draft if is_drafts(name) else self._model
-
-
 class RandomWeights:
-    """Makes random codes of about the size of trained weights; nothing is quantised.
+    """Makes random codes of about the size of trained weights; nothing is quantised."""
 
-    `repeated` says how many of a matrix's last rows repeat those before them.
-    """
-
-    def __init__(
-        self,
-        sources: Mapping[str, WeightSource],
-        seed: int,
-        repeated: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, sources: Mapping[str, WeightSource], seed: int) -> None:
         self._sources = sources
-        self._repeated = repeated
         self._random = np.random.default_rng(seed)
 
     def vector(self, name: str) -> np.ndarray:
@@ -144,14 +105,8 @@ class RandomWeights:
         code_deviation = (1 << form.bits) / np.sqrt(12)
         scale = np.float32(1 / (code_deviation * np.sqrt(form.columns)))
         step = PANEL_ROWS * max(1, (1 << 20) // form.columns // PANEL_ROWS)
-        repeat_start = form.rows - self._repeated.get(name, 0)
-        original_start = 2 * repeat_start - form.rows
-        state = self._random.bit_generator.state
-        for start, rows in _chunks(sorted({0, original_start, repeat_start, form.rows}), step):
-            if start == original_start:
-                state = self._random.bit_generator.state
-            elif start == repeat_start:
-                self._random.bit_generator.state = state
+        for start in range(0, form.rows, step):
+            rows = min(step, form.rows - start)
             raw = np.frombuffer(self._random.bytes(rows * form.blocks * form.block), np.uint8)
             codes = raw.reshape(rows, -1) >> np.uint8(8 - form.bits)
             spread = self._random.uniform(0.5, 1.5, (rows, form.supers)).astype(np.float32)
@@ -174,13 +129,6 @@ class RandomWeights:
         if not form.grid.has_minimum:
             return Blocks(codes, scales, sub_scales=numbers)
         return Blocks(codes, scales, -scales * (1 << (form.bits - 1)), numbers, numbers)
-
-
-def _chunks(bounds: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
-    """Yields first row and number of rows of parts of `step` at most, none across a bound."""
-    for first, end in pairwise(bounds):
-        for start in range(first, end, step):
-            yield start, min(step, end - start)
 
 
 def write_model(

@@ -69,11 +69,6 @@ class ModelFiles(Protocol):
         ...
 
     @property
-    def has_checkpoint(self) -> bool:
-        """Returns whether the weights are those of a checkpoint, as they are."""
-        ...
-
-    @property
     def has_gguf(self) -> bool: ...
 
     @property

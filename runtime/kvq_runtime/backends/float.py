@@ -22,8 +22,8 @@ from kvq_runtime.bundle.bundle import Bundle
 class FloatBackend(PagedBackend):
     """Computes in float32, so that only the stored weights and the cache lose anything.
 
-    The graph rounds activations to 8 bits, which hides what a wide cache costs. Over a checkpoint
-    the weights are its original ones. numpy uses its own threads, whatever `threads` says.
+    The graph rounds activations to 8 bits, which hides what a wide cache costs. numpy uses its own
+    threads, whatever `threads` says.
     """
 
     name = "float"
@@ -42,7 +42,7 @@ class FloatBackend(PagedBackend):
 
     @staticmethod
     def reads(files: ModelFiles) -> bool:
-        return files.has_onnx or files.has_checkpoint
+        return files.has_onnx
 
     def forward(
         self, rows: Sequence[SequencePass[Cache]], *, rope_long: bool = False

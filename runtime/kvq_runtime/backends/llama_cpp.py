@@ -23,10 +23,8 @@ from kvq_runtime.backends import (
     ModelFiles,
     SequencePass,
     llama_library,
-    llama_trial,
 )
-from kvq_runtime.backends.llama_cache import LlamaCppCache
-from kvq_runtime.backends.llama_layout import CACHE_TYPES, CacheLayout
+from kvq_runtime.backends.llama_cache import CACHE_TYPES, CacheLayout, LlamaCppCache
 from kvq_runtime.backends.llama_library import LlamaModel
 from kvq_runtime.backends.llama_vocabulary import tokenizer_of
 from kvq_runtime.bundle.gguf_file import GgufFile
@@ -54,7 +52,7 @@ class LlamaCppBackend:
             raise BackendError(f"the llama.cpp backend cannot run: {reason}")
         file = files.gguf()
         if not tried:
-            llama_trial.check(file)
+            llama_library.check(file)
         model = LlamaModel(file.path, on_gpu=on_gpu)
         try:
             _refuse_other_kinds(model, file)
@@ -128,19 +126,13 @@ class LlamaCppBackend:
 
     def check_mode(self, mode: Mode) -> None:
         if mode != WHOLE:
-            raise BackendError(
-                "passes over fewer bits or fewer layers are not possible on the llama.cpp "
-                "backend; run a bundle with an ONNX graph"
-            )
+            raise _impossible("passes over fewer bits or fewer layers are")
 
     def forward(
         self, rows: Sequence[SequencePass[LlamaCppCache]], *, rope_long: bool = False
     ) -> list[NDArray[np.float32]]:
         if any(part.ids.shape[1] != 1 or np.any(part.weights != 1) for part in rows):
-            raise BackendError(
-                "mixed embeddings are not possible on the llama.cpp backend; run a bundle with "
-                "an ONNX graph"
-            )
+            raise _impossible("mixed embeddings are")
         return [part.cache.forward(part) for part in rows]
 
     def resident(self) -> None:
@@ -150,6 +142,13 @@ class LlamaCppBackend:
         for cache in list(self._caches):
             cache.close()
         self._model.close()
+
+
+def _impossible(subject: str) -> BackendError:
+    return BackendError(
+        f"{subject} not possible on the llama.cpp backend: leave that out, or run a bundle with an "
+        "ONNX graph"
+    )
 
 
 def refusal(file: GgufFile, plan: KvPlan) -> str | None:
@@ -178,11 +177,8 @@ def _config(file: GgufFile, layout: CacheLayout, request: SessionRequest) -> Ses
         f"{argument('kv_read')} {request.read}": request.read not in (None, "all"),
         argument("kv_offload"): request.offload_bytes > 0,
     }
-    for option in (option for option, is_set in options.items() if is_set):
-        raise BackendError(
-            f"{option} is not possible on the llama.cpp backend, whose cache evicts nothing and is "
-            "read whole: leave the flag out, or run a bundle with an ONNX graph"
-        )
+    if refused := [option for option, is_set in options.items() if is_set]:
+        raise _impossible(f"{refused[0]} is")
     plan = request.plan(_possible_plan(file))
     if (reason := refusal(file, plan)) is not None:
         raise BackendError(reason)

@@ -1,14 +1,29 @@
-"""Loads llama.cpp through llama-cpp-python, keeps its last errors, and owns a loaded model."""
+"""Loads llama.cpp through llama-cpp-python, keeps its last errors, and owns a loaded model.
 
+Tries a file before that in a process of its own.
+"""
+
+import contextlib
 import ctypes
+import hashlib
 import importlib
 import importlib.util
+import os
+import subprocess
+import sys
 from collections import deque
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import BackendError, ModelError
+import numpy as np
+
+from kvq.errors import BackendError, KvqError, ModelError
+from kvq.limited_process import command
+from kvq.settings import cache_folder
+from kvq_runtime.bundle.gguf_file import GgufFile
+from kvq_runtime.machine import device
 
 INSTALL = 'pip install "kvq-runtime[gguf]"'
 # Without these options pip would take a wheel that it has built before, whatever CMAKE_ARGS says.
@@ -20,6 +35,13 @@ _LOG_ERROR = 4
 # All layers. An older release takes -1 for none.
 _ALL_LAYERS = 1 << 20
 _REMEMBERED_ERRORS = 4
+# A trial may take so long.
+TIMEOUT_S = 1800
+# A trial ends so for a file that llama.cpp refuses without ending the program: the caller is
+# refused again, with words.
+REFUSED = 3
+# The product of a single row uses fewer instructions.
+_ROWS = 16
 
 
 def missing() -> str | None:
@@ -90,14 +112,17 @@ class LlamaModel:
         functions = self.library.functions
         parameters = functions.llama_model_default_params()
         parameters.n_gpu_layers = _ALL_LAYERS if on_gpu else 0
-        pointer = functions.llama_model_load_from_file(str(path).encode(), parameters)
-        if not pointer:
+        self._pointer: Any = functions.llama_model_load_from_file(str(path).encode(), parameters)
+        if not self._pointer:
             raise ModelError(
                 f"llama.cpp {self.library.version} does not load {path}: "
                 f"{self.library.last_errors()}; convert the model again or upgrade "
                 "llama-cpp-python"
             )
-        self._pointer: Any = pointer
+        # Whether some layers have a recurrent state, which holds all tokens so far; and the window
+        # of the layers that have one, or 0.
+        self.has_states = bool(functions.llama_model_is_hybrid(self._pointer))
+        self.window_tokens = int(functions.llama_model_n_swa(self._pointer))
 
     @property
     def pointer(self) -> Any:
@@ -111,18 +136,68 @@ class LlamaModel:
         """Returns the handle for llama.cpp's vocabulary functions."""
         return self.library.functions.llama_model_get_vocab(self.pointer)
 
-    @property
-    def has_states(self) -> bool:
-        """Tells whether some layers have a recurrent state, which holds all tokens so far."""
-        return bool(self.library.functions.llama_model_is_hybrid(self.pointer))
-
-    @property
-    def window_tokens(self) -> int:
-        """Returns the window of the layers that have one; 0: none has."""
-        return int(self.library.functions.llama_model_n_swa(self.pointer))
-
     def close(self) -> None:
         """Frees the memory; every context over it must be closed before."""
         if self._pointer is not None:
             self.library.functions.llama_model_free(self._pointer)
             self._pointer = None
+
+
+def check(file: GgufFile) -> None:
+    """Raises `ModelError` where llama.cpp ends the program that runs `file`.
+
+    It checks a file with assertions, which end the program. So does a build that uses instructions
+    which the processor announces and does not have, as AMX on some virtual machines. So both are
+    tried in a process of its own. What passed is remembered: a stranger's file for this version and
+    processor, and for files of our own these two alone.
+    """
+    fingerprint = file.fingerprint if file.untried else ""
+    facts = (fingerprint, device.probe().processor, version("llama-cpp-python"))
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+    mark = cache_folder() / "llama.cpp" / digest
+    if mark.exists():
+        return
+    try:
+        trial = subprocess.run(  # noqa: S603  our own interpreter and script
+            command(__name__, str(file.path)), capture_output=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(
+            f"llama.cpp did not load {file.path} in {TIMEOUT_S} s; it is damaged, or too large"
+        ) from None
+    if trial.returncode not in (0, REFUSED):
+        words = trial.stderr.decode(errors="replace").strip().splitlines()
+        raise ModelError(
+            f"llama.cpp ends the program that runs {file.path} "
+            f"({words[-1] if words else f'status {trial.returncode}'}): the file is damaged, so "
+            "copy or convert it again; or llama.cpp was built for another processor, if it ends "
+            f'with every file: CMAKE_ARGS="-DGGML_NATIVE=OFF" {REBUILD}'
+        )
+    if trial.returncode == 0:
+        with contextlib.suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+
+def main(path: str) -> None:
+    """Loads the file and computes a few tokens; exits with `REFUSED` where that is refused."""
+    from kvq_runtime.backends import forward_chain
+    from kvq_runtime.backends.llama_cpp import LlamaCppBackend
+    from kvq_runtime.config import SessionRequest
+
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Without this, llama.cpp starts a debugger on the ended program.
+    os.putenv("GGML_NO_BACKTRACE", "1")
+    try:
+        file = GgufFile.open(path)
+        backend = LlamaCppBackend(file, threads=1, tried=True)
+        rows = min(_ROWS, file.context_length)
+        request = SessionRequest(k_bits=16, v_bits=16, context_tokens=rows)
+        opened = backend.open_cache(backend.session_config(request))
+        forward_chain(backend, opened, np.zeros(rows, np.int64), np.arange(rows))
+        backend.close()
+    except KvqError:
+        sys.exit(REFUSED)

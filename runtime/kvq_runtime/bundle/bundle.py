@@ -171,11 +171,6 @@ class Bundle:
         return GGUF_FILE in self.manifest.files
 
     @property
-    def has_checkpoint(self) -> bool:
-        """Returns whether the weights are a checkpoint's own, which only numpy computes with."""
-        return False
-
-    @property
     def fingerprint(self) -> str:
         """Identifies graph and weights by the hashes in the manifest."""
         hashes = (self.manifest.files[name].sha256 for name in (MODEL_FILE, DATA_FILE))

@@ -42,7 +42,7 @@ class GgufFile:
 
     A bundle that holds one passes on its own `name`, `kv` plan, `bundled_tokenizer` and `sampling`
     (fields of `Sampling`), and vouches for it. Only a file from elsewhere is `untried`, see
-    `llama_trial`.
+    `llama_library.check`.
     """
 
     path: Path
@@ -53,7 +53,6 @@ class GgufFile:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     untried: bool = True
     has_onnx = False
-    has_checkpoint = False
     has_gguf = True
     experts = None  # only a graph's experts count here
 
@@ -184,11 +183,6 @@ class GgufFile:
     @property
     def num_layers(self) -> int:
         return self._count("block_count", MAX_LAYERS)
-
-    @property
-    def rotary_dim(self) -> int:
-        """Returns the channels of a head that rotate with the position."""
-        return self._optional("rope.dimension_count", self.head_dims[0])
 
     @cached_property
     def fingerprint(self) -> str:

@@ -15,7 +15,9 @@ import pytest
 from kvq.errors import ModelError
 from kvq_apps.cli import main
 from kvq_apps.names import model_path
+from kvq_apps.terminal import output
 from kvq_export.config import ExportOptions
+from kvq_export.fit import calibrated
 from kvq_export.write.random_bundle import random_bundle
 from kvq_models.registry import family_for
 from kvq_runtime.bundle.manifest import checksum
@@ -23,7 +25,7 @@ from kvq_runtime.engine import Engine
 from kvq_runtime.machine import device
 from kvq_runtime.session import snapshot
 from shelf import Shelf
-from tiny import CASES, COMMON
+from tiny import CASES, COMMON, make_llama_checkpoint
 
 Inspect = Callable[..., dict[str, Any]]
 Refused = Callable[..., str]
@@ -479,3 +481,49 @@ def test_devices_and_pipes_are_no_models(bundle: Path, refused: Refused, tmp_pat
     with (bundle / "kvq.json").open() as file:
         inside = Path(f"/proc/self/fd/{file.fileno()}")
         model_path.check_regular(inside)
+
+
+@pytest.mark.parametrize(
+    ("agreement", "form", "advised"),
+    [
+        (0.91, "4/32/super_minimum", True),
+        (0.93, "4/32/super_minimum", False),
+        (0.91, "8/64/symmetric", False),
+    ],
+)
+def test_a_verdict_advises_8_bits_where_fewer_keep_little(
+    agreement: float, form: str, *, advised: bool
+) -> None:
+    quality = {
+        "weights": {"top1_agreement": agreement},
+        "kv": {"top1_agreement": 0.99},
+        "weights_and_kv": {"kv": "4:4", "top1_agreement": 0.9},
+    }
+    report = {
+        "quality": quality,
+        "path": "small",
+        "source": {"model": "org/small"},
+        "weights": {"formats": {form: ["layers.0.down"], "8/64/symmetric": ["embed"]}},
+    }
+    rows = dict(output.verdict_rows(report))
+    assert rows["verdict"] == (
+        f"weights and 8-bit activations keep {agreement:.0%} of the checkpoint's first choices, a "
+        "cache at 4:4 99% of theirs"
+    )
+    assert ("advice" in rows) is advised
+    if advised:
+        assert rows["advice"].endswith("kvq export org/small -o small --wbits 8 --force")
+
+
+@pytest.mark.slow
+def test_the_advice_can_be_followed_and_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names the path given to an export; a bundle knows only its folder's name."""
+    monkeypatch.setattr(calibrated, "REPORT_TEXTS", 3)
+    source, made = make_llama_checkpoint(tmp_path / "a source"), tmp_path / "made"
+    words = ["export", str(source), "-o", str(made), "--wbits", "4", "--no-calibrate"]
+    for command, named in ((words, str(source)), (["inspect", str(made), "-v"], "a source")):
+        assert main(command) == 0
+        advice = f"first choices: kvq export '{named}' -o {made} --wbits 8 --force\n"
+        assert advice in capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 
 from kvq_apps.cli import main
 from kvq_apps.names import model_path
-from kvq_runtime.backends import llama_trial
+from kvq_runtime.backends import llama_library
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -30,7 +30,7 @@ def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 @pytest.fixture
 def tried(make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
     """Returns a file that needs no trial."""
-    monkeypatch.setattr(llama_trial, "check", lambda file: None)
+    monkeypatch.setattr(llama_library, "check", lambda file: None)
     return str(make())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvq.errors import ModelError
-from kvq_runtime.backends.llama_layout import CACHE_TYPES
+from kvq_runtime.backends.llama_cache import CACHE_TYPES
 from kvq_runtime.bundle.gguf_file import GgufFile
 from kvq_runtime.bundle.gguf_format import TENSOR_TYPES, is_gguf, read_gguf
 from kvq_runtime.engine import Engine
