@@ -147,7 +147,4 @@ int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* 
 int read_together(const kvq_attention& a, Cache* const* caches, Inputs* inputs, size_t count,
                   const Parallel& parallel);
 
-// The cache a handle names, or null. Whoever calls it holds `turn` while it works.
-std::shared_ptr<Cache> find_cache(int64_t handle);
-
 }  // namespace kvq

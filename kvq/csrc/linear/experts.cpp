@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "../handles.h"
 #include "kept_room.h"
 #include "linear.h"
 #include "residency.h"
@@ -159,7 +160,7 @@ int run_experts(const kvq_experts& call, const Dispatch& pool) {
         (call.choice_bias && call.scoring != KVQ_SIGMOID) ||
         (call.view != KVQ_FULL && call.view != KVQ_HI))
         return KVQ_BAD_ARGUMENT;
-    const std::shared_ptr<Residency> residency = find_residency(call.residency);
+    const std::shared_ptr<Residency> residency = Handles<Residency>::all().find(call.residency);
     if (call.residency && !residency) return KVQ_CLOSED;
     try {
         KeptRoom<Scratch> scratch;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../cache.h"
+#include "../handles.h"
 #include "kernel.h"
 
 namespace kvq::ort {
@@ -28,7 +29,7 @@ struct Held {
             const size_t s = order[i];
             if (i > 0 && handles[order[i - 1]] == handles[s])
                 return failed(op, "cache " + std::to_string(handles[s]) + " is given twice");
-            caches[s] = find_cache(handles[s]);
+            caches[s] = Handles<Cache>::all().find(handles[s]);
             if (!caches[s])
                 return failed(op, "no open cache has handle " + std::to_string(handles[s]));
         }
