@@ -11,11 +11,6 @@
 
 namespace kvq {
 
-const Parallel kSerial{[](void*, void (*work)(void*, size_t), size_t count, void* user) {
-                           for (size_t i = 0; i < count; i++) work(user, i);
-                       },
-                       nullptr};
-
 namespace {
 
 constexpr int kSplitColumns = 8;  // fewer pages than this per part are not worth a merge

@@ -2,17 +2,11 @@
 // range).
 #pragma once
 #include "page_table.h"
+#include "parallel.h"
 #include "selection.h"
 #include "tail.h"
 
 namespace kvq {
-
-// How parallel work is run: `run` calls work(user, i) for every i below count.
-struct Parallel {
-    void (*run)(void* context, void (*work)(void* user, size_t i), size_t count, void* user);
-    void* context;
-};
-extern const Parallel kSerial;
 
 // What a layer is given of one sequence; rows of qkv and out follow one another.
 struct Inputs {

@@ -234,20 +234,15 @@ namespace {
 // Runs the units of all jobs in one dispatch, or none if there are none.
 template <size_t (AttendJob::*Units)() const, void (AttendJob::*Run)(size_t)>
 void run_all(std::vector<AttendJob>& jobs, const Parallel& parallel) {
-    struct Share {
-        std::vector<AttendJob>& jobs;
-        std::vector<size_t> ends;  // of each job's units
-    } share{jobs, {}};
+    std::vector<size_t> ends;  // of each job's units
     for (const AttendJob& job : jobs)
-        share.ends.push_back((share.ends.empty() ? 0 : share.ends.back()) + (job.*Units)());
-    if (share.ends.empty() || share.ends.back() == 0) return;
-    const auto work = [](void* user, size_t unit) {
-        Share& share = *static_cast<Share*>(user);
-        const auto end = std::upper_bound(share.ends.begin(), share.ends.end(), unit);
-        const size_t s = static_cast<size_t>(end - share.ends.begin());
-        (share.jobs[s].*Run)(s ? unit - share.ends[s - 1] : unit);
-    };
-    parallel.run(parallel.context, work, share.ends.back(), &share);
+        ends.push_back((ends.empty() ? 0 : ends.back()) + (job.*Units)());
+    if (ends.empty() || ends.back() == 0) return;
+    each(parallel, ends.back(), [&](size_t unit) {
+        const auto end = std::upper_bound(ends.begin(), ends.end(), unit);
+        const size_t s = static_cast<size_t>(end - ends.begin());
+        (jobs[s].*Run)(s ? unit - ends[s - 1] : unit);
+    });
 }
 
 void run_jobs(std::vector<AttendJob>& jobs, const Parallel& parallel) {

@@ -43,7 +43,6 @@ struct DeltaNets::Group {
 };
 
 struct DeltaNets::Work {
-    const DeltaNets& self;
     const Tail& tail;
     const DeltaInputs& in;
     std::vector<Group> groups;
@@ -142,7 +141,7 @@ int DeltaNets::run(const Tail& tail, const DeltaInputs& in, const Parallel& para
     if (in.layer < 0 || in.layer >= config().delta_layers) return KVQ_BAD_ARGUMENT;
     // Of a chunk the first layer makes room for states, so each layer sees it once and in order.
     if (is_chunk(tail) && in.layer != b.mixed) return KVQ_BAD_STATE;
-    Work work{*this, tail, in, {}, is_chunk(tail), {-1, -1}, {true}};
+    Work work{tail, in, {}, is_chunk(tail), {-1, -1}, {true}};
     if (work.chunk) {
         work.places = places(b.rows);
         if (in.layer == 0) {
@@ -172,11 +171,8 @@ int DeltaNets::run(const Tail& tail, const DeltaInputs& in, const Parallel& para
     // A row's ancestors come before it.
     std::stable_sort(work.groups.begin(), work.groups.end(),
                      [](const Group& x, const Group& y) { return x.base < y.base; });
-    const auto unit = [](void* user, size_t head) {
-        Work& w = *static_cast<Work*>(user);
-        w.self.run_head(w, static_cast<int>(head));
-    };
-    parallel.run(parallel.context, unit, static_cast<size_t>(config().delta_key_heads), &work);
+    each(parallel, static_cast<size_t>(config().delta_key_heads),
+         [&](size_t head) { run_head(work, static_cast<int>(head)); });
     if (!work.finite) return KVQ_NOT_FINITE;
     b.mixed += in.layer == b.mixed;
     return KVQ_OK;

@@ -33,7 +33,7 @@ struct Scratch {
 
 class Mixture {
 public:
-    Mixture(const kvq_experts& call, const Dispatch& pool, Scratch& scratch, Residency* residency)
+    Mixture(const kvq_experts& call, const Parallel& pool, Scratch& scratch, Residency* residency)
         : call_(call), pool_(pool), scratch_(scratch), residency_(residency) {}
 
     int run() {
@@ -143,7 +143,7 @@ private:
     }
 
     const kvq_experts& call_;
-    const Dispatch& pool_;
+    const Parallel& pool_;
     Scratch& scratch_;
     Residency* residency_;  // null: the system decides what stays in memory
     Residency::Layer* layer_ = nullptr;
@@ -151,7 +151,7 @@ private:
 
 }  // namespace
 
-int run_experts(const kvq_experts& call, const Dispatch& pool) {
+int run_experts(const kvq_experts& call, const Parallel& pool) {
     const kvq_matrix &up = call.gate_up, &down = call.down;
     if (!is_stackable(up) || !is_stackable(down) || up.rows != 2 * down.columns ||
         up.columns != down.rows || call.tokens < 0 || call.chosen < 1 || call.chosen > call.count ||
@@ -173,9 +173,5 @@ int run_experts(const kvq_experts& call, const Dispatch& pool) {
 }  // namespace kvq
 
 extern "C" int kvq_experts_run(const kvq_experts* call) {
-    const kvq::Dispatch serial{[](void*, void (*work)(void*, size_t), size_t count, void* user) {
-                                   for (size_t i = 0; i < count; i++) work(user, i);
-                               },
-                               nullptr};
-    return kvq::run_experts(*call, serial);
+    return kvq::run_experts(*call, kvq::kSerial);
 }

@@ -107,19 +107,16 @@ private:
 };
 
 template <class Work>
-void dispatch(const Dispatch& pool, size_t count, Work work) {
+void dispatch(const Parallel& pool, size_t count, Work work) {
     if (count == 0) return;
     if (count == 1) return work(0);
     Lanes lanes(count);
-    auto lane = [&](size_t i) { lanes.run(i, work); };
-    pool.run(
-        pool.context, [](void* user, size_t i) { (*static_cast<decltype(lane)*>(user))(i); },
-        lanes.count(), &lane);
+    each(pool, lanes.count(), [&](size_t lane) { lanes.run(lane, work); });
 }
 
 class Product {
 public:
-    Product(const kvq_linear& call, const Dispatch& pool, Scratch& scratch)
+    Product(const kvq_linear& call, const Parallel& pool, Scratch& scratch)
         : call_(call),
           pool_(pool),
           layout_(call.matrix),
@@ -364,7 +361,7 @@ private:
     }
 
     const kvq_linear& call_;
-    const Dispatch& pool_;
+    const Parallel& pool_;
     const PanelLayout layout_;
     const LinearKernels& table_;
     Scratch& scratch_;
@@ -411,7 +408,7 @@ Prefetching& prefetching() {
     return used;
 }
 
-int run_linear(const kvq_linear& call, const Dispatch& pool) {
+int run_linear(const kvq_linear& call, const Parallel& pool) {
     const bool added = call.bias || call.residual || call.first_row;
     if (!is_matrix(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
         call.activation > KVQ_CLAMPED_SWIGLU || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
@@ -449,11 +446,7 @@ int run_embed(const kvq_embed& call) {
 extern "C" {
 
 int kvq_linear_run(const kvq_linear* call) {
-    const kvq::Dispatch serial{[](void*, void (*work)(void*, size_t), size_t count, void* user) {
-                                   for (size_t i = 0; i < count; i++) work(user, i);
-                               },
-                               nullptr};
-    return kvq::run_linear(*call, serial);
+    return kvq::run_linear(*call, kvq::kSerial);
 }
 
 int kvq_embed_run(const kvq_embed* call) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../kvq.h"
+#include "../parallel.h"
 
 namespace kvq {
 
@@ -164,15 +165,9 @@ const LinearKernels* avx512vnni_linear();  // likewise
 const LinearKernels* amxint8_linear();     // likewise
 const LinearKernels* neon_linear();        // likewise
 
-// Runs work(user, i) for i in [0, count), on as many threads as it has.
-struct Dispatch {
-    void (*run)(void* context, void (*work)(void* user, size_t i), size_t count, void* user);
-    void* context;
-};
-
 // kvq_linear_run, kvq_experts_run and kvq_embed_run over a pool of threads.
-int run_linear(const kvq_linear& call, const Dispatch& dispatch);
-int run_experts(const kvq_experts& call, const Dispatch& dispatch);
+int run_linear(const kvq_linear& call, const Parallel& pool);
+int run_experts(const kvq_experts& call, const Parallel& pool);
 int run_embed(const kvq_embed& call);
 
 }  // namespace kvq
