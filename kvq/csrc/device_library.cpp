@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "ort/register.h"
+#include "ort/kernel.h"
 #include "platform.h"
 
 namespace kvq {
