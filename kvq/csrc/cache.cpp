@@ -314,7 +314,7 @@ int Cache::commit(const int32_t* rows, int count) {
     if (!tail_.open()) return KVQ_BAD_STATE;
     if (count == 0) return rewind(0);
     if (count < 0 || count > tail_.branch().rows || !tail_.is_path(rows, count) ||
-        !conv_.may_keep(tail_, count) || !delta_.may_keep(tail_, count))
+        !may_keep(count))
         return KVQ_BAD_ARGUMENT;
     if (tail_.unattended()) return KVQ_BAD_STATE;
     if (tail_.branch().staged)
@@ -365,7 +365,7 @@ int Cache::rewind(int rows) {
         return KVQ_OK;
     }
     if (branch.staged || (tail_.unattended() && rows > tail_.first_row())) return KVQ_BAD_STATE;
-    if (!conv_.may_keep(tail_, rows) || !delta_.may_keep(tail_, rows)) return KVQ_BAD_ARGUMENT;
+    if (!may_keep(rows)) return KVQ_BAD_ARGUMENT;
     probes_.forget_from(tail_, rows);
     tail_.keep_branch_rows(rows);
     return KVQ_OK;

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <iterator>
+#include <vector>
 
 namespace kvq {
 namespace {
@@ -13,10 +13,6 @@ namespace {
 constexpr int kChannels = 256;
 
 }  // namespace
-
-bool Convolutions::may_keep(const Tail& tail, int rows) const {
-    return !any() || !is_chunk(tail) || rows == tail.branch().rows || rows <= config().draft_tokens;
-}
 
 const float* Convolutions::seen(const Tail& tail, int layer, int row, int back,
                                 const float* own) const {
@@ -37,7 +33,7 @@ void Convolutions::remember(const Tail& tail, int layer, int tokens, const float
     };
     const int kept = std::min(tokens, config().draft_tokens - tail.first_row());
     for (int t = 0; t < kept; t++) keep(t, branch(layer, tail.first_row() + t));
-    if (!is_chunk(tail)) return;
+    if (!tail.is_chunk()) return;
     for (int t = first_ending(tokens); t < tokens; t++)
         keep(t, ending(layer, t - first_ending(tokens)));
     const int held = arena_.state->tokens;
@@ -112,21 +108,9 @@ void Convolutions::take(int place, Source&& source) const {
 
 void Convolutions::forget_one(int coming) const {
     ConvState& s = state();
-    const auto last_of = [&](int place) {
-        return static_cast<int>(std::find(places(), places() + s.checkpoints, place) - places());
-    };
-    int found = 0;
-    for (const int place : s.wanted)
-        if (last_of(place) < s.checkpoints) found = last_of(place);
-    int64_t least_gap = 1, least_distance = 0;
-    for (int i = 0; i < s.checkpoints; i++) {
-        const int64_t first = i ? places()[i - 1] : 0;
-        const int64_t next = i + 1 < s.checkpoints ? places()[i + 1] : coming;
-        const int64_t gap = next - first, distance = coming - next + kConvStepTokens;
-        const bool kept = std::count(std::begin(s.wanted), std::end(s.wanted), places()[i]) > 0;
-        if (kept || gap * least_distance >= least_gap * distance) continue;
-        found = i, least_gap = gap, least_distance = distance;
-    }
+    const std::vector<int32_t> known(places(), places() + s.checkpoints);
+    const int found =
+        static_cast<int>(least_missed(s, known, coming, [](int place) { return place; }));
     const int behind = --s.checkpoints - found;
     std::copy_n(places() + found + 1, behind, places() + found);
     places()[s.checkpoints] = 0;
@@ -139,7 +123,7 @@ void Convolutions::keep(const Tail& tail, const int32_t* rows, int count) {
     if (!any()) return;
     ConvState& s = state();
     const int tokens = arena_.state->tokens, stop = tokens + count;
-    const bool chunk = is_chunk(tail) && count == tail.branch().rows;
+    const bool chunk = tail.is_chunk() && count == tail.branch().rows;
     const auto committed = [&](int layer, int token) {
         return token >= 0 ? newest(layer, token) : nullptr;
     };
