@@ -42,18 +42,10 @@ struct Run {
 
 void attend_tile(Block& block, Visibility& sight, Rotated& rotated, const uint16_t* k,
                  const uint16_t* v, const int32_t* deltas, int count, const uint64_t* masks) {
-    // Rows that have moved alike meet the same queries.
-    uint64_t left = count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
-    while (left) {
-        const int32_t delta = deltas ? deltas[__builtin_ctzll(left)] : 0;
-        uint64_t alike = 0;
-        for (int t = 0; t < count; t++)
-            alike |= static_cast<uint64_t>(!deltas || deltas[t] == delta) << t;
-        const bool all = alike == left && __builtin_popcountll(left) == count;
+    for_alike(deltas, count, [&](int32_t delta, uint64_t alike) {
         kernels().tile(block, rotated.queries(block, delta), k, v, count,
-                       all ? masks : sight.among(alike, masks));
-        left &= ~alike;
-    }
+                       alike == low_bits(count) ? masks : sight.among(alike, masks));
+    });
 }
 
 AttendJob::AttendJob(const Arena& arena, const PageTable& pages, const Tail& tail,

@@ -45,9 +45,6 @@ KVQ_DEVICE float over_row(float x, bool largest) {
     return x;
 }
 
-KVQ_DEVICE uint64_t low_bits(int64_t count) {
-    return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
-}
 // Which slots of a view's page a token sees, as visibility.h has it.
 KVQ_DEVICE uint64_t sees(int64_t position, const View& view, int window) {
     const int64_t start = int64_t{view.pos0} + view.delta;
