@@ -109,7 +109,7 @@ int run_part(Device& device, const kvq_linear& call, const PanelLayout& layout,
     part.panel_tops = reinterpret_cast<float*>(scratch + at.panel_tops);
     part.deviations = reinterpret_cast<float*>(scratch + at.deviations);
     part.marks = scratch + at.marks;
-    return device.calls().linear(&part, device.facts().stream);
+    return device.calls().linear_run(&part, device.facts().stream);
 }
 
 // As run_linear, of numbers on the device.
