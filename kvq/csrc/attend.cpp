@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,26 @@ void attend_tile(Block& block, Visibility& sight, Rotated& rotated, const uint16
     });
 }
 
+Selection::Selection(float share, int kv_heads, int tokens, int views)
+    : share_(share), tokens_(tokens), views_(views) {
+    scores_.assign(at(kv_heads, 0), kNothingSeen);
+}
+
+void Selection::choose(int kv_head, int token) {
+    float* scores = this->scores(kv_head, token);
+    const auto seen = views_ - std::count(scores, scores + views_, kNothingSeen);
+    const auto kept = static_cast<size_t>(
+        std::max(1.0f, std::ceil(share_ * static_cast<float>(seen) - 1e-4f)));
+    if (kept >= static_cast<size_t>(seen)) return;
+    std::vector<int> order(static_cast<size_t>(views_));
+    std::iota(order.begin(), order.end(), 0);
+    std::nth_element(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept), order.end(),
+                     [&](int a, int b) {
+                         return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+                     });
+    for (size_t i = kept; i < order.size(); i++) scores[order[i]] = kNothingSeen;
+}
+
 AttendJob::AttendJob(const Arena& arena, const PageTable& pages, const Tail& tail,
                      Reading& reading, const kvq_attention& a, const Inputs& in)
     : arena_(arena), pages_(pages), tail_(tail), reading_(reading), a_(a), in_(in) {
@@ -57,7 +78,7 @@ AttendJob::AttendJob(const Arena& arena, const PageTable& pages, const Tail& tai
     const bool splits = in.tokens <= c.draft_tokens;
     splits_ = splits ? std::clamp(pages.columns() / kSplitColumns, 1, int{c.splits}) : 1;
     if (splits && reading.selects() && pages.views())
-        selection_ = Selection(reading.rule, a.kv_heads, in.tokens, pages.views());
+        selection_ = Selection(reading.rule.share, a.kv_heads, in.tokens, pages.views());
 }
 
 const float* AttendJob::query(int kv_head, int row) const {
@@ -139,8 +160,6 @@ void AttendJob::choose(size_t unit) {
         Block block;
         Visibility sight(a_.window_tokens);
         load_rows(block, sight, kv_head, token * group() + done, group() - done);
-        for (int r = 0; r < block.rows; r++)
-            keep_loudest(block.q + r * a_.head_dim, a_.head_dim, selection_.rule().channels);
         Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
         float best[kBlockRows];
         std::fill(best, best + kBlockRows, kNothingSeen);
@@ -154,8 +173,7 @@ void AttendJob::choose(size_t unit) {
             const View& view = pages_.view_at(i);
             float* own = bounds.data() + int64_t{i} * kBlockRows;
             kernels().bounds(block, rotated.queries(block, view.delta),
-                             pages_.view(stream, pages_.entry(stream, view.column), false),
-                             selection_.rule().spread, own);
+                             pages_.view(stream, pages_.entry(stream, view.column), false), own);
             for (int r = 0; r < block.rows; r++) best[r] = std::max(best[r], own[r]);
         }
         for (int i = 0; i < views; i++)

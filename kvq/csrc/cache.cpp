@@ -58,9 +58,7 @@ int Cache::feed_back(const float* feedback) {
 }
 
 int Cache::read_by(const kvq_read& rule) {
-    if (!(rule.share > 0 && rule.share <= 1) || !(rule.spread >= 0 && rule.spread <= 1) ||
-        rule.channels < 0 || !(rule.octaves >= 0) || (twin_ && rule.share < 1 && rule.channels))
-        return KVQ_BAD_ARGUMENT;
+    if (!(rule.share > 0 && rule.share <= 1) || !(rule.octaves >= 0)) return KVQ_BAD_ARGUMENT;
     reading_.rule = rule;
     if (arena_.file_bytes)
         platform::expect_jumps(arena_.end() - arena_.file_bytes, arena_.end(), reading_.selects());

@@ -272,7 +272,7 @@ int Twin::choose(const kvq_attention& a, const kvq_read& rule, uint8_t* room,
         note(device_.calls().clear(counts_.data(), sizeof(kvq_cuda_counts), stream));
     }
     counts_changed_ = true;
-    s.share = rule.share, s.spread = rule.spread;
+    s.share = rule.share;
     s.counts = reinterpret_cast<kvq_cuda_counts*>(counts_.data());
     s.bounds = reinterpret_cast<float*>(room);
     s.chosen = room + int64_t{4} * a.heads * s.tokens * s.view_count;

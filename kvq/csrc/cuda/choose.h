@@ -45,7 +45,7 @@ KVQ_KERNEL bound_pages(kvq_cuda_attention a, kvq_cuda_sequence s) {
             middle += query[i] * mids.at(i);
             half += fabsf(query[i]) * scales.at(i);
         }
-        const float bound = over_warp(middle + (kReach + 0.5f) * s.spread * half, false);
+        const float bound = over_warp(middle + (kReach + 0.5f) * half, false);
         if (lane == 0) bounds_of(a, s, kv_head, token, head)[view] = seen ? bound : kNothing;
     }
 }
