@@ -1,12 +1,7 @@
 // Products for AVX2 + FMA + F16C.
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <utility>
-
-#include "../platform.h"
-#include "linear.h"
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <algorithm>
+
 #include "vectors_avx2.h"
 
 #include "linear.inl"
@@ -300,15 +295,5 @@ void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, co
 
 }  // namespace
 
-namespace kvq {
-const LinearKernels* avx2_linear() {
-    static const LinearKernels table{"avx2",   round_row,     norm_row,
-                                     gate_row, multiply_many, add_row, kOctetsFrom};
-    return platform::runs(platform::Instructions::kAvx2) ? &table : nullptr;
-}
-}  // namespace kvq
-#else
-const kvq::LinearKernels* kvq::avx2_linear() {
-    return nullptr;
-}
+KVQ_LINEAR_SET(avx2, multiply_many, kOctetsFrom)
 #endif

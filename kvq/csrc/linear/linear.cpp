@@ -41,13 +41,6 @@ constexpr float kMargin = 1.5f;
 
 std::atomic<int64_t> g_bytes_read{0};
 
-const LinearKernels& chosen() {
-    for (const LinearKernels* table :
-         {amxint8_linear(), avx512vnni_linear(), avxvnni_linear(), avx2_linear(), neon_linear()})
-        if (table && !std::strcmp(table->name, kernels().name)) return *table;
-    return *generic_linear();
-}
-
 template <class T>
 T* grown(std::vector<T>& buffer, size_t count) {
     if (buffer.size() < count) buffer.resize(count);
@@ -120,7 +113,7 @@ public:
         : call_(call),
           pool_(pool),
           layout_(call.matrix),
-          table_(chosen()),
+          table_(*kernels().linear),
           scratch_(scratch),
           first_panel_(call.first_row == call.matrix.rows ? layout_.panels
                                                           : call.first_row / kPanelRows) {
@@ -434,7 +427,7 @@ int run_embed(const kvq_embed& call) {
     std::memset(call.out, 0, sizeof(float) * call.tokens * columns);
     for (int64_t i = 0; i < entries; i++) {
         const int64_t id = call.ids[i];
-        chosen().add_row(layout, call.panels + id / kPanelRows * layout.panel_bytes,
+        kernels().linear->add_row(layout, call.panels + id / kPanelRows * layout.panel_bytes,
                          int(id % kPanelRows), call.weights[i], call.matrix.columns,
                          call.out + i / call.mixed * columns);
     }

@@ -1,5 +1,11 @@
 // The kernels, written once over sixteen lanes: a panel's rows. A .cpp file includes a vectors
 // header, then this. kvq/reference/linear.py says what each computes.
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "../kernels/kernels.h"
+#include "linear.h"
 
 namespace {
 
@@ -705,3 +711,12 @@ void add_row(const PanelLayout& layout, const uint8_t* panel, int lane, float we
 }
 
 }  // namespace
+
+// Offers these products with the kernels of set `name`: `multiply` takes octets from so many rows on,
+// 0: never.
+#define KVQ_LINEAR_SET(name, multiply, octets_from)                                   \
+    const kvq::LinearKernels* kvq::name##_linear() {                                  \
+        static const LinearKernels table{round_row, norm_row, gate_row,               \
+                                         multiply,  add_row,  octets_from};           \
+        return &table;                                                                \
+    }
