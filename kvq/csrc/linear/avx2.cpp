@@ -33,7 +33,7 @@ KVQ_INLINE void add_octets(const uint8_t* codes, int block, const int8_t* x, siz
         __m256i words[V];
         KVQ_UNROLL for (int i = 0; i < 2 * Groups; i++) {
             const auto* at = reinterpret_cast<const int8_t*>(codes + 4 * kPanelRows * (quad + i));
-            const __m256i code = broadcast_quad(at);
+            const __m256i code = broadcast(at).v;
             KVQ_UNROLL for (int v = 0; v < V; v++) {
                 const int8_t* eight = x + v * stride + 4 * kOctetRows * (quad + i);
                 const __m256i products = _mm256_maddubs_epi16(code, load_levels(eight));
