@@ -1,6 +1,6 @@
 """The kernels for CUDA against the reference, on an emulated grid of threads and on a GPU.
 
-`emulator.h` runs every thread of a block as a fiber, so barriers, shuffles and the products of
+`cuda_emulator.h` runs every thread of a block as a fiber, so barriers, shuffles and the products of
 tensor cores mean what they mean on a device; speed alone is left out. `-m gpu` runs the same tests
 on a real one, which needs no ONNX Runtime.
 """
