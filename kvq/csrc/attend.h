@@ -1,6 +1,6 @@
 // Attention of new tokens over one cache, as independent units of work: (KV head, rows, page
-// range); and which pages a step reads: of every view of one what its keys could at most be worth to
-// a query, and of each KV head the best share of them. Sinks and tail are read always.
+// range); and which pages a step reads: of every view of one what its keys could at most be worth
+// to a query, and of each KV head the best share of them. Sinks and tail are read always.
 #pragma once
 #include <atomic>
 #include <vector>
@@ -14,7 +14,8 @@ namespace kvq {
 // How a cache reads, and how much it has read so far; not part of its arena or its snapshots.
 struct Reading {
     kvq_read rule{1.0f, 0.0f};
-    // Pages that steps could see, a page counted once per KV head and row block, and those they read.
+    // Pages that steps could see, a page counted once per KV head and row block, and those they
+    // read.
     std::atomic<int64_t> seen{0}, read{0};
     bool selects() const { return rule.share < 1.0f; }
 };

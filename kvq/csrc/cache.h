@@ -110,8 +110,8 @@ private:
     int commit_chunk();
     // Whether the branch's first `rows` rows, or so many of a path, are still there.
     bool may_keep(int rows) const {
-        return (!conv_.any() && !delta_.any()) || !tail_.is_chunk() || rows == tail_.branch().rows ||
-               rows <= config().draft_tokens;
+        return (!conv_.any() && !delta_.any()) || !tail_.is_chunk() ||
+               rows == tail_.branch().rows || rows <= config().draft_tokens;
     }
     // Whether a branch of so many rows can begin at token `at`, -1 for where it goes on.
     bool begins_at(int at, int rows) const;

@@ -87,10 +87,10 @@ typedef struct {
 } kvq_stats;
 
 /* How a cache reads. Steps, passes of at most draft_tokens rows: of a KV head's pages that a token
-   can see the best `share` by max over the head's queries of sum q_d (mid_d) + |q_d| (half_d), where
-   mid_d and half_d are the middle and half the span of a page's keys. `octaves` above 0 is for prompts
-   too: a page weighs nothing for a query whose best key there stands so many octaves (binary orders)
-   below the best of its floating-point keys, and its values need not be read. */
+   can see the best `share` by max over the head's queries of sum q_d (mid_d) + |q_d| (half_d),
+   where mid_d and half_d are the middle and half the span of a page's keys. `octaves` above 0 is
+   for prompts too: a page weighs nothing for a query whose best key there stands so many octaves
+   (binary orders) below the best of its floating-point keys, and its values need not be read. */
 typedef struct { float share, octaves; } kvq_read;
 
 typedef struct {

@@ -9,8 +9,8 @@
 
 namespace kvq {
 
-// Calls call(delta, which) for each number that any of up to 64 rows has moved by, `which` being the
-// rows that have: such rows meet the same queries. No `deltas`: none has moved.
+// Calls call(delta, which) for each number that any of up to 64 rows has moved by, `which` being
+// the rows that have: such rows meet the same queries. No `deltas`: none has moved.
 template <class Call>
 void for_alike(const int32_t* deltas, int count, Call&& call) {
     if (!deltas) return call(0, low_bits(count));

@@ -1,5 +1,5 @@
-// Launches. Compiled by nvcc for devices, and by any C++ compiler (-x c++) against the emulator of the
-// tests.
+// Launches. Compiled by nvcc for devices, and by any C++ compiler (-x c++) against the emulator of
+// the tests.
 #include "kvq_cuda.h"
 
 #include <algorithm>

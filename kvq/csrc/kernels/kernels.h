@@ -110,8 +110,8 @@ struct Kernels {
                  const uint64_t* visible);
     // logits [rows, 64]: products of the block's rows with the page's keys; q as in `pages`.
     void (*logits)(const PageView& page, const Block& block, const float* q, float* logits);
-    // bounds [rows]: by a page's constants alone, its middle key's product with each row plus what any
-    // key could add to that; no logit is larger (before a softcap).
+    // bounds [rows]: by a page's constants alone, its middle key's product with each row plus what
+    // any key could add to that; no logit is larger (before a softcap).
     void (*bounds)(const Block& block, const float* q, const PageView& page, float* bounds);
     // Reads a page for rows whose softmax is complete: acc is their attention output. q as in
     // `pages`; unit turns its products with keys into natural logits.

@@ -100,8 +100,8 @@ kvq::Kernels kernels_named(const char* name, const kvq::LinearKernels* linear) {
 
 }  // namespace
 
-// Offers these kernels as set `name`, where `runs` holds. The table is filled only then: compilers do
-// it by the very instructions that other processors lack.
+// Offers these kernels as set `name`, where `runs` holds. The table is filled only then: compilers
+// do it by the very instructions that other processors lack.
 #define KVQ_KERNEL_SET(name, runs)                                                \
     const kvq::Kernels* kvq::name##_kernels() {                                   \
         if (!(runs)) return nullptr;                                              \

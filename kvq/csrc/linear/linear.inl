@@ -14,8 +14,8 @@ using kvq::kPanelRows;
 using kvq::PanelLayout;
 using kvq::RoundedRows;
 
-// Rows' sums stay in registers only where no loop over them is left, and there are more rows than the
-// simd header's loops have.
+// Rows' sums stay in registers only where no loop over them is left, and there are more rows than
+// the simd header's loops have.
 #undef KVQ_UNROLL
 #define KVQ_UNROLL _Pragma("GCC unroll 16")
 // A call would put sums into memory. Compilers take minutes to inline all of plain C++ that way.
@@ -717,8 +717,8 @@ void add_row(const PanelLayout& layout, const uint8_t* panel, int lane, float we
 
 }  // namespace
 
-// Offers these products with the kernels of set `name`: `multiply` takes octets from so many rows on,
-// 0: never.
+// Offers these products with the kernels of set `name`: `multiply` takes octets from so many rows
+// on, 0: never.
 #define KVQ_LINEAR_SET(name, multiply, octets_from)                                   \
     const kvq::LinearKernels* kvq::name##_linear() {                                  \
         static const LinearKernels table{round_row, norm_row, gate_row,               \

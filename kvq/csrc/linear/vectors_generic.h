@@ -1,5 +1,5 @@
-// Sixteen lanes in plain C++: what every vectors header means beside its simd header, and the fallback
-// where none fits.
+// Sixteen lanes in plain C++: what every vectors header means beside its simd header, and the
+// fallback where none fits.
 #pragma once
 #define KVQ_PLAIN_CPP
 #include "../kernels/kernels.h"

@@ -104,8 +104,8 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     for (const Cache* cache : locked.caches)
         if (cache->device() != static_cast<AttentionKernel*>(kernel)->device)
             return failed("a cache lies on another device than the model");
-    const int status =
-        attend_together(a, locked.caches.data(), inputs.data(), inputs.size(), {run_units, context});
+    const int status = attend_together(a, locked.caches.data(), inputs.data(), inputs.size(),
+                                       {run_units, context});
     return status ? failed(kvq_status_text(status)) : nullptr;
 }
 
