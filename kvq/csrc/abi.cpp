@@ -6,43 +6,20 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "cache.h"
+#include "handles.h"
 #include "kernels/kernels.h"
 #include "platform.h"
-
-namespace kvq {
-namespace {
-
-struct Registry {
-    std::mutex mutex;
-    std::unordered_map<int64_t, std::shared_ptr<Cache>> caches;
-    int64_t next = 1;  // a handle is never used twice, so a stale one finds nothing
-};
-
-Registry& registry() {
-    // Never freed, as devices are not: a thread may still run passes when the process ends.
-    static Registry* instance = new Registry;
-    return *instance;
-}
-
-}  // namespace
-
-std::shared_ptr<Cache> find_cache(int64_t handle) {
-    std::lock_guard<std::mutex> lock(registry().mutex);
-    const auto found = registry().caches.find(handle);
-    return found == registry().caches.end() ? nullptr : found->second;
-}
-
-}  // namespace kvq
 
 using kvq::Cache;
 
 // Runs `call` on the cache a handle names, which lives at least as long as the call.
 template <class Call>
 static auto with_cache(int64_t handle, Call&& call, int closed = KVQ_CLOSED) {
-    const std::shared_ptr<Cache> cache = kvq::find_cache(handle);
+    const std::shared_ptr<Cache> cache = kvq::Handles<Cache>::all().find(handle);
     using Result = decltype(call(*cache));
     if (!cache) return static_cast<Result>(closed);
     std::lock_guard<std::mutex> turn(cache->turn);
@@ -128,17 +105,12 @@ int kvq_cache_open(const kvq_config* config, int64_t budget_bytes, int32_t colum
     std::shared_ptr<Cache> cache =
         Cache::open(*config, layout, budget_bytes, forms, there, resident_columns, file, file_bytes);
     if (!cache) return KVQ_NO_MEMORY;
-    std::lock_guard<std::mutex> lock(kvq::registry().mutex);
-    *handle = kvq::registry().next++;
-    kvq::registry().caches.emplace(*handle, std::move(cache));
+    *handle = kvq::Handles<Cache>::all().add(std::move(cache));
     return KVQ_OK;
 }
 
 int kvq_cache_close(int64_t handle) {
-    // Outside the lock: the memory may go with it.
-    const std::shared_ptr<Cache> last = kvq::find_cache(handle);
-    std::lock_guard<std::mutex> lock(kvq::registry().mutex);
-    return kvq::registry().caches.erase(handle) ? KVQ_OK : KVQ_CLOSED;
+    return kvq::Handles<Cache>::all().erase(handle) ? KVQ_OK : KVQ_CLOSED;
 }
 
 int kvq_cache_stats(int64_t handle, kvq_stats* stats) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -10,11 +11,6 @@
 #include "visibility.h"
 
 namespace kvq {
-
-const Parallel kSerial{[](void*, void (*work)(void*, size_t), size_t count, void* user) {
-                           for (size_t i = 0; i < count; i++) work(user, i);
-                       },
-                       nullptr};
 
 namespace {
 
@@ -47,18 +43,30 @@ struct Run {
 
 void attend_tile(Block& block, Visibility& sight, Rotated& rotated, const uint16_t* k,
                  const uint16_t* v, const int32_t* deltas, int count, const uint64_t* masks) {
-    // Rows that have moved alike meet the same queries.
-    uint64_t left = count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
-    while (left) {
-        const int32_t delta = deltas ? deltas[__builtin_ctzll(left)] : 0;
-        uint64_t alike = 0;
-        for (int t = 0; t < count; t++)
-            alike |= static_cast<uint64_t>(!deltas || deltas[t] == delta) << t;
-        const bool all = alike == left && __builtin_popcountll(left) == count;
+    for_alike(deltas, count, [&](int32_t delta, uint64_t alike) {
         kernels().tile(block, rotated.queries(block, delta), k, v, count,
-                       all ? masks : sight.among(alike, masks));
-        left &= ~alike;
-    }
+                       alike == low_bits(count) ? masks : sight.among(alike, masks));
+    });
+}
+
+Selection::Selection(float share, int kv_heads, int tokens, int views)
+    : share_(share), tokens_(tokens), views_(views) {
+    scores_.assign(at(kv_heads, 0), kNothingSeen);
+}
+
+void Selection::choose(int kv_head, int token) {
+    float* scores = this->scores(kv_head, token);
+    const auto seen = views_ - std::count(scores, scores + views_, kNothingSeen);
+    const auto kept = static_cast<size_t>(
+        std::max(1.0f, std::ceil(share_ * static_cast<float>(seen) - 1e-4f)));
+    if (kept >= static_cast<size_t>(seen)) return;
+    std::vector<int> order(static_cast<size_t>(views_));
+    std::iota(order.begin(), order.end(), 0);
+    std::nth_element(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept), order.end(),
+                     [&](int a, int b) {
+                         return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+                     });
+    for (size_t i = kept; i < order.size(); i++) scores[order[i]] = kNothingSeen;
 }
 
 AttendJob::AttendJob(const Arena& arena, const PageTable& pages, const Tail& tail,
@@ -70,7 +78,7 @@ AttendJob::AttendJob(const Arena& arena, const PageTable& pages, const Tail& tai
     const bool splits = in.tokens <= c.draft_tokens;
     splits_ = splits ? std::clamp(pages.columns() / kSplitColumns, 1, int{c.splits}) : 1;
     if (splits && reading.selects() && pages.views())
-        selection_ = Selection(reading.rule, a.kv_heads, in.tokens, pages.views());
+        selection_ = Selection(reading.rule.share, a.kv_heads, in.tokens, pages.views());
 }
 
 const float* AttendJob::query(int kv_head, int row) const {
@@ -152,8 +160,6 @@ void AttendJob::choose(size_t unit) {
         Block block;
         Visibility sight(a_.window_tokens);
         load_rows(block, sight, kv_head, token * group() + done, group() - done);
-        for (int r = 0; r < block.rows; r++)
-            keep_loudest(block.q + r * a_.head_dim, a_.head_dim, selection_.rule().channels);
         Rotated rotated(in_.inv_freq, a_.rotary_pairs, pages_.form(stream));
         float best[kBlockRows];
         std::fill(best, best + kBlockRows, kNothingSeen);
@@ -167,8 +173,7 @@ void AttendJob::choose(size_t unit) {
             const View& view = pages_.view_at(i);
             float* own = bounds.data() + int64_t{i} * kBlockRows;
             kernels().bounds(block, rotated.queries(block, view.delta),
-                             pages_.view(stream, pages_.entry(stream, view.column), false),
-                             selection_.rule().spread, own);
+                             pages_.view(stream, pages_.entry(stream, view.column), false), own);
             for (int r = 0; r < block.rows; r++) best[r] = std::max(best[r], own[r]);
         }
         for (int i = 0; i < views; i++)

@@ -58,9 +58,7 @@ int Cache::feed_back(const float* feedback) {
 }
 
 int Cache::read_by(const kvq_read& rule) {
-    if (!(rule.share > 0 && rule.share <= 1) || !(rule.spread >= 0 && rule.spread <= 1) ||
-        rule.channels < 0 || !(rule.octaves >= 0) || (twin_ && rule.share < 1 && rule.channels))
-        return KVQ_BAD_ARGUMENT;
+    if (!(rule.share > 0 && rule.share <= 1) || !(rule.octaves >= 0)) return KVQ_BAD_ARGUMENT;
     reading_.rule = rule;
     if (arena_.file_bytes)
         platform::expect_jumps(arena_.end() - arena_.file_bytes, arena_.end(), reading_.selects());
@@ -234,20 +232,15 @@ namespace {
 // Runs the units of all jobs in one dispatch, or none if there are none.
 template <size_t (AttendJob::*Units)() const, void (AttendJob::*Run)(size_t)>
 void run_all(std::vector<AttendJob>& jobs, const Parallel& parallel) {
-    struct Share {
-        std::vector<AttendJob>& jobs;
-        std::vector<size_t> ends;  // of each job's units
-    } share{jobs, {}};
+    std::vector<size_t> ends;  // of each job's units
     for (const AttendJob& job : jobs)
-        share.ends.push_back((share.ends.empty() ? 0 : share.ends.back()) + (job.*Units)());
-    if (share.ends.empty() || share.ends.back() == 0) return;
-    const auto work = [](void* user, size_t unit) {
-        Share& share = *static_cast<Share*>(user);
-        const auto end = std::upper_bound(share.ends.begin(), share.ends.end(), unit);
-        const size_t s = static_cast<size_t>(end - share.ends.begin());
-        (share.jobs[s].*Run)(s ? unit - share.ends[s - 1] : unit);
-    };
-    parallel.run(parallel.context, work, share.ends.back(), &share);
+        ends.push_back((ends.empty() ? 0 : ends.back()) + (job.*Units)());
+    if (ends.empty() || ends.back() == 0) return;
+    each(parallel, ends.back(), [&](size_t unit) {
+        const auto end = std::upper_bound(ends.begin(), ends.end(), unit);
+        const size_t s = static_cast<size_t>(end - ends.begin());
+        (jobs[s].*Run)(s ? unit - ends[s - 1] : unit);
+    });
 }
 
 void run_jobs(std::vector<AttendJob>& jobs, const Parallel& parallel) {
@@ -319,7 +312,7 @@ int Cache::commit(const int32_t* rows, int count) {
     if (!tail_.open()) return KVQ_BAD_STATE;
     if (count == 0) return rewind(0);
     if (count < 0 || count > tail_.branch().rows || !tail_.is_path(rows, count) ||
-        !conv_.may_keep(tail_, count) || !delta_.may_keep(tail_, count))
+        !may_keep(count))
         return KVQ_BAD_ARGUMENT;
     if (tail_.unattended()) return KVQ_BAD_STATE;
     if (tail_.branch().staged)
@@ -370,7 +363,7 @@ int Cache::rewind(int rows) {
         return KVQ_OK;
     }
     if (branch.staged || (tail_.unattended() && rows > tail_.first_row())) return KVQ_BAD_STATE;
-    if (!conv_.may_keep(tail_, rows) || !delta_.may_keep(tail_, rows)) return KVQ_BAD_ARGUMENT;
+    if (!may_keep(rows)) return KVQ_BAD_ARGUMENT;
     probes_.forget_from(tail_, rows);
     tail_.keep_branch_rows(rows);
     return KVQ_OK;

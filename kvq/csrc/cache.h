@@ -108,6 +108,11 @@ private:
         if (twin_) twin_->fetch(pages_);
     }
     int commit_chunk();
+    // Whether the branch's first `rows` rows, or so many of a path, are still there.
+    bool may_keep(int rows) const {
+        return (!conv_.any() && !delta_.any()) || !tail_.is_chunk() ||
+               rows == tail_.branch().rows || rows <= config().draft_tokens;
+    }
     // Whether a branch of so many rows can begin at token `at`, -1 for where it goes on.
     bool begins_at(int at, int rows) const;
     // Whether so many views and stretches of rows leave every page to come the views it needs.
@@ -146,8 +151,5 @@ int attend_together(const kvq_attention& a, Cache* const* caches, const Inputs* 
 // set, and their positions are the caches'.
 int read_together(const kvq_attention& a, Cache* const* caches, Inputs* inputs, size_t count,
                   const Parallel& parallel);
-
-// The cache a handle names, or null. Whoever calls it holds `turn` while it works.
-std::shared_ptr<Cache> find_cache(int64_t handle);
 
 }  // namespace kvq

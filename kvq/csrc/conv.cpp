@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <iterator>
+#include <vector>
 
 namespace kvq {
 namespace {
@@ -13,10 +13,6 @@ namespace {
 constexpr int kChannels = 256;
 
 }  // namespace
-
-bool Convolutions::may_keep(const Tail& tail, int rows) const {
-    return !any() || !is_chunk(tail) || rows == tail.branch().rows || rows <= config().draft_tokens;
-}
 
 const float* Convolutions::seen(const Tail& tail, int layer, int row, int back,
                                 const float* own) const {
@@ -37,7 +33,7 @@ void Convolutions::remember(const Tail& tail, int layer, int tokens, const float
     };
     const int kept = std::min(tokens, config().draft_tokens - tail.first_row());
     for (int t = 0; t < kept; t++) keep(t, branch(layer, tail.first_row() + t));
-    if (!is_chunk(tail)) return;
+    if (!tail.is_chunk()) return;
     for (int t = first_ending(tokens); t < tokens; t++)
         keep(t, ending(layer, t - first_ending(tokens)));
     const int held = arena_.state->tokens;
@@ -52,54 +48,45 @@ int Convolutions::run(const Tail& tail, int layer, int tokens, const float* bcx,
     BranchState& b = arena_.state->branch;
     if (tokens < 1 || tokens != b.pass_rows) return KVQ_BAD_STATE;
     if (layer < 0 || layer >= config().conv_layers) return KVQ_BAD_ARGUMENT;
-    struct Work {
-        const Convolutions& self;
-        const Tail& tail;
-        int layer, tokens;
-        const float *bcx, *weight;
-        float* out;
-        std::atomic<bool> finite;
-    } work{*this, tail, layer, tokens, bcx, weight, out, {true}};
-    const auto unit = [](void* user, size_t unit) {
-        Work& w = *static_cast<Work*>(user);
-        const int64_t width = w.self.config().conv_width;
-        const int taps = w.self.config().conv_taps, first = static_cast<int>(unit) * kChannels;
+    const int64_t width = config().conv_width;
+    const int taps = config().conv_taps;
+    std::atomic<bool> all_finite{true};
+    const auto unit = [&](size_t unit) {
+        const int first = static_cast<int>(unit) * kChannels;
         const int count = static_cast<int>(std::min<int64_t>(kChannels, width - first));
         bool finite = true;
-        for (int64_t t = 0; t < w.tokens; t++) {
-            const float *b = w.bcx + 3 * t * width + first, *x = b + 2 * width;
-            float* own = w.out + t * width + first;
+        for (int64_t t = 0; t < tokens; t++) {
+            const float *b = bcx + 3 * t * width + first, *x = b + 2 * width;
+            float* own = out + t * width + first;
             for (int c = 0; c < count; c++) {
                 own[c] = b[c] * x[c];
                 finite &= std::isfinite(own[c]);
             }
         }
-        if (!finite) w.finite = false;
-        w.self.remember(w.tail, w.layer, w.tokens, w.out, first, count);
+        if (!finite) all_finite = false;
+        remember(tail, layer, tokens, out, first, count);
         float weights[kMostTaps][kChannels], total[kChannels];
         for (int c = 0; c < count; c++)
-            for (int k = 0; k < taps; k++) weights[k][c] = w.weight[(first + c) * taps + k];
+            for (int k = 0; k < taps; k++) weights[k][c] = weight[(first + c) * taps + k];
         // A row sees earlier ones, which are still products when the last is summed first.
-        for (int64_t t = w.tokens - 1; t >= 0; t--) {
-            float* own = w.out + t * width + first;
+        for (int64_t t = tokens - 1; t >= 0; t--) {
+            float* own = out + t * width + first;
             for (int c = 0; c < count; c++) total[c] = own[c] * weights[taps - 1][c];
             for (int back = 1; back < taps; back++) {
-                const int row = w.tail.first_row() + static_cast<int>(t);
-                const float* seen = w.self.seen(w.tail, w.layer, row, back, w.out);
-                const float* weight = weights[taps - 1 - back];
-                for (int c = 0; seen && c < count; c++) total[c] += seen[first + c] * weight[c];
-                for (int c = 0; !seen && c < count; c++) total[c] += 0.0f * weight[c];
+                const int row = tail.first_row() + static_cast<int>(t);
+                const float* from = seen(tail, layer, row, back, out);
+                const float* tap = weights[taps - 1 - back];
+                for (int c = 0; from && c < count; c++) total[c] += from[first + c] * tap[c];
+                for (int c = 0; !from && c < count; c++) total[c] += 0.0f * tap[c];
             }
-            const float* gate = w.bcx + (3 * t + 1) * width + first;
+            const float* gate = bcx + (3 * t + 1) * width + first;
             for (int c = 0; c < count; c++) own[c] = gate[c] * total[c];
         }
     };
-    const size_t units = static_cast<size_t>((config().conv_width + kChannels - 1) / kChannels);
     // A few rows take less time than waking a thread.
-    if (tokens < 16)
-        for (size_t i = 0; i < units; i++) unit(&work, i);
-    else parallel.run(parallel.context, unit, units, &work);
-    if (!work.finite) return KVQ_NOT_FINITE;
+    each(tokens < 16 ? kSerial : parallel,
+         static_cast<size_t>((width + kChannels - 1) / kChannels), unit);
+    if (!all_finite) return KVQ_NOT_FINITE;
     b.mixed += layer == b.mixed;
     return KVQ_OK;
 }
@@ -121,21 +108,9 @@ void Convolutions::take(int place, Source&& source) const {
 
 void Convolutions::forget_one(int coming) const {
     ConvState& s = state();
-    const auto last_of = [&](int place) {
-        return static_cast<int>(std::find(places(), places() + s.checkpoints, place) - places());
-    };
-    int found = 0;
-    for (const int place : s.wanted)
-        if (last_of(place) < s.checkpoints) found = last_of(place);
-    int64_t least_gap = 1, least_distance = 0;
-    for (int i = 0; i < s.checkpoints; i++) {
-        const int64_t first = i ? places()[i - 1] : 0;
-        const int64_t next = i + 1 < s.checkpoints ? places()[i + 1] : coming;
-        const int64_t gap = next - first, distance = coming - next + kConvStepTokens;
-        const bool kept = std::count(std::begin(s.wanted), std::end(s.wanted), places()[i]) > 0;
-        if (kept || gap * least_distance >= least_gap * distance) continue;
-        found = i, least_gap = gap, least_distance = distance;
-    }
+    const std::vector<int32_t> known(places(), places() + s.checkpoints);
+    const int found =
+        static_cast<int>(least_missed(s, known, coming, [](int place) { return place; }));
     const int behind = --s.checkpoints - found;
     std::copy_n(places() + found + 1, behind, places() + found);
     places()[s.checkpoints] = 0;
@@ -148,7 +123,7 @@ void Convolutions::keep(const Tail& tail, const int32_t* rows, int count) {
     if (!any()) return;
     ConvState& s = state();
     const int tokens = arena_.state->tokens, stop = tokens + count;
-    const bool chunk = is_chunk(tail) && count == tail.branch().rows;
+    const bool chunk = tail.is_chunk() && count == tail.branch().rows;
     const auto committed = [&](int layer, int token) {
         return token >= 0 ? newest(layer, token) : nullptr;
     };

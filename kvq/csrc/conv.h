@@ -16,8 +16,6 @@ public:
     // [tokens, width].
     int run(const Tail& tail, int layer, int tokens, const float* bcx, const float* weight,
             float* out, const Parallel& parallel);
-    // Whether the branch's first `rows` rows, or so many of a path, are still there.
-    bool may_keep(const Tail& tail, int rows) const;
     // The path `rows` (null: the first `count`) of the branch follows the committed tokens, which
     // do not count it yet.
     void keep(const Tail& tail, const int32_t* rows, int count);
@@ -67,8 +65,6 @@ private:
     float* noted(int layer, int i) const { return ending(layer, held_rows() + i); }
     float* checkpoint(int layer, int i) const { return noted(layer, before() * (1 + i)); }
 
-    // Whether the pass under way is a chunk of which not every row is kept.
-    bool is_chunk(const Tail& tail) const { return tail.branch().rows > config().draft_tokens; }
     // Of the rows of a chunk the first whose row is an ending one.
     int first_ending(int rows) const { return rows > held_rows() ? rows - held_rows() : 0; }
     // What row `row` of the branch sees `back` rows before itself, or null: nothing was there.

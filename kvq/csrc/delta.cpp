@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -43,7 +44,6 @@ struct DeltaNets::Group {
 };
 
 struct DeltaNets::Work {
-    const DeltaNets& self;
     const Tail& tail;
     const DeltaInputs& in;
     std::vector<Group> groups;
@@ -57,10 +57,6 @@ void DeltaNets::clear() {
     for (int slot = 1; slot < config().delta_states; slot++) forget(slot);
     std::memset(slot_of(0, 0), 0, static_cast<size_t>(slot_bytes()));
     pending_ = noted_ = -1;
-}
-
-bool DeltaNets::may_keep(const Tail& tail, int rows) const {
-    return !any() || !is_chunk(tail) || rows == tail.branch().rows || rows <= config().draft_tokens;
 }
 
 DeltaNets::Places DeltaNets::places(int rows) const {
@@ -79,34 +75,19 @@ int DeltaNets::free_slot(int after) const {
 }
 
 // Forgets states until so many slots are free: the beginning, which is known anyway, then that
-// without which least is computed again, as reference_conv.py's least_missed has it.
+// without which least is computed again.
 void DeltaNets::make_free(int count) const {
+    int32_t* const end = bases() + config().delta_states;
     const int live = bases()[state().live];
-    const auto is_wanted = [&](int base) {
-        for (const int place : state().wanted)
-            if (place && base_of(place) == base) return true;
-        return false;
-    };
-    std::vector<int> slots;
-    for (int slot = 0; slot < config().delta_states; slot++)
-        if (bases()[slot] >= 0 && slot != state().live) slots.push_back(slot);
-    std::sort(slots.begin(), slots.end(), [&](int a, int b) { return bases()[a] < bases()[b]; });
-    for (int free = config().delta_states - 1 - static_cast<int>(slots.size()); free < count;
+    std::vector<int32_t> known;
+    std::copy_if(bases(), end, std::back_inserter(known),
+                 [&](int base) { return base >= 0 && base != live; });
+    std::sort(known.begin(), known.end());
+    for (int free = config().delta_states - 1 - static_cast<int>(known.size()); free < count;
          free++) {
-        size_t found = 0;
-        for (const int place : state().wanted)
-            for (size_t i = 0; place && i < slots.size() && bases()[slots[0]]; i++)
-                if (bases()[slots[i]] == base_of(place)) found = i;
-        int64_t least_gap = 1, least_distance = 0;
-        for (size_t i = 0; i < slots.size() && bases()[slots[0]]; i++) {
-            const int64_t first = i ? bases()[slots[i - 1]] : 0;
-            const int64_t next = i + 1 < slots.size() ? bases()[slots[i + 1]] : live;
-            const int64_t gap = next - first, distance = live - next + kConvStepTokens;
-            if (is_wanted(bases()[slots[i]]) || gap * least_distance >= least_gap * distance) continue;
-            found = i, least_gap = gap, least_distance = distance;
-        }
-        forget(slots[found]);
-        slots.erase(slots.begin() + static_cast<std::ptrdiff_t>(found));
+        const size_t i = known[0] ? least_missed(state(), known, live, base_of) : 0;
+        *std::find(bases(), end, known[i]) = -1;
+        known.erase(known.begin() + static_cast<std::ptrdiff_t>(i));
     }
 }
 
@@ -141,8 +122,8 @@ int DeltaNets::run(const Tail& tail, const DeltaInputs& in, const Parallel& para
     if (!any() || in.tokens < 1 || in.tokens != b.pass_rows) return KVQ_BAD_STATE;
     if (in.layer < 0 || in.layer >= config().delta_layers) return KVQ_BAD_ARGUMENT;
     // Of a chunk the first layer makes room for states, so each layer sees it once and in order.
-    if (is_chunk(tail) && in.layer != b.mixed) return KVQ_BAD_STATE;
-    Work work{*this, tail, in, {}, is_chunk(tail), {-1, -1}, {true}};
+    if (tail.is_chunk() && in.layer != b.mixed) return KVQ_BAD_STATE;
+    Work work{tail, in, {}, tail.is_chunk(), {-1, -1}, {true}};
     if (work.chunk) {
         work.places = places(b.rows);
         if (in.layer == 0) {
@@ -172,11 +153,8 @@ int DeltaNets::run(const Tail& tail, const DeltaInputs& in, const Parallel& para
     // A row's ancestors come before it.
     std::stable_sort(work.groups.begin(), work.groups.end(),
                      [](const Group& x, const Group& y) { return x.base < y.base; });
-    const auto unit = [](void* user, size_t head) {
-        Work& w = *static_cast<Work*>(user);
-        w.self.run_head(w, static_cast<int>(head));
-    };
-    parallel.run(parallel.context, unit, static_cast<size_t>(config().delta_key_heads), &work);
+    each(parallel, static_cast<size_t>(config().delta_key_heads),
+         [&](size_t head) { run_head(work, static_cast<int>(head)); });
     if (!work.finite) return KVQ_NOT_FINITE;
     b.mixed += in.layer == b.mixed;
     return KVQ_OK;
@@ -425,7 +403,7 @@ void DeltaNets::keep(const Tail& tail, const int32_t* rows, int count) {
     if (!any()) return;
     DeltaState& s = state();
     const int tokens = arena_.state->tokens;
-    const bool chunk = is_chunk(tail) && count == tail.branch().rows;
+    const bool chunk = tail.is_chunk() && count == tail.branch().rows;
     if (chunk) {
         const Places kept = places(count);
         if (kept.wanted >= 0) bases()[noted_] = kept.wanted;

@@ -30,7 +30,6 @@ public:
     void clear();
     int run(const Tail& tail, const DeltaInputs& in, const Parallel& parallel);
     // As of Convolutions.
-    bool may_keep(const Tail& tail, int rows) const;
     void keep(const Tail& tail, const int32_t* rows, int count);
     int trim(int tokens);
     void mark(int tokens) const {
@@ -96,7 +95,6 @@ private:
         return state_of(slot, layer, config().delta_value_heads);
     }
 
-    bool is_chunk(const Tail& tail) const { return tail.branch().rows > config().draft_tokens; }
     int first_ending(int rows) const { return std::max(0, rows - delta_ending(config())); }
     // The bases within a chunk of so many rows whose states are kept, -1 where there is none.
     struct Places {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "ort/register.h"
+#include "ort/kernel.h"
 #include "platform.h"
 
 namespace kvq {
@@ -61,22 +61,12 @@ bool Device::load(const char* path, std::string& why) {
     void* library = platform::open_library(path, why);
     if (!library) return false;
     bool whole = true;
-    const auto find = [&](const char* name, auto& call) {
-        call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(
-            platform::find_symbol(library, name));
-        whole &= call != nullptr;
-    };
-    find("kvq_cuda_error", calls_.error), find("kvq_cuda_abi", calls_.abi);
-    find("kvq_cuda_open", calls_.open), find("kvq_cuda_allocate", calls_.allocate);
-    find("kvq_cuda_free", calls_.free), find("kvq_cuda_copy", calls_.copy);
-    find("kvq_cuda_allocate_host", calls_.allocate_host);
-    find("kvq_cuda_free_host", calls_.free_host), find("kvq_cuda_after", calls_.after);
-    find("kvq_cuda_clear", calls_.clear), find("kvq_cuda_wait", calls_.wait);
-    find("kvq_cuda_set_ops", calls_.set_ops), find("kvq_cuda_store", calls_.store);
-    find("kvq_cuda_attend", calls_.attend), find("kvq_cuda_close", calls_.close);
-    find("kvq_cuda_narrow_keys", calls_.narrow_keys);
-    find("kvq_cuda_narrow", calls_.narrow), find("kvq_cuda_linear_run", calls_.linear);
-    find("kvq_cuda_gather", calls_.gather), find("kvq_cuda_best", calls_.best);
+#define KVQ_CALL_LOAD(name)                              \
+    calls_.name = reinterpret_cast<decltype(calls_.name)>( \
+        platform::find_symbol(library, "kvq_cuda_" #name)); \
+    whole &= calls_.name != nullptr;
+    KVQ_DEVICE_CALLS(KVQ_CALL_LOAD)
+#undef KVQ_CALL_LOAD
     if (!whole || calls_.abi() != KVQ_ABI)
         return why = "it belongs to another version of kvq: reinstall kvq-runtime", false;
     if (calls_.open(&facts_)) return why = calls_.error(), false;

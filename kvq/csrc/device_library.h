@@ -28,30 +28,18 @@ private:
     int64_t bytes_ = 0;
 };
 
+// The calls of a device's library: kvq_cuda.h has them with kvq_cuda_ before the name.
+#define KVQ_DEVICE_CALLS(X)                                                            \
+    X(error) X(abi) X(open) X(allocate) X(free) X(allocate_host) X(free_host) X(copy)  \
+    X(clear) X(wait) X(after) X(set_ops) X(store) X(attend) X(close) X(narrow)         \
+    X(narrow_keys) X(linear_run) X(gather) X(best)
+
 class Device {
 public:
-    // The calls of a device's library, each under its name in kvq_cuda.h.
     struct Calls {
-        decltype(&kvq_cuda_error) error;
-        decltype(&kvq_cuda_abi) abi;
-        decltype(&kvq_cuda_open) open;
-        decltype(&kvq_cuda_allocate) allocate;
-        decltype(&kvq_cuda_free) free;
-        decltype(&kvq_cuda_allocate_host) allocate_host;
-        decltype(&kvq_cuda_free_host) free_host;
-        decltype(&kvq_cuda_copy) copy;
-        decltype(&kvq_cuda_clear) clear;
-        decltype(&kvq_cuda_wait) wait;
-        decltype(&kvq_cuda_after) after;
-        decltype(&kvq_cuda_set_ops) set_ops;
-        decltype(&kvq_cuda_store) store;
-        decltype(&kvq_cuda_attend) attend;
-        decltype(&kvq_cuda_close) close;
-        decltype(&kvq_cuda_narrow) narrow;
-        decltype(&kvq_cuda_narrow_keys) narrow_keys;
-        decltype(&kvq_cuda_linear_run) linear;
-        decltype(&kvq_cuda_gather) gather;
-        decltype(&kvq_cuda_best) best;
+#define KVQ_CALL_MEMBER(name) decltype(&kvq_cuda_##name) name;
+        KVQ_DEVICE_CALLS(KVQ_CALL_MEMBER)
+#undef KVQ_CALL_MEMBER
     };
 
     // Number of the device whose library lies at `path`, from 1 on: opened once, for as long as the

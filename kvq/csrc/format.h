@@ -43,6 +43,10 @@ constexpr bool valid_width(int bits) { return bits == 8 || bits == 6 || bits == 
 // Widths that keep the top half of a plane, and the granule it begins at: hi4's, or lo4's.
 constexpr bool halves_plane(int bits) { return bits == 6 || bits == 2; }
 constexpr size_t halved(int bits) { return bits == 6 ? 2 : 0; }
+// Of a mask of a page's tokens, or of other 64 rows, the first `count`.
+constexpr uint64_t low_bits(int64_t count) {
+    return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
+}
 
 // A code as a read at `bits` has it, its dropped bits 0, plus this: steps from its grid's middle.
 constexpr float from_middle(int bits) {

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Counts changes of this file that a caller must know of. */
-#define KVQ_ABI 29
+#define KVQ_ABI 30
 
 enum kvq_status {
     KVQ_OK = 0,
@@ -87,12 +87,11 @@ typedef struct {
 } kvq_stats;
 
 /* How a cache reads. Steps, passes of at most draft_tokens rows: of a KV head's pages that a token
-   can see the best `share` by max over the head's queries of sum q_d (mid_d) + spread |q_d| (half_d),
-   over the `channels` loudest channels of a query (0: all), where mid_d and half_d are the middle and
-   half the span of a page's keys. `octaves` above 0 is for prompts too: a page weighs nothing for a query
-   whose best key there stands so many octaves (binary orders) below the best of its floating-point
-   keys, and its values need not be read. */
-typedef struct { float share, spread, octaves; int32_t channels; } kvq_read;
+   can see the best `share` by max over the head's queries of sum q_d (mid_d) + |q_d| (half_d),
+   where mid_d and half_d are the middle and half the span of a page's keys. `octaves` above 0 is
+   for prompts too: a page weighs nothing for a query whose best key there stands so many octaves
+   (binary orders) below the best of its floating-point keys, and its values need not be read. */
+typedef struct { float share, octaves; } kvq_read;
 
 typedef struct {
     int32_t layer, heads, kv_heads, head_dim;

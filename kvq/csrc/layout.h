@@ -1,6 +1,9 @@
 // How an arena's bytes divide: what a snapshot holds, then scratch, then the pool of pages.
 #pragma once
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <vector>
 
 #include "format.h"
 #include "kernels/kernels.h"
@@ -128,6 +131,28 @@ int wanted_within(const State& state, int start, int stop) {
     for (const int place : state.wanted)
         if (place > start && place <= stop) return place;
     return 0;
+}
+// Which of rising `places` is given up for `coming`: that without which least is computed again, as
+// mixed_rows.py of the tests has it. Of a wanted place base(place) is kept while it can be.
+template <class State, class Base>
+size_t least_missed(const State& state, const std::vector<int32_t>& places, int coming, Base base) {
+    const auto is_wanted = [&](int at) {
+        return std::any_of(std::begin(state.wanted), std::end(state.wanted),
+                           [&](int place) { return place && base(place) == at; });
+    };
+    size_t least = 0;
+    for (const int place : state.wanted)
+        for (size_t i = 0; place && i < places.size(); i++)
+            if (places[i] == base(place)) least = i;
+    int64_t least_gap = 1, least_distance = 0;
+    for (size_t i = 0; i < places.size(); i++) {
+        const int64_t first = i ? places[i - 1] : 0;
+        const int64_t next = i + 1 < places.size() ? places[i + 1] : coming;
+        const int64_t gap = next - first, distance = coming - next + kConvStepTokens;
+        if (is_wanted(places[i]) || gap * least_distance >= least_gap * distance) continue;
+        least = i, least_gap = gap, least_distance = distance;
+    }
+    return least;
 }
 constexpr int kFoldTokens = 8, kMostDeltaDim = 256;
 constexpr int64_t delta_conv_width(const kvq_config& c) {

@@ -100,10 +100,6 @@ int join(View* out, int count, const View& view) {
     return std::max(count, static_cast<int>(found - out) + 1);
 }
 
-uint64_t low_bits(int64_t count) {
-    return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
-}
-
 }  // namespace
 
 void PageTable::append(const int32_t* positions, const int32_t* deltas, const int32_t* tokens) {

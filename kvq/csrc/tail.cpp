@@ -25,8 +25,7 @@ uint64_t Tail::sees(int row, int from) const {
         const uint64_t* sees = arena_.branch[row].sees;
         return from_bit(sees[0], from) | from_bit(sees[1], from - 64);
     }
-    const int count = row - from + 1;  // of a chain: all rows up to this one
-    const uint64_t bits = count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
+    const uint64_t bits = low_bits(row - from + 1);  // of a chain: all rows up to this one
     return from >= 0 ? bits : bits & from_bit(~uint64_t{0}, from);
 }
 

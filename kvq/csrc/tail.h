@@ -15,6 +15,8 @@ public:
     int used() const { return arena_.state->tail_used; }
     const BranchState& branch() const { return arena_.state->branch; }
     bool open() const { return branch().rows > 0; }
+    // The pass under way is a chunk of which not every row is kept.
+    bool is_chunk() const { return branch().rows > config().draft_tokens; }
     // A pass is under way that not every layer has seen.
     bool unattended() const {
         return open() && (branch().attended < arena_.config().layers ||

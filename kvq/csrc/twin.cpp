@@ -36,16 +36,11 @@ struct Visits {
     std::vector<uint64_t> alike;
 
     void add(int tile, const int32_t* moved, int count) {
-        uint64_t left = count == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
-        while (left) {
-            const int32_t delta = moved[__builtin_ctzll(left)];
-            uint64_t same = 0;
-            for (int t = 0; t < count; t++) same |= static_cast<uint64_t>(moved[t] == delta) << t;
+        for_alike(moved, count, [&](int32_t delta, uint64_t which) {
             tile_rows.push_back(tile);
             tile_turns.push_back(delta ? turn_of(deltas, 0, delta) : -1);
-            alike.push_back(same);
-            left &= ~same;
-        }
+            alike.push_back(which);
+        });
     }
 
     // One mask for every token and visit.
@@ -277,7 +272,7 @@ int Twin::choose(const kvq_attention& a, const kvq_read& rule, uint8_t* room,
         note(device_.calls().clear(counts_.data(), sizeof(kvq_cuda_counts), stream));
     }
     counts_changed_ = true;
-    s.share = rule.share, s.spread = rule.spread;
+    s.share = rule.share;
     s.counts = reinterpret_cast<kvq_cuda_counts*>(counts_.data());
     s.bounds = reinterpret_cast<float*>(room);
     s.chosen = room + int64_t{4} * a.heads * s.tokens * s.view_count;

@@ -5,11 +5,6 @@
 namespace kvq {
 namespace {
 
-// Bits 0 to count - 1.
-uint64_t low_bits(int64_t count) {
-    return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
-}
-
 struct Span {
     int64_t first, last;
 };

@@ -9,6 +9,21 @@
 
 namespace kvq {
 
+// Calls call(delta, which) for each number that any of up to 64 rows has moved by, `which` being
+// the rows that have: such rows meet the same queries. No `deltas`: none has moved.
+template <class Call>
+void for_alike(const int32_t* deltas, int count, Call&& call) {
+    if (!deltas) return call(0, low_bits(count));
+    uint64_t left = low_bits(count);
+    while (left) {
+        const int32_t delta = deltas[__builtin_ctzll(left)];
+        uint64_t alike = 0;
+        for (int t = 0; t < count; t++) alike |= static_cast<uint64_t>(deltas[t] == delta) << t;
+        call(delta, alike);
+        left &= ~alike;
+    }
+}
+
 class Visibility {
 public:
     explicit Visibility(int window) : window_(window) {}

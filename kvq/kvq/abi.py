@@ -24,7 +24,7 @@ from kvq.config import AttentionParams
 from kvq.formats import aligned
 
 # The `KVQ_ABI` this module was written for.
-ABI = 29
+ABI = 30
 
 
 class Regions(NamedTuple):
@@ -149,12 +149,7 @@ class NativeDevice(Structure):
 class NativeRead(Structure):
     """`kvq_read`: how little of the pages a pass may read."""
 
-    _fields_ = (
-        ("share", c_float),
-        ("spread", c_float),
-        ("octaves", c_float),
-        ("channels", c_int32),
-    )
+    _fields_ = (("share", c_float), ("octaves", c_float))
 
 
 class NativeAttention(Structure):

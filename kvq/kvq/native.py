@@ -134,7 +134,7 @@ class NativeCache:
             self.close()
 
     def read_by(self, rule: ReadRule) -> None:
-        numbers = NativeRead(share=rule.share, spread=1.0, octaves=rule.octaves)
+        numbers = NativeRead(share=rule.share, octaves=rule.octaves)
         self._call("read", ctypes.byref(numbers))
 
     def feed_back(self, feedback: NDArray[np.float32]) -> None:

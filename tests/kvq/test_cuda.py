@@ -1,6 +1,6 @@
 """The kernels for CUDA against the reference, on an emulated grid of threads and on a GPU.
 
-`emulator.h` runs every thread of a block as a fiber, so barriers, shuffles and the products of
+`cuda_emulator.h` runs every thread of a block as a fiber, so barriers, shuffles and the products of
 tensor cores mean what they mean on a device; speed alone is left out. `-m gpu` runs the same tests
 on a real one, which needs no ONNX Runtime.
 """
@@ -98,7 +98,7 @@ Sequence = structure(
     "l pool_bytes constant_bytes granule_bytes;"
     "p pool entries views turn_of_view deltas tile_rows tile_turns forms tail_keys tail_values "
     "tail_masks qkv positions inv_freq q_norm k_norm sink_logits queries partials out "
-    "chosen bounds; f share spread; p counts away_end; l away_slot",
+    "chosen bounds; f share; p counts away_end; l away_slot",
 )
 Closing = structure(
     "Closing",
@@ -344,7 +344,7 @@ def attended(case: Case, library: Library) -> tuple[Array, Array, float]:
         marks = np.full((case.kv_heads, case.tokens, views), 7, np.uint8)
         kept |= {"chosen": marks, "counts": np.array([10, 20, 30])}
         kept |= {"bounds": np.zeros(case.heads * case.tokens * views, np.float32)}
-        kept |= {"share": case.share, "spread": 1.0}
+        kept |= {"share": case.share}
     sequence = filled(
         Sequence, tokens=case.tokens, tail_rows=rows, tail_stride=rows + 3, tiles=len(visits),
         turns=len(turns["deltas"]), row_turns=len(row_deltas), **kept,

@@ -15,7 +15,9 @@ from kvq.devices import DeviceCache
 from shelf import Shelf
 
 DEVICES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
-SOURCE = Path(__file__).parents[2] / "kvq/csrc/cuda/kvq_cuda.cu"
+CSRC = Path(__file__).parents[2] / "kvq/csrc"
+SOURCE = CSRC / "cuda/kvq_cuda.cu"
+EMULATOR = Path(__file__).with_name("cuda_emulator.h")
 
 
 class EmulatedCache(DeviceCache):
@@ -39,12 +41,14 @@ def emulated_library(shelf: Shelf) -> Path:
 
     def build(path: Path) -> None:
         flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC")
-        command = ["g++", *flags, "-shared", "-x", "c++", SOURCE, "-o", path]
+        folders = ("-I", EMULATOR.parent, "-I", CSRC)
+        command = ["g++", *flags, *folders, "-shared", "-x", "c++", SOURCE, "-o", path]
         subprocess.run(command, check=True)
 
     headers = [
         *SOURCE.parent.iterdir(),
-        *(SOURCE.parents[1] / name for name in ("kvq.h", "format.h", "linear/linear.h")),
+        *(CSRC / name for name in ("kvq.h", "format.h", "parallel.h", "linear/linear.h")),
+        EMULATOR,
     ]
     contents = b"".join(path.read_bytes() for path in sorted(headers))
     path = shelf.once("libkvq_cuda_emulated.so", contents, build)

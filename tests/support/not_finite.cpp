@@ -6,6 +6,10 @@
 
 #include "kernels.h"
 
+const kvq::LinearKernels* kvq::generic_linear() {
+    return nullptr;
+}
+
 int main() {
     constexpr int kDim = 16, kKeys = 64, kRows = 8;
     constexpr uint16_t kOne = 0x3c00, kNan = 0x7e00, kInfinity = 0x7c00, kLargest = 0x7bff;

@@ -16,21 +16,6 @@ const Kernels* generic_kernels() {
 const Kernels& kernels() {
     return *amxint8_kernels();
 }
-const LinearKernels* generic_linear() {
-    return amxint8_linear();
-}
-const LinearKernels* avx2_linear() {
-    return nullptr;
-}
-const LinearKernels* avxvnni_linear() {
-    return nullptr;
-}
-const LinearKernels* avx512vnni_linear() {
-    return nullptr;
-}
-const LinearKernels* neon_linear() {
-    return nullptr;
-}
 
 }  // namespace kvq
 

@@ -37,17 +37,6 @@ struct Lane {
     int64_t turn_stride;
 };
 
-KVQ_DEVICE float over_row(float x, bool largest) {
-    for (int mask = 1; mask < 4; mask *= 2) {
-        const float other = shuffle_xor(x, mask);
-        x = largest ? fmaxf(x, other) : x + other;
-    }
-    return x;
-}
-
-KVQ_DEVICE uint64_t low_bits(int64_t count) {
-    return count >= 64 ? ~uint64_t{0} : count <= 0 ? 0 : (uint64_t{1} << count) - 1;
-}
 // Which slots of a view's page a token sees, as visibility.h has it.
 KVQ_DEVICE uint64_t sees(int64_t position, const View& view, int window) {
     const int64_t start = int64_t{view.pos0} + view.delta;
@@ -81,7 +70,7 @@ KVQ_DEVICE void key_logits(const Lane& lane, const float* query, const SideRoom<
         number_operand(x, numbers[turn][i]);
         mma(beyond, ones, numbers[turn][i]);
     }
-    base = over_row(base, false);
+    base = over_lanes(base, 4, false);
     const float unit = top * static_cast<float>(1 << (8 - Bits));
     constexpr int kStored = Bits == 2 ? 2 : 4;  // bits of the first plane
     constexpr int kGroupBytes = Dim * kStored;  // of eight tokens
@@ -125,14 +114,14 @@ KVQ_DEVICE float weigh(const Lane& lane, const float* logits, uint64_t seen, int
         weights[i] = seen >> token & 1 ? x : kNothing;
         most = fmaxf(most, weights[i]);
     }
-    const float maximum = fmaxf(state.maximum, over_row(most, true));
+    const float maximum = fmaxf(state.maximum, over_lanes(most, 4, true));
     const float shrunk = exp2_fast(state.maximum - maximum);
     float sum = 0;
     KVQ_UNROLL for (int i = 0; i < 16; i++) {
         weights[i] = weights[i] > kNothing ? exp2_fast(weights[i] - maximum) : 0.0f;
         sum += weights[i];
     }
-    state.sum = state.sum * shrunk + over_row(sum, false);
+    state.sum = state.sum * shrunk + over_lanes(sum, 4, false);
     state.maximum = maximum;
     return shrunk;
 }
@@ -158,7 +147,7 @@ KVQ_DEVICE void add_values(const Lane& lane, const float* weights, float shrunk,
         number_operand(x, numbers[i]);
         mma(beyond, ones, numbers[i]);
     }
-    constant = over_row(constant, false);
+    constant = over_lanes(constant, 4, false);
     const float unit = top * static_cast<float>(1 << (8 - Bits));
     float shrink[2], added[2];
     KVQ_UNROLL for (int i = 0; i < 2; i++) {

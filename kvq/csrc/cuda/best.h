@@ -113,17 +113,11 @@ KVQ_KERNEL mark_more(kvq_cuda_linear c) {
     };
     const uint64_t key_of_least = least_of_best(key, c.rows, min(c.exact_rows, c.rows), room);
     KVQ_SHARED float some[kBestThreads];
-    const int i = thread_index();
-    some[i] = INFINITY;
-    for (int row = i; row < c.rows; row += thread_count())
+    float least = INFINITY;
+    for (int row = thread_index(); row < c.rows; row += thread_count())
         if (const uint64_t own = key(row); own && own >= key_of_least)
-            some[i] = fminf(some[i], out[row]);
-    sync_block();
-    for (int half = kBestThreads / 2; half > 0; half /= 2) {
-        if (i < half) some[i] = fminf(some[i], some[i + half]);
-        sync_block();
-    }
-    const float least = some[0];
+            least = fminf(least, out[row]);
+    least = over_block(least, some, [](float a, float b) { return fminf(a, b); });
     for (int p = thread_index(); p < panels; p += thread_count())
         marks[p] = !marks[p] && add(tops[p], mul(kMargin, c.deviations[token])) >= least;
 }

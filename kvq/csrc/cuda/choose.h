@@ -9,14 +9,6 @@ namespace kvq::cuda {
 
 constexpr int kBoundWarps = 4, kChooseThreads = 256, kFetchThreads = 128;
 
-KVQ_DEVICE float over_warp(float x, bool largest) {
-    for (int mask = 1; mask < kWarp; mask *= 2) {
-        const float other = shuffle_xor(x, mask);
-        x = largest ? fmaxf(x, other) : x + other;
-    }
-    return x;
-}
-
 // Of a query head of a token the bounds of all views, [view_count].
 KVQ_DEVICE float* bounds_of(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, int kv_head,
                             int token, int head) {
@@ -45,7 +37,7 @@ KVQ_KERNEL bound_pages(kvq_cuda_attention a, kvq_cuda_sequence s) {
             middle += query[i] * mids.at(i);
             half += fabsf(query[i]) * scales.at(i);
         }
-        const float bound = over_warp(middle + (kReach + 0.5f) * s.spread * half, false);
+        const float bound = over_lanes(middle + (kReach + 0.5f) * half, kWarp, false);
         if (lane == 0) bounds_of(a, s, kv_head, token, head)[view] = seen ? bound : kNothing;
     }
 }
@@ -63,7 +55,7 @@ KVQ_KERNEL choose_pages(kvq_cuda_attention a, kvq_cuda_sequence s) {
         float* bounds = bounds_of(a, s, kv_head, token, head);
         float best = kNothing;
         for (int v = i % kWarp; v < views; v += kWarp) best = fmaxf(best, bounds[v]);
-        best = over_warp(best, true);
+        best = over_lanes(best, kWarp, true);
         int seen = 0;
         for (int v = i % kWarp; v < views; v += kWarp)
             if (bounds[v] > kNothing) bounds[v] -= best, seen++;

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #ifndef __CUDACC__
-#include "emulator.h"
+#include "cuda_emulator.h"  // of tests/support: these names and those of memory.h
 #else
 #include <cuda_fp16.h>
 
@@ -127,7 +127,7 @@ KVQ_DEVICE float root(float x) {
     return __fsqrt_rn(x);
 }
 
-// C [16, 8] += A [16, 16] B [16, 8]; emulator.h says which lane holds what.
+// C [16, 8] += A [16, 16] B [16, 8]; cuda_emulator.h says which lane holds what.
 KVQ_DEVICE void mma(float* c, const uint32_t* a, const uint32_t* b) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -143,10 +143,6 @@ KVQ_DEVICE void mma(int32_t* c, const uint32_t* a, const uint32_t* b) {
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-
-}  // namespace kvq::cuda
-
-namespace kvq::cuda {
 
 // What a block may have beyond 48 KB it must ask for.
 template <class... Parameters, class... Arguments>

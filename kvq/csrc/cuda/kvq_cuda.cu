@@ -1,6 +1,9 @@
-// Launches. Compiled by nvcc for devices, and by any C++ compiler (-x c++) against the emulator.
+// Launches. Compiled by nvcc for devices, and by any C++ compiler (-x c++) against the emulator of
+// the tests.
 #include "kvq_cuda.h"
 
+#include <algorithm>
+#include <iterator>
 #include <type_traits>
 
 #include "../kvq.h"
@@ -8,12 +11,20 @@
 #include "best.h"
 #include "choose.h"
 #include "linear_tiles.h"
-#include "memory.h"
 #include "pack.h"
 #include "tiles.h"
+#ifdef __CUDACC__
+#include "memory.h"
+#endif
 
 namespace kvq::cuda {
 namespace {
+
+// Channels of heads that attention has kernels for.
+constexpr int32_t kHeadDims[] = {64, 80, 96, 128, 256};
+
+kvq_cuda_add_ops g_add_ops = nullptr;
+void* g_ops_user = nullptr;
 
 void choose(const kvq_cuda_attention& a, const kvq_cuda_sequence& s, void* stream) {
     const Dim3 bounds{(s.view_count + kBoundWarps - 1) / kBoundWarps, s.tokens, a.kv_heads};
@@ -140,23 +151,23 @@ using namespace kvq::cuda;
 
 extern "C" {
 
-#ifndef __CUDACC__
-// For proofs that no result depends on the order in which threads run: Emulator::take_turns.
-KVQ_EXPORT int kvq_cuda_take_turns(int32_t order, void*) {
-    Emulator::now().take_turns(order);
-    return KVQ_OK;
+KVQ_EXPORT const char* kvq_cuda_error(void) {
+    return g_reason;
 }
-// From now on every launch fails for this reason, until there is none.
-KVQ_EXPORT int kvq_cuda_fail(const char* reason, void*) {
-    std::snprintf(g_reason, sizeof g_reason, "%s", reason);
-    return KVQ_OK;
+KVQ_EXPORT int kvq_cuda_abi(void) {
+    return KVQ_ABI;
 }
-// How many launches there were, and how many copies and clearings of memory.
-KVQ_EXPORT int kvq_cuda_queued(int64_t* launches, int64_t* copies, void*) {
-    *launches = Emulator::now().launches, *copies = Emulator::now().copies;
-    return KVQ_OK;
+KVQ_EXPORT int kvq_cuda_open(kvq_cuda_device* device) {
+    *device = {};
+    std::copy(std::begin(kHeadDims), std::end(kHeadDims), device->head_dims);
+    return open_device(*device);
 }
-#endif
+KVQ_EXPORT void kvq_cuda_set_ops(kvq_cuda_add_ops add, void* user) {
+    g_add_ops = add, g_ops_user = user;
+}
+KVQ_EXPORT void* RegisterCustomOps(void* options, const void* base) {
+    return g_add_ops ? g_add_ops(options, base, g_ops_user) : nullptr;
+}
 
 KVQ_EXPORT int kvq_cuda_store(const kvq_cuda_attention* attention,
                               const kvq_cuda_sequence* sequence, void* stream) {

@@ -95,12 +95,12 @@ typedef struct {
                         every turn's */
     float* partials; /* scratch [heads * tokens, splits, head_dim + 2] */
     float* out;      /* [tokens, heads * head_dim] */
-    /* Which pages are read: each token's best `share` of those it sees of a KV head, `share` and
-       `spread` as in kvq_read of kvq.h. `chosen` is scratch [kv_heads, tokens, view_count], or NULL:
-       all are read, and none of these is looked at. */
+    /* Which pages are read: each token's best `share` of those it sees of a KV head, as in kvq_read
+       of kvq.h. `chosen` is scratch [kv_heads, tokens, view_count], or NULL: all are read, and none
+       of these is looked at. */
     uint8_t* chosen;
     float* bounds; /* scratch [heads * tokens, view_count] */
-    float share, spread;
+    float share;
     kvq_cuda_counts* counts; /* added to */
     /* Granules from slot `away_slot` on lie in the host's memory, from `away_end` down; of pages that
        are read they come to their slots here. NULL: all are here. */

@@ -129,7 +129,7 @@ KVQ_DEVICE void sum_block(const kvq_cuda_linear& c, int token, int block) {
     float sum = 0;
     for (int k = block * c.block + lane; k < end; k += kWarp)
         sum += half_value(c.inputs[int64_t{token} * c.columns + k]);
-    for (int mask = 1; mask < kWarp; mask *= 2) sum += shuffle_xor(sum, mask);
+    sum = over_lanes(sum, kWarp, false);
     if (lane == 0) c.steps[int64_t{block} * c.tokens + token] = sum;
 }
 
@@ -143,13 +143,8 @@ KVQ_KERNEL inputs(kvq_cuda_linear c) {
     float top = 0;
     for (int k = i; k < c.columns; k += thread_count())
         top = fmaxf(top, fabsf(input_at(c, x, inverse, k)));
-    room[i] = top;
-    sync_block();
-    for (int half = thread_count() / 2; half > 0; half /= 2) {
-        if (i < half) room[i] = fmaxf(room[i], room[i + half]);
-        sync_block();
-    }
-    top = fmaxf(room[0], kSmallestActivation);
+    top = over_block(top, room, [](float a, float b) { return fmaxf(a, b); });
+    top = fmaxf(top, kSmallestActivation);
     for (int k = i; k < c.columns; k += thread_count())
         c.inputs[int64_t{token} * c.columns + k] = half_bits(input_at(c, x, inverse, k) / top);
     if (i == 0) c.tops[token] = top;

@@ -59,7 +59,7 @@ KVQ_DEVICE void round_block(const kvq_cuda_linear& c, const PanelLayout& layout,
         finite &= fabsf(numbers[i]) < INFINITY;
         top = fmaxf(top, fabsf(numbers[i]));
     }
-    for (int mask = 1; mask < kWarp; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+    top = over_lanes(top, kWarp, true);
     finite = !any_lane(!finite);
     const bool alive = finite && top >= kSmallestActivation;
     const float step = alive ? divide(127.0f, top) : 0.0f;
@@ -70,14 +70,14 @@ KVQ_DEVICE void round_block(const kvq_cuda_linear& c, const PanelLayout& layout,
             static_cast<int8_t>(level);
         if (layout.sub) sum = 0;
         sum += level;
-        for (int mask = 1; mask < layout.sub; mask *= 2) sum += shuffle_xor(sum, mask);
+        sum = over_lanes(sum, layout.sub, false);
         if (!layout.sub || lane % layout.sub) continue;
         int8_t* sums = sub_sums(c, blocks, block, token) + (i * kWarp + lane) / layout.sub;
         const int whole = static_cast<int>(sum), low = static_cast<int8_t>(whole);
         sums[0] = static_cast<int8_t>(low);
         sums[kMostSubs] = static_cast<int8_t>((whole - low) / 256);
     }
-    for (int mask = 1; mask < kWarp; mask *= 2) sum += shuffle_xor(sum, mask);
+    sum = over_lanes(sum, kWarp, false);
     if (lane) return;
     const int64_t at = int64_t{block} * c.tokens + token;
     c.steps[at] = finite ? mul(alive ? divide(top, 127.0f) : 0.0f, kScaleUnit) : NAN;

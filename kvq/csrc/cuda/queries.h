@@ -9,18 +9,30 @@ namespace kvq::cuda {
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr int kMostChannels = 256;  // of a head; heads of more have no kernels here
 
-// Sum over a block's threads of `x`; `room` float per thread.
-KVQ_DEVICE float block_sum(float x, float* room) {
+// The largest or the sum of `x` over so many neighbouring lanes, a power of two.
+KVQ_DEVICE float over_lanes(float x, int lanes, bool largest) {
+    for (int mask = 1; mask < lanes; mask *= 2) {
+        const float other = shuffle_xor(x, mask);
+        x = largest ? fmaxf(x, other) : x + other;
+    }
+    return x;
+}
+// What `join` makes of the `x` of a block's threads; `room` float per thread.
+template <class Join>
+KVQ_DEVICE float over_block(float x, float* room, const Join& join) {
     const int i = thread_index();
     room[i] = x;
     sync_block();
     for (int half = thread_count() / 2; half > 0; half /= 2) {
-        if (i < half) room[i] += room[i + half];
+        if (i < half) room[i] = join(room[i], room[i + half]);
         sync_block();
     }
-    const float sum = room[0];
+    const float all = room[0];
     sync_block();
-    return sum;
+    return all;
+}
+KVQ_DEVICE float block_sum(float x, float* room) {
+    return over_block(x, room, [](float a, float b) { return a + b; });
 }
 
 // The row x [dim] in place: pairs (i, i + pairs) turned to `position`.

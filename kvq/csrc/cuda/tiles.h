@@ -203,7 +203,7 @@ KVQ_DEVICE void weigh_tile(const uint64_t* seen, float softcap, float (*logits)[
             x = seen[r] >> token & 1 ? x : kNothing;
             most = fmaxf(most, x);
         }
-        const float maximum = fmaxf(state.maximum[r], over_row(most, true));
+        const float maximum = fmaxf(state.maximum[r], over_lanes(most, 4, true));
         const float shrunk = exp2_fast(state.maximum[r] - maximum);
         float sum = 0;
         KVQ_UNROLL for (int n = 0; n < kProducts8; n++) KVQ_UNROLL for (int i = 0; i < 2; i++) {
@@ -211,7 +211,7 @@ KVQ_DEVICE void weigh_tile(const uint64_t* seen, float softcap, float (*logits)[
             x = x > kNothing ? exp2_fast(x - maximum) : 0.0f;
             sum += x;
         }
-        state.sum[r] = state.sum[r] * shrunk + over_row(sum, false);
+        state.sum[r] = state.sum[r] * shrunk + over_lanes(sum, 4, false);
         state.maximum[r] = maximum;
         KVQ_UNROLL for (int n = 0; n < Dim / 8; n++) KVQ_UNROLL for (int i = 0; i < 2; i++)
             state.out[n][2 * r + i] *= shrunk;

@@ -86,6 +86,7 @@ const Kernels* amxint8_kernels() {
     static const Kernels table = [] {
         Kernels same = *beside();
         same.name = "amxint8";
+        same.linear = amxint8_linear();
         return same;
     }();
     return &table;
@@ -93,9 +94,7 @@ const Kernels* amxint8_kernels() {
 
 }  // namespace kvq
 #else
-const kvq::Kernels* kvq::amxint8_kernels() {
-    return nullptr;
-}
+KVQ_NO_KERNEL_SET(amxint8)
 const char* kvq::amxint8_refusal() {
     return "";
 }

@@ -155,8 +155,7 @@ void page_scores(const PageView& page, const Block& block, const float* q, float
 }
 
 // A key is read at most half a step of 8 bits beyond where its channel's values reach.
-void page_bounds(const Block& block, const float* q, const PageView& page, float spread,
-                 float* bounds) {
+void page_bounds(const Block& block, const float* q, const PageView& page, float* bounds) {
     Grid k;
     widen(page.k_grid, block.head_dim, 8, k);
     for (int r = 0; r < block.rows; r++) {
@@ -166,7 +165,7 @@ void page_bounds(const Block& block, const float* q, const PageView& page, float
             middle = fma(x, load(k.mid + c), middle);
             half = fma(abs(x), load(k.step + c), half);
         }
-        bounds[r] = reduce_add(fma(half, set1((kReach + 0.5f) * spread), middle));
+        bounds[r] = reduce_add(fma(half, set1(kReach + 0.5f), middle));
     }
 }
 

@@ -13,6 +13,12 @@
 #define KVQ_INLINE inline __attribute__((always_inline))
 #define KVQ_NOINLINE __attribute__((noinline))
 
+// A set that is not compiled for this processor; KVQ_KERNEL_SET of kernels.inl is one that is.
+#define KVQ_NO_KERNEL_SET(name)                 \
+    const kvq::Kernels* kvq::name##_kernels() { \
+        return nullptr;                         \
+    }
+
 namespace kvq {
 
 constexpr int kBlockRows = 16;  // query rows that share one pass over the pages
@@ -75,8 +81,11 @@ struct PageEvidence {
 constexpr float kObservedMass = 1.0f / 4096.0f;
 
 // `visible` is one mask per row of the block, bit i for key i; null: every row sees every key.
+struct LinearKernels;  // of ../linear/linear.h
+
 struct Kernels {
     const char* name;
+    const LinearKernels* linear;  // products with weights
     // Keys or values float32 [64, D], on a grid of channels or of tokens -> planes (hi4 then lo4,
     // 32*D bytes each) and grid. False: not finite in float16. `feedback` [D, D], or null, is for
     // groups of channels that will be read at `bits`, and moves x (kvq.reference.stored.carried).
@@ -101,10 +110,9 @@ struct Kernels {
                  const uint64_t* visible);
     // logits [rows, 64]: products of the block's rows with the page's keys; q as in `pages`.
     void (*logits)(const PageView& page, const Block& block, const float* q, float* logits);
-    // bounds [rows]: by a page's constants alone, its middle key's product with each row plus `spread`
-    // times what any key could add to that; with spread 1 no logit is larger (before a softcap).
-    void (*bounds)(const Block& block, const float* q, const PageView& page, float spread,
-                   float* bounds);
+    // bounds [rows]: by a page's constants alone, its middle key's product with each row plus what
+    // any key could add to that; no logit is larger (before a softcap).
+    void (*bounds)(const Block& block, const float* q, const PageView& page, float* bounds);
     // Reads a page for rows whose softmax is complete: acc is their attention output. q as in
     // `pages`; unit turns its products with keys into natural logits.
     void (*evidence)(const Block& block, const float* q, const PageView& page,
@@ -134,6 +142,13 @@ const Kernels* amxint8_kernels();     // likewise
 // Why a processor that announces AMX is not offered its kernels; empty where it is, or announces none.
 const char* amxint8_refusal();
 const Kernels* neon_kernels();        // likewise
+// Of a set that is offered, its products.
+const LinearKernels* generic_linear();
+const LinearKernels* avx2_linear();
+const LinearKernels* avxvnni_linear();
+const LinearKernels* avx512vnni_linear();
+const LinearKernels* amxint8_linear();
+const LinearKernels* neon_linear();
 const Kernels& kernels();
 bool select_kernels(const char* name);
 const char* available_kernels();

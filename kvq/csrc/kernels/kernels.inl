@@ -1,5 +1,11 @@
 // The kernels, written once over sixteen lanes. A .cpp file includes a simd header, then this.
 // Names of helpers are the ones of simd_generic.h, which says what each means.
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "../platform.h"
+#include "kernels.h"
 
 namespace {
 
@@ -86,10 +92,19 @@ inline void split_rows(Call&& call, int first = 0) {
 
 #include "states.inl"
 
-kvq::Kernels kernels_named(const char* name) {
-    return {name,        pack,        read_grid,   narrow_keys,   narrow,  attend_pages,
-            attend_tile, page_scores, page_bounds, page_evidence, to_half, from_half,
-            delta_read,  delta_fold,  silu,        add,           dot};
+kvq::Kernels kernels_named(const char* name, const kvq::LinearKernels* linear) {
+    return {name,         linear,      pack,        read_grid,   narrow_keys,   narrow,
+            attend_pages, attend_tile, page_scores, page_bounds, page_evidence, to_half,
+            from_half,    delta_read,  delta_fold,  silu,        add,           dot};
 }
 
 }  // namespace
+
+// Offers these kernels as set `name`, where `runs` holds. The table is filled only then: compilers
+// do it by the very instructions that other processors lack.
+#define KVQ_KERNEL_SET(name, runs)                                                \
+    const kvq::Kernels* kvq::name##_kernels() {                                   \
+        if (!(runs)) return nullptr;                                              \
+        static const Kernels table = kernels_named(#name, name##_linear());       \
+        return &table;                                                            \
+    }

@@ -12,8 +12,8 @@ namespace {
 inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 inline uint16_t float_to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
-// The bits of four codes, as one number.
-inline int32_t bits_of(const int8_t* quad) {
+// The bits of four bytes, as one number.
+inline int32_t bits_of(const void* quad) {
     int32_t bits;
     std::memcpy(&bits, quad, sizeof bits);
     return bits;

@@ -1,13 +1,7 @@
 // Products for processors that have AMX for int8: many rows by tiles, few as AVX-512 has them.
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <utility>
 
-#include "../kernels/kernels.h"
-#include "../platform.h"
 #include "../tiles.h"
-#include "linear.h"
 #ifdef KVQ_TILES
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include "vectors_avx512.h"
@@ -251,15 +245,5 @@ void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, co
 
 }  // namespace
 
-namespace kvq {
-const LinearKernels* amxint8_linear() {
-    static const LinearKernels table{"amxint8", round_row,     norm_row,
-                                     gate_row,  multiply_many, add_row};
-    return amxint8_kernels() ? &table : nullptr;
-}
-}  // namespace kvq
-#else
-const kvq::LinearKernels* kvq::amxint8_linear() {
-    return nullptr;
-}
+KVQ_LINEAR_SET(amxint8, multiply_many, 0)
 #endif

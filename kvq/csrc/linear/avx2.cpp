@@ -1,12 +1,7 @@
 // Products for AVX2 + FMA + F16C.
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <utility>
-
-#include "../platform.h"
-#include "linear.h"
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <algorithm>
+
 #include "vectors_avx2.h"
 
 #include "linear.inl"
@@ -38,7 +33,7 @@ KVQ_INLINE void add_octets(const uint8_t* codes, int block, const int8_t* x, siz
         __m256i words[V];
         KVQ_UNROLL for (int i = 0; i < 2 * Groups; i++) {
             const auto* at = reinterpret_cast<const int8_t*>(codes + 4 * kPanelRows * (quad + i));
-            const __m256i code = broadcast_quad(at);
+            const __m256i code = broadcast(at).v;
             KVQ_UNROLL for (int v = 0; v < V; v++) {
                 const int8_t* eight = x + v * stride + 4 * kOctetRows * (quad + i);
                 const __m256i products = _mm256_maddubs_epi16(code, load_levels(eight));
@@ -300,15 +295,5 @@ void multiply_many(const PanelLayout& layout, int view, const uint8_t* panel, co
 
 }  // namespace
 
-namespace kvq {
-const LinearKernels* avx2_linear() {
-    static const LinearKernels table{"avx2",   round_row,     norm_row,
-                                     gate_row, multiply_many, add_row, kOctetsFrom};
-    return platform::runs(platform::Instructions::kAvx2) ? &table : nullptr;
-}
-}  // namespace kvq
-#else
-const kvq::LinearKernels* kvq::avx2_linear() {
-    return nullptr;
-}
+KVQ_LINEAR_SET(avx2, multiply_many, kOctetsFrom)
 #endif

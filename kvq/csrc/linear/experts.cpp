@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "../handles.h"
 #include "kept_room.h"
 #include "linear.h"
 #include "residency.h"
@@ -32,7 +33,7 @@ struct Scratch {
 
 class Mixture {
 public:
-    Mixture(const kvq_experts& call, const Dispatch& pool, Scratch& scratch, Residency* residency)
+    Mixture(const kvq_experts& call, const Parallel& pool, Scratch& scratch, Residency* residency)
         : call_(call), pool_(pool), scratch_(scratch), residency_(residency) {}
 
     int run() {
@@ -142,7 +143,7 @@ private:
     }
 
     const kvq_experts& call_;
-    const Dispatch& pool_;
+    const Parallel& pool_;
     Scratch& scratch_;
     Residency* residency_;  // null: the system decides what stays in memory
     Residency::Layer* layer_ = nullptr;
@@ -150,7 +151,7 @@ private:
 
 }  // namespace
 
-int run_experts(const kvq_experts& call, const Dispatch& pool) {
+int run_experts(const kvq_experts& call, const Parallel& pool) {
     const kvq_matrix &up = call.gate_up, &down = call.down;
     if (!is_stackable(up) || !is_stackable(down) || up.rows != 2 * down.columns ||
         up.columns != down.rows || call.tokens < 0 || call.chosen < 1 || call.chosen > call.count ||
@@ -159,7 +160,7 @@ int run_experts(const kvq_experts& call, const Dispatch& pool) {
         (call.choice_bias && call.scoring != KVQ_SIGMOID) ||
         (call.view != KVQ_FULL && call.view != KVQ_HI))
         return KVQ_BAD_ARGUMENT;
-    const std::shared_ptr<Residency> residency = find_residency(call.residency);
+    const std::shared_ptr<Residency> residency = Handles<Residency>::all().find(call.residency);
     if (call.residency && !residency) return KVQ_CLOSED;
     try {
         KeptRoom<Scratch> scratch;
@@ -172,9 +173,5 @@ int run_experts(const kvq_experts& call, const Dispatch& pool) {
 }  // namespace kvq
 
 extern "C" int kvq_experts_run(const kvq_experts* call) {
-    const kvq::Dispatch serial{[](void*, void (*work)(void*, size_t), size_t count, void* user) {
-                                   for (size_t i = 0; i < count; i++) work(user, i);
-                               },
-                               nullptr};
-    return kvq::run_experts(*call, serial);
+    return kvq::run_experts(*call, kvq::kSerial);
 }

@@ -41,13 +41,6 @@ constexpr float kMargin = 1.5f;
 
 std::atomic<int64_t> g_bytes_read{0};
 
-const LinearKernels& chosen() {
-    for (const LinearKernels* table :
-         {amxint8_linear(), avx512vnni_linear(), avxvnni_linear(), avx2_linear(), neon_linear()})
-        if (table && !std::strcmp(table->name, kernels().name)) return *table;
-    return *generic_linear();
-}
-
 template <class T>
 T* grown(std::vector<T>& buffer, size_t count) {
     if (buffer.size() < count) buffer.resize(count);
@@ -107,23 +100,20 @@ private:
 };
 
 template <class Work>
-void dispatch(const Dispatch& pool, size_t count, Work work) {
+void dispatch(const Parallel& pool, size_t count, Work work) {
     if (count == 0) return;
     if (count == 1) return work(0);
     Lanes lanes(count);
-    auto lane = [&](size_t i) { lanes.run(i, work); };
-    pool.run(
-        pool.context, [](void* user, size_t i) { (*static_cast<decltype(lane)*>(user))(i); },
-        lanes.count(), &lane);
+    each(pool, lanes.count(), [&](size_t lane) { lanes.run(lane, work); });
 }
 
 class Product {
 public:
-    Product(const kvq_linear& call, const Dispatch& pool, Scratch& scratch)
+    Product(const kvq_linear& call, const Parallel& pool, Scratch& scratch)
         : call_(call),
           pool_(pool),
           layout_(call.matrix),
-          table_(chosen()),
+          table_(*kernels().linear),
           scratch_(scratch),
           first_panel_(call.first_row == call.matrix.rows ? layout_.panels
                                                           : call.first_row / kPanelRows) {
@@ -364,7 +354,7 @@ private:
     }
 
     const kvq_linear& call_;
-    const Dispatch& pool_;
+    const Parallel& pool_;
     const PanelLayout layout_;
     const LinearKernels& table_;
     Scratch& scratch_;
@@ -411,7 +401,7 @@ Prefetching& prefetching() {
     return used;
 }
 
-int run_linear(const kvq_linear& call, const Dispatch& pool) {
+int run_linear(const kvq_linear& call, const Parallel& pool) {
     const bool added = call.bias || call.residual || call.first_row;
     if (!is_matrix(call.matrix) || call.tokens < 0 || call.activation < KVQ_PLAIN ||
         call.activation > KVQ_CLAMPED_SWIGLU || (call.view != KVQ_FULL && call.view != KVQ_HI) ||
@@ -437,7 +427,7 @@ int run_embed(const kvq_embed& call) {
     std::memset(call.out, 0, sizeof(float) * call.tokens * columns);
     for (int64_t i = 0; i < entries; i++) {
         const int64_t id = call.ids[i];
-        chosen().add_row(layout, call.panels + id / kPanelRows * layout.panel_bytes,
+        kernels().linear->add_row(layout, call.panels + id / kPanelRows * layout.panel_bytes,
                          int(id % kPanelRows), call.weights[i], call.matrix.columns,
                          call.out + i / call.mixed * columns);
     }
@@ -449,11 +439,7 @@ int run_embed(const kvq_embed& call) {
 extern "C" {
 
 int kvq_linear_run(const kvq_linear* call) {
-    const kvq::Dispatch serial{[](void*, void (*work)(void*, size_t), size_t count, void* user) {
-                                   for (size_t i = 0; i < count; i++) work(user, i);
-                               },
-                               nullptr};
-    return kvq::run_linear(*call, serial);
+    return kvq::run_linear(*call, kvq::kSerial);
 }
 
 int kvq_embed_run(const kvq_embed* call) {

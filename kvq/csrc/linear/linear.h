@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../kvq.h"
+#include "../parallel.h"
 
 namespace kvq {
 
@@ -139,7 +140,6 @@ struct RoundedRows {
 constexpr int kOctetRows = 8;
 
 struct LinearKernels {
-    const char* name;
     // Row `row` of x.
     void (*round_row)(const PanelLayout& layout, const float* values, int columns,
                       const RoundedRows& x, size_t row);
@@ -157,22 +157,9 @@ struct LinearKernels {
     int octets_from = 0;  // rows from which on octets are multiplied faster; 0: never
 };
 
-const LinearKernels* generic_linear();
-const LinearKernels* avx2_linear();        // null where not compiled or not supported
-const LinearKernels* avxvnni_linear();     // likewise
-const LinearKernels* avx512vnni_linear();  // likewise
-const LinearKernels* amxint8_linear();     // likewise
-const LinearKernels* neon_linear();        // likewise
-
-// Runs work(user, i) for i in [0, count), on as many threads as it has.
-struct Dispatch {
-    void (*run)(void* context, void (*work)(void* user, size_t i), size_t count, void* user);
-    void* context;
-};
-
 // kvq_linear_run, kvq_experts_run and kvq_embed_run over a pool of threads.
-int run_linear(const kvq_linear& call, const Dispatch& dispatch);
-int run_experts(const kvq_experts& call, const Dispatch& dispatch);
+int run_linear(const kvq_linear& call, const Parallel& pool);
+int run_experts(const kvq_experts& call, const Parallel& pool);
 int run_embed(const kvq_embed& call);
 
 }  // namespace kvq

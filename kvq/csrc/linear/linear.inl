@@ -1,5 +1,11 @@
 // The kernels, written once over sixteen lanes: a panel's rows. A .cpp file includes a vectors
 // header, then this. kvq/reference/linear.py says what each computes.
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "../kernels/kernels.h"
+#include "linear.h"
 
 namespace {
 
@@ -8,10 +14,11 @@ using kvq::kPanelRows;
 using kvq::PanelLayout;
 using kvq::RoundedRows;
 
-// Rows' sums stay in registers only where no loop over them is left.
+// Rows' sums stay in registers only where no loop over them is left, and there are more rows than
+// the simd header's loops have.
+#undef KVQ_UNROLL
 #define KVQ_UNROLL _Pragma("GCC unroll 16")
 // A call would put sums into memory. Compilers take minutes to inline all of plain C++ that way.
-#define KVQ_INLINE inline __attribute__((always_inline))
 #ifdef KVQ_PLAIN_CPP
 #define KVQ_SUPER_INLINE inline
 constexpr int kMaxSuperRows = 1;
@@ -44,6 +51,10 @@ inline void store_to(float* p, int i, int end, Floats a) {
     std::memcpy(p + i, some, sizeof(float) * (end - i));
 }
 
+inline Floats clamp(Floats x, float low, float high) {
+    return min(max(x, set1(low)), set1(high));
+}
+
 // 2^f by its Taylor series, |f| <= 1/2: below float32's rounding.
 inline Floats exponential(Floats x) {
     const Floats t = clamp(x * set1(1.44269504088896341f), -126.0f, 127.0f);
@@ -52,7 +63,7 @@ inline Floats exponential(Floats x) {
                                 2.4022651e-1f, 6.9314718e-1f, 1.0f};
     Floats p = set1(1.5252734e-5f);
     for (float term : kTerms) p = fma(p, f, set1(term));
-    return p * power_of_two(n);
+    return scale_by_power(p, n);
 }
 
 // Activations of the gate alone are x times the logistic function of something.
@@ -81,7 +92,7 @@ void round_block(const float* x, int columns, int block, int8_t* levels, float& 
     const Floats inverse = set1(127.0f / top);
     Ints total = set1(0);
     for (int i = 0; i < block; i += kLanes) {
-        const Ints level = to_nearest(load_to(x, i, columns) * inverse);
+        const Ints level = to_int(load_to(x, i, columns) * inverse);
         total = total + level;
         store_bytes(levels + i, level);
     }
@@ -289,7 +300,7 @@ struct Reading {
 inline Floats beyond_zero(const PanelLayout& layout, const Reading& reading,
                           const uint8_t* constants) {
     if (layout.grid == KVQ_ZERO_POINT)
-        return fma(load_unsigned(constants + 2 * kPanelRows),
+        return fma(load_codes(constants + 2 * kPanelRows),
                    set1(-float(1 << layout.bits) / kvq::kZeroParts / reading.step),
                    set1(reading.beyond));
     const float middle = layout.grid == KVQ_SYMMETRIC ? float(1 << (layout.bits - 1))
@@ -301,7 +312,7 @@ inline Floats beyond_zero(const PanelLayout& layout, const Reading& reading,
 template <bool E2m1>
 inline Floats block_scale(const uint8_t* constants) {
     if constexpr (!E2m1) return load_half(constants);
-    return power_of_two(load_unsigned(constants) - set1(float(kvq::kE2m1Bias)));
+    return scale_by_power(set1(1.0f), load_codes(constants) - set1(float(kvq::kE2m1Bias)));
 }
 
 // A block's constants, which turn sums of products of its codes into a part of results.
@@ -705,3 +716,12 @@ void add_row(const PanelLayout& layout, const uint8_t* panel, int lane, float we
 }
 
 }  // namespace
+
+// Offers these products with the kernels of set `name`: `multiply` takes octets from so many rows
+// on, 0: never.
+#define KVQ_LINEAR_SET(name, multiply, octets_from)                                   \
+    const kvq::LinearKernels* kvq::name##_linear() {                                  \
+        static const LinearKernels table{round_row, norm_row, gate_row,               \
+                                         multiply,  add_row,  octets_from};           \
+        return &table;                                                                \
+    }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../handles.h"
 #include "../platform.h"
 #include "linear.h"
 
@@ -135,28 +136,6 @@ void Residency::stats(kvq_residency_stats& out) {
     out = stats_;
 }
 
-namespace {
-
-struct Registry {
-    std::mutex mutex;
-    std::unordered_map<int64_t, std::shared_ptr<Residency>> open;
-    int64_t next = 1;  // a handle is never used twice
-};
-
-Registry& registry() {
-    // Never freed: a thread may still run passes when the process ends.
-    static Registry* instance = new Registry;
-    return *instance;
-}
-
-}  // namespace
-
-std::shared_ptr<Residency> find_residency(int64_t handle) {
-    std::lock_guard<std::mutex> lock(registry().mutex);
-    const auto found = registry().open.find(handle);
-    return found == registry().open.end() ? nullptr : found->second;
-}
-
 }  // namespace kvq
 
 extern "C" {
@@ -165,19 +144,16 @@ int kvq_residency_open(int64_t budget_bytes, int64_t* handle) {
     if (budget_bytes < 1) return KVQ_BAD_ARGUMENT;
     if (!kvq::platform::forgets()) return KVQ_NOT_MAPPED;
     auto made = std::make_shared<kvq::Residency>(budget_bytes);
-    std::lock_guard<std::mutex> lock(kvq::registry().mutex);
-    *handle = kvq::registry().next++;
-    kvq::registry().open.emplace(*handle, std::move(made));
+    *handle = kvq::Handles<kvq::Residency>::all().add(std::move(made));
     return KVQ_OK;
 }
 
 int kvq_residency_close(int64_t handle) {
-    std::lock_guard<std::mutex> lock(kvq::registry().mutex);
-    return kvq::registry().open.erase(handle) ? KVQ_OK : KVQ_CLOSED;
+    return kvq::Handles<kvq::Residency>::all().erase(handle) ? KVQ_OK : KVQ_CLOSED;
 }
 
 int kvq_residency_stats_of(int64_t handle, kvq_residency_stats* out) {
-    const auto found = kvq::find_residency(handle);
+    const auto found = kvq::Handles<kvq::Residency>::all().find(handle);
     if (!found) return KVQ_CLOSED;
     found->stats(*out);
     return KVQ_OK;

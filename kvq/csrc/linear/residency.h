@@ -55,7 +55,4 @@ private:
     kvq_residency_stats stats_{};
 };
 
-// The one a handle of kvq_residency_open names; null: it was closed.
-std::shared_ptr<Residency> find_residency(int64_t handle);
-
 }  // namespace kvq

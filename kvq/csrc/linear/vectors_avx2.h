@@ -1,10 +1,8 @@
 // Sixteen lanes as two vectors of AVX2, FMA and F16C; where AVX-VNNI is compiled for, dot products
 // are vpdpbusd. Meanings: vectors_generic.h.
 #pragma once
-#include <immintrin.h>
-
-#include <cstdint>
-#include <cstring>
+#include "../kernels/kernels.h"
+#include "../kernels/simd_avx2.h"
 
 namespace {
 
@@ -17,63 +15,11 @@ constexpr int whole_low_bits(int rows) { return rows > 1 ? 2 : 1; }
 #endif
 constexpr float kMergedLess = 0;
 
-struct Floats {
-    __m256 a, b;
-};
-struct Ints {
-    __m256i a, b;
-};
+using Floats = F;
+using Ints = I;
 
-inline Floats set1(float x) {
-    return {_mm256_set1_ps(x), _mm256_set1_ps(x)};
-}
-inline Floats load(const float* p) {
-    return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
-}
-inline void store(float* p, Floats x) {
-    _mm256_storeu_ps(p, x.a);
-    _mm256_storeu_ps(p + 8, x.b);
-}
-inline Floats operator+(Floats x, Floats y) {
-    return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)};
-}
-inline Floats operator-(Floats x, Floats y) {
-    return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)};
-}
-inline Floats operator*(Floats x, Floats y) {
-    return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)};
-}
-inline Floats operator/(Floats x, Floats y) {
-    return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)};
-}
-inline Floats fma(Floats x, Floats y, Floats z) {
-    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
-}
-inline Floats clamp(Floats x, float low, float high) {
-    const __m256 l = _mm256_set1_ps(low), h = _mm256_set1_ps(high);
-    return {_mm256_min_ps(_mm256_max_ps(x.a, l), h), _mm256_min_ps(_mm256_max_ps(x.b, l), h)};
-}
-inline Floats round(Floats x) {
-    return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
-            _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-}
-inline float reduce_add(Floats x) {
-    const __m256 eight = _mm256_add_ps(x.a, x.b);
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-inline Floats to_float(Ints x) {
-    return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
-}
-inline Ints to_nearest(Floats x) {
-    return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)};
-}
 inline Ints set1(int32_t x) {
     return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
-}
-inline Ints operator+(Ints x, Ints y) {
-    return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
 }
 inline Ints operator*(Ints x, Ints y) {
     return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
@@ -96,34 +42,8 @@ inline int32_t reduce_max(Ints x) {
     m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
     return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
-inline int32_t reduce_add(Ints x) {
-    const __m256i eight = _mm256_add_epi32(x.a, x.b);
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
-}
-inline __m256 power_of_two(__m256 n) {
-    const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
-}
-inline Floats power_of_two(Floats n) {
-    return {power_of_two(n.a), power_of_two(n.b)};
-}
-inline void store_bytes(int8_t* p, Ints x) {
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
-    const __m128i bytes =
-        _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
-}
 inline Floats load_half(const uint8_t* p) {
-    const __m128i* halves = reinterpret_cast<const __m128i*>(p);
-    return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
-}
-
-inline Floats load_unsigned(const uint8_t* p) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
-            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+    return load_half(reinterpret_cast<const uint16_t*>(p));
 }
 
 struct CodePair {
@@ -189,11 +109,6 @@ inline void store_codes(uint8_t* p, const CodePair& codes) {
     _mm256_store_si256(to, codes.first.a), _mm256_store_si256(to + 1, codes.first.b);
     _mm256_store_si256(to + 2, codes.second.a), _mm256_store_si256(to + 3, codes.second.b);
 }
-inline __m256i broadcast_quad(const int8_t* quad) {
-    int32_t bits;
-    std::memcpy(&bits, quad, 4);
-    return _mm256_set1_epi32(bits);
-}
 inline CodePair load_byte_pair(const uint8_t* p) {
     const __m256i* bytes = reinterpret_cast<const __m256i*>(p);
     return {{_mm256_loadu_si256(bytes), _mm256_loadu_si256(bytes + 1)},
@@ -223,9 +138,7 @@ inline Ints second_words(const Words& w) {
     return {_mm256_srai_epi32(w.a, 16), _mm256_srai_epi32(w.b, 16)};
 }
 inline Ints add_products(const Ints& total, const Words& w, const int16_t* pair) {
-    int32_t bits;
-    std::memcpy(&bits, pair, 4);
-    const __m256i both = _mm256_set1_epi32(bits);
+    const __m256i both = _mm256_set1_epi32(bits_of(pair));
     return {_mm256_add_epi32(total.a, _mm256_madd_epi16(w.a, both)),
             _mm256_add_epi32(total.b, _mm256_madd_epi16(w.b, both))};
 }
@@ -233,8 +146,8 @@ inline Ints add_products(const Ints& total, const Words& w, const int16_t* pair)
 struct Dots {
     Ints total = set1(0);
     inline void add(const CodePair& codes, const int8_t* x) {
-        add(codes.first, broadcast_quad(x));
-        add(codes.second, broadcast_quad(x + 4));
+        add(codes.first, broadcast(x).v);
+        add(codes.second, broadcast(x + 4).v);
     }
     inline void add(const Ints& codes, __m256i quad) {
         total.a = _mm256_dpbusd_avx_epi32(total.a, codes.a, quad);
@@ -248,8 +161,8 @@ struct Dots {
     Ints total = set1(0);
     Ints words = set1(0);
     inline void add(const CodePair& codes, const int8_t* x) {
-        add(codes.first, broadcast_quad(x));
-        add(codes.second, broadcast_quad(x + 4));
+        add(codes.first, broadcast(x).v);
+        add(codes.second, broadcast(x + 4).v);
     }
     inline void add(const Ints& codes, __m256i quad) {
         words.a = _mm256_add_epi16(words.a, _mm256_maddubs_epi16(codes.a, quad));

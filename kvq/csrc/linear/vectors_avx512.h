@@ -1,9 +1,7 @@
 // Sixteen lanes on AVX-512 with VNNI. Meanings: vectors_generic.h.
 #pragma once
-#include <immintrin.h>
-
-#include <cstdint>
-#include <cstring>
+#include "../kernels/kernels.h"
+#include "../kernels/simd_avx512.h"
 
 namespace {
 
@@ -11,63 +9,14 @@ constexpr int kMaxRows = 12;
 constexpr int whole_low_bits(int) { return 4; }
 constexpr float kMergedLess = 0;
 
-struct Floats {
-    __m512 v;
-};
-struct Ints {
-    __m512i v;
-};
-struct Codes {
-    __m512i v;
-};
+using Floats = F;
+using Ints = I;
 
-inline Floats set1(float x) {
-    return {_mm512_set1_ps(x)};
-}
-inline Floats load(const float* p) {
-    return {_mm512_loadu_ps(p)};
-}
-inline void store(float* p, Floats a) {
-    _mm512_storeu_ps(p, a.v);
-}
-inline Floats operator+(Floats a, Floats b) {
-    return {_mm512_add_ps(a.v, b.v)};
-}
-inline Floats operator-(Floats a, Floats b) {
-    return {_mm512_sub_ps(a.v, b.v)};
-}
-inline Floats operator*(Floats a, Floats b) {
-    return {_mm512_mul_ps(a.v, b.v)};
-}
-inline Floats operator/(Floats a, Floats b) {
-    return {_mm512_div_ps(a.v, b.v)};
-}
-inline Floats fma(Floats a, Floats b, Floats c) {
-    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
-}
-inline Floats clamp(Floats a, float low, float high) {
-    return {_mm512_min_ps(_mm512_max_ps(a.v, _mm512_set1_ps(low)), _mm512_set1_ps(high))};
-}
-inline Floats round(Floats a) {
-    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-}
-inline float reduce_add(Floats a) {
-    return _mm512_reduce_add_ps(a.v);
-}
-inline Floats to_float(Ints a) {
-    return {_mm512_cvtepi32_ps(a.v)};
-}
-inline Ints to_nearest(Floats a) {
-    return {_mm512_cvtps_epi32(a.v)};
-}
 inline Ints set1(int32_t x) {
     return {_mm512_set1_epi32(x)};
 }
 inline Ints load_ints(const int32_t* p) {
     return {_mm512_loadu_si512(p)};
-}
-inline Ints operator+(Ints a, Ints b) {
-    return {_mm512_add_epi32(a.v, b.v)};
 }
 inline Ints operator*(Ints a, Ints b) {
     return {_mm512_mullo_epi32(a.v, b.v)};
@@ -85,23 +34,8 @@ inline Ints max(Ints a, Ints b) {
 inline int32_t reduce_max(Ints a) {
     return _mm512_reduce_max_epi32(a.v);
 }
-inline int32_t reduce_add(Ints a) {
-    return _mm512_reduce_add_epi32(a.v);
-}
-inline Floats power_of_two(Floats n) {
-    const __m512i bits = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 23))};
-}
-inline void store_bytes(int8_t* p, Ints a) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
-}
 inline Floats load_half(const uint8_t* p) {
-    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-}
-
-inline Floats load_unsigned(const uint8_t* p) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))};
+    return load_half(reinterpret_cast<const uint16_t*>(p));
 }
 
 struct CodePair {
@@ -137,11 +71,6 @@ inline CodePair looked_up(const CodePair& nibbles, const uint8_t* table) {
 inline void store_codes(uint8_t* p, const CodePair& codes) {
     _mm512_storeu_si512(p, codes.first);
     _mm512_storeu_si512(p + 64, codes.second);
-}
-inline __m512i broadcast_quad(const int8_t* quad) {
-    int32_t bits;
-    std::memcpy(&bits, quad, 4);
-    return _mm512_set1_epi32(bits);
 }
 inline CodePair load_byte_pair(const uint8_t* p) {
     return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 64)};
@@ -186,15 +115,13 @@ inline void store_scaled(uint8_t* low, uint8_t* high, __m512i codes, const LaneF
     _mm512_storeu_si512(high, _mm512_mask_blend_epi8(kOdd, _mm512_srli_epi16(even, 8), odd));
 }
 inline Ints add_products(Ints total, Words w, const int16_t* pair) {
-    int32_t bits;
-    std::memcpy(&bits, pair, 4);
-    return {_mm512_dpwssd_epi32(total.v, w.v, _mm512_set1_epi32(bits))};
+    return {_mm512_dpwssd_epi32(total.v, w.v, _mm512_set1_epi32(bits_of(pair)))};
 }
 struct Dots {
     Ints total = set1(0);
     inline void add(const CodePair& codes, const int8_t* x) {
-        total.v = _mm512_dpbusd_epi32(total.v, codes.first, broadcast_quad(x));
-        total.v = _mm512_dpbusd_epi32(total.v, codes.second, broadcast_quad(x + 4));
+        total.v = _mm512_dpbusd_epi32(total.v, codes.first, broadcast(x).v);
+        total.v = _mm512_dpbusd_epi32(total.v, codes.second, broadcast(x + 4).v);
     }
     inline void flush() {}
 };

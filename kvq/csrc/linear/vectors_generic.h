@@ -1,9 +1,9 @@
-// Sixteen lanes in plain C++: what every vectors header means, and the fallback where none fits.
+// Sixteen lanes in plain C++: what every vectors header means beside its simd header, and the
+// fallback where none fits.
 #pragma once
 #define KVQ_PLAIN_CPP
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "../kernels/kernels.h"
+#include "../kernels/simd_generic.h"
 
 namespace {
 
@@ -12,77 +12,21 @@ constexpr int kMaxRows = 4;  // activation rows multiplied in one go
 constexpr int whole_low_bits(int) { return 0; }
 constexpr float kMergedLess = 0;  // what merged() takes off codes of 8 bits
 
-struct Floats {
-    float v[16];
-};
-struct Ints {
-    int32_t v[16];
-};
-struct Codes {
-    uint8_t v[64];
-};  // four codes of each lane, one per byte
+using Floats = F;
+using Ints = I;
+using Codes = Bytes;  // four codes of each lane, one per byte
 
-template <class Op>
-inline Floats lanes(Op op) {
-    Floats r;
-    for (int i = 0; i < 16; i++) r.v[i] = op(i);
-    return r;
-}
 template <class Op>
 inline Ints int_lanes(Op op) {
     Ints r;
     for (int i = 0; i < 16; i++) r.v[i] = op(i);
     return r;
 }
-inline Floats set1(float x) {
-    return lanes([&](int) { return x; });
-}
-inline Floats load(const float* p) {
-    return lanes([&](int i) { return p[i]; });
-}
-inline void store(float* p, Floats a) {
-    std::memcpy(p, a.v, sizeof a.v);
-}
-inline Floats operator+(Floats a, Floats b) {
-    return lanes([&](int i) { return a.v[i] + b.v[i]; });
-}
-inline Floats operator-(Floats a, Floats b) {
-    return lanes([&](int i) { return a.v[i] - b.v[i]; });
-}
-inline Floats operator*(Floats a, Floats b) {
-    return lanes([&](int i) { return a.v[i] * b.v[i]; });
-}
-inline Floats operator/(Floats a, Floats b) {
-    return lanes([&](int i) { return a.v[i] / b.v[i]; });
-}
-inline Floats fma(Floats a, Floats b, Floats c) {
-    return lanes([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
-}
-inline Floats clamp(Floats a, float low, float high) {
-    return lanes([&](int i) { return a.v[i] > low ? (a.v[i] < high ? a.v[i] : high) : low; });
-}
-inline Floats round(Floats a) {
-    return lanes([&](int i) { return std::nearbyintf(a.v[i]); });
-}
-inline float reduce_add(Floats a) {
-    for (int step = 8; step; step /= 2)
-        for (int i = 0; i < step; i++) a.v[i] += a.v[i + step];
-    return a.v[0];
-}
-inline Floats to_float(Ints a) {
-    return lanes([&](int i) { return static_cast<float>(a.v[i]); });
-}
-inline Ints to_nearest(Floats a) {  // ties to even, within int32
-    return int_lanes([&](int i) { return static_cast<int32_t>(std::nearbyint(a.v[i])); });
-}
 inline Ints set1(int32_t x) {
     return int_lanes([&](int) { return x; });
 }
 inline Ints load_ints(const int32_t* p) {
     return int_lanes([&](int i) { return p[i]; });
-}
-inline Ints operator+(Ints a, Ints b) {
-    return int_lanes([&](int i) { return a.v[i] + b.v[i]; });
 }
 inline Ints operator*(Ints a, Ints b) {
     return int_lanes([&](int i) { return a.v[i] * b.v[i]; });
@@ -105,45 +49,12 @@ inline int32_t reduce_max(Ints a) {
     for (int i = 1; i < 16; i++) m = a.v[i] > m ? a.v[i] : m;
     return m;
 }
-inline int32_t reduce_add(Ints a) {
-    int32_t total = 0;
-    for (int i = 0; i < 16; i++) total += a.v[i];
-    return total;
-}
-// 2^n for whole n in [-126, 127].
-inline Floats power_of_two(Floats n) {
-    return lanes([&](int i) {
-        const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23;
-        float r;
-        std::memcpy(&r, &bits, 4);
-        return r;
-    });
-}
-inline void store_bytes(int8_t* p, Ints a) {  // of -128..127
-    for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
-}
-inline float half_to_float(uint16_t h) {
-    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = h >> 10 & 31;
-    const uint32_t mantissa = h & 1023;
-    if (!exponent) {
-        const float r = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // 2^-24
-        return sign ? -r : r;
-    }
-    const uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
-    float r;
-    std::memcpy(&r, &bits, 4);
-    return r;
-}
 inline Floats load_half(const uint8_t* p) {
     return lanes([&](int i) {
         uint16_t h;
         std::memcpy(&h, p + 2 * i, 2);
         return half_to_float(h);
     });
-}
-
-inline Floats load_unsigned(const uint8_t* p) {
-    return lanes([&](int i) { return static_cast<float>(p[i]); });
 }
 
 struct CodePair {

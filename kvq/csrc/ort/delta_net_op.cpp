@@ -22,9 +22,7 @@ OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, vo
     if (OrtStatus* status =
             integers(kName, info, {{"layer", &made->layer}, {"key_heads", &made->key_heads}}))
         return status;
-    if (OrtStatus* status =
-            g_api->KernelInfoGetAttribute_float(info, "norm_eps", &made->norm_eps))
-        return status;
+    if (OrtStatus* status = floats(info, {{"norm_eps", &made->norm_eps}})) return status;
     *kernel = made.release();
     return nullptr;
 }
@@ -32,6 +30,8 @@ OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, vo
 enum InputIndex {
     kRows, kGates, kConv, kDecay, kDtBias, kScale, kCache, kSequenceRows, kInputs
 };
+constexpr ElementType kTypes[kInputs] = {kFloat, kFloat, kFloat, kFloat,
+                                         kFloat, kFloat, kInt64, kInt64};
 
 OrtStatus* compute(void* state, OrtKernelContext* context) {
     const Kernel& kernel = *static_cast<Kernel*>(state);
@@ -45,44 +45,31 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
         given[kGates].count != tokens * 2 * heads || sequences < 1 ||
         given[kSequenceRows].count != sequences)
         return failed(kName, "input shapes do not belong together");
-    const int64_t* rows = given[kSequenceRows].as<int64_t>();
-    if (OrtStatus* status = sum_to(kName, rows, sequences, tokens)) return status;
     float* out = nullptr;
     if (OrtStatus* status = output(context, tokens, heads * dim, &out)) return status;
-    Held held;
-    if (OrtStatus* status = held.hold(kName, given[kCache].as<int64_t>(), size_t(sequences)))
-        return status;
-    DeltaInputs in{kernel.layer,
-                   0,
-                   given[kRows].as<float>(),
-                   given[kGates].as<float>(),
-                   given[kConv].as<float>(),
-                   given[kDecay].as<float>(),
-                   given[kDtBias].as<float>(),
-                   given[kScale].as<float>(),
-                   kernel.norm_eps,
-                   out};
-    for (size_t s = 0; s < held.caches.size(); s++) {
-        Cache& cache = *held.caches[s];
+    const auto run = [&](Cache& cache, int64_t first, int count) {
         if (!cache.recurs(width, 2 * heads, given[kConv].count, dim, kernel.key_heads))
             return failed(kName, "a cache is not of this model");
-        in.tokens = static_cast<int>(rows[s]);
-        if (const int status = cache.recur(in, {run_units, context}))
-            return failed(kName, kvq_status_text(status));
-        in.rows += rows[s] * width, in.gates += rows[s] * 2 * heads, in.out += rows[s] * heads * dim;
-    }
-    return nullptr;
+        const DeltaInputs in{kernel.layer,
+                             count,
+                             given[kRows].as<float>() + first * width,
+                             given[kGates].as<float>() + first * 2 * heads,
+                             given[kConv].as<float>(),
+                             given[kDecay].as<float>(),
+                             given[kDtBias].as<float>(),
+                             given[kScale].as<float>(),
+                             kernel.norm_eps,
+                             out + first * heads * dim};
+        const int status = cache.recur(in, {run_units, context});
+        return status ? failed(kName, kvq_status_text(status)) : nullptr;
+    };
+    return each_sequence(kName, given[kCache], given[kSequenceRows], tokens, run);
 }
 
 }  // namespace
 
 Op delta_net_op() {
-    Op o = op_of<Kernel, kInputs>(nullptr, create, compute);
-    o.GetName = [](const OrtCustomOp*) { return kName; };
-    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-        return i >= kCache ? kInt64 : kFloat;
-    };
-    return o;
+    return op_of<Kernel>(kName, kTypes, nullptr, create, compute);
 }
 
 }  // namespace kvq::ort

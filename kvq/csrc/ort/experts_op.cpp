@@ -11,12 +11,14 @@
 #include <memory>
 
 #include "../linear/linear.h"
-#include "linear_ops.h"
+#include "kernel.h"
 
 namespace kvq::ort {
 namespace {
 
 constexpr char kName[] = "Experts";
+constexpr ElementType kTypes[] = {kFloat, kFloat, kUint8, kUint8, kFloat,
+                                  kInt64, kInt64, kFloat, kFloat, kFloat};
 
 struct Kernel {
     kvq_experts call{};
@@ -103,12 +105,7 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
 }  // namespace
 
 Op experts_op() {
-    Op o = op_of<Kernel, 10, 4>(nullptr, create, compute);
-    o.GetName = [](const OrtCustomOp*) { return kName; };
-    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-        return i == 2 || i == 3 ? kUint8 : i == 5 || i == 6 ? kInt64 : kFloat;
-    };
-    return o;
+    return op_of<Kernel, 4>(kName, kTypes, nullptr, create, compute);
 }
 
 }  // namespace kvq::ort

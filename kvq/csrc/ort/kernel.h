@@ -1,10 +1,11 @@
-// What every op of the library asks of ONNX Runtime: attributes, inputs, the output, threads,
-// errors.
+// The ops of the library, and what each asks of ONNX Runtime: attributes, inputs, the output,
+// threads, errors.
 #pragma once
 #include <climits>
 #include <initializer_list>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "../device_library.h"
 #include "abi.h"
@@ -28,6 +29,14 @@ inline OrtStatus* integers(const char* op, const OrtKernelInfo* info,
             return failed(op, std::string(name) + " " + std::to_string(found) + " is out of range");
         *value = static_cast<int32_t>(found);
     }
+    return nullptr;
+}
+
+inline OrtStatus* floats(const OrtKernelInfo* info,
+                         std::initializer_list<std::pair<const char*, float*>> attributes) {
+    for (const auto& [name, value] : attributes)
+        if (OrtStatus* status = g_api->KernelInfoGetAttribute_float(info, name, value))
+            return status;
     return nullptr;
 }
 
@@ -83,8 +92,10 @@ inline void run_parallel(void* context, void (*work)(void*, size_t), size_t unit
     for (size_t i = 0; i < units; i++) work(user, i);
 }
 
-// An op and where its kernels compute.
+// An op, and where its kernels compute.
 struct Op : OrtCustomOp {
+    const char* name;
+    const ElementType* types;  // of its inputs
     Device* device;     // null: on the processor
     int64_t residency;  // of the experts, see kvq.h; 0: none
 };
@@ -97,16 +108,22 @@ inline const char* provider_of(const OrtCustomOp* op) {
     return device && !device->on_host() ? "CUDAExecutionProvider" : nullptr;
 }
 
-// An op of one float output whose kernels are `Kernel`s; its name and the types of its inputs are
-// the op's. The first kNeeded of kInputs must be given.
-// What it reads of a pass to decide by, integers all, stays on the host.
-template <class Kernel, size_t kInputs, size_t kNeeded = kInputs>
-Op op_of(Device* device, decltype(Op::CreateKernelV2) create,
-         decltype(Op::KernelComputeV2) compute) {
+// An op of one float output whose kernels are `Kernel`s. Of its inputs, whose `types` lie there for
+// good, the first kNeeded must be given. What it reads of a pass to decide by, integers all, stays
+// on the host.
+template <class Kernel, size_t kNeeded = SIZE_MAX, size_t kInputs>
+Op op_of(const char* name, const ElementType (&types)[kInputs], Device* device,
+         decltype(Op::CreateKernelV2) create, decltype(Op::KernelComputeV2) compute) {
     Op o{};
+    o.name = name;
+    o.types = types;
     o.device = device;
     o.CreateKernelV2 = create;
     o.KernelComputeV2 = compute;
+    o.GetName = [](const OrtCustomOp* op) { return static_cast<const Op*>(op)->name; };
+    o.GetInputType = [](const OrtCustomOp* op, size_t i) -> int {
+        return static_cast<const Op*>(op)->types[i];
+    };
     o.GetInputTypeCount = [](const OrtCustomOp*) { return kInputs; };
     o.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
         return i < kNeeded ? kRequired : kOptional;
@@ -128,5 +145,17 @@ Op op_of(Device* device, decltype(Op::CreateKernelV2) create,
     o.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
     return o;
 }
+
+// The ops over stored weights: kvq::Linear, kvq::Experts and kvq::Embed.
+std::vector<Op> linear_ops(Device* device);
+// These compute on the processor wherever the model runs: which experts are read depends on each
+// token, and no device has convolutions or delta nets.
+Op experts_op();
+Op short_conv_op();
+Op delta_net_op();
+
+// Adds domain "kvq" to OrtSessionOptions `options`, `base` being its OrtApiBase and `device` the
+// kvq::Device that computes, null for the processor. An OrtStatus, null: done.
+void* register_ops(void* options, const void* base, void* device);
 
 }  // namespace kvq::ort

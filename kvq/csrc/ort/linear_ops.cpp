@@ -14,8 +14,6 @@
 //
 // Embed: out [T, columns] = sum over k of weights[t, k] * row ids[t, k]. Inputs: ids int64 [T, K],
 // weights float [T, K], panels.
-#include "linear_ops.h"
-
 #include <algorithm>
 #include <memory>
 
@@ -58,9 +56,7 @@ OrtStatus* create(const OrtCustomOp* o, const void*, const OrtKernelInfo* info, 
                                           {"layer", &made->layer},
                                           {"first_kept", &made->first_kept}}))
             return status;
-        if (OrtStatus* status =
-                g_api->KernelInfoGetAttribute_float(info, "norm_eps", &made->norm_eps))
-            return status;
+        if (OrtStatus* status = floats(info, {{"norm_eps", &made->norm_eps}})) return status;
     }
     *kernel = made.release();
     return nullptr;
@@ -113,7 +109,7 @@ int run_part(Device& device, const kvq_linear& call, const PanelLayout& layout,
     part.panel_tops = reinterpret_cast<float*>(scratch + at.panel_tops);
     part.deviations = reinterpret_cast<float*>(scratch + at.deviations);
     part.marks = scratch + at.marks;
-    return device.calls().linear(&part, device.facts().stream);
+    return device.calls().linear_run(&part, device.facts().stream);
 }
 
 // As run_linear, of numbers on the device.
@@ -224,29 +220,17 @@ OrtStatus* compute_embed(void* state, OrtKernelContext* context) {
     return run_embed(call) ? failed("Embed", "an id is no row of the matrix") : nullptr;
 }
 
-Op linear_op(Device* device) {
-    Op o = op_of<Kernel, 11, 2>(device, create<true>, compute_linear);
-    o.GetName = [](const OrtCustomOp*) { return "Linear"; };
-    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-        return i == 1 || i == 9 ? kUint8 : i >= 5 && i < 9 ? kInt64 : kFloat;
-    };
-    return o;
-}
-
-// On the processor wherever the model runs: it reads a few rows of its largest matrix.
-Op embed_op() {
-    Op o = op_of<Kernel, 3>(nullptr, create<false>, compute_embed);
-    o.GetName = [](const OrtCustomOp*) { return "Embed"; };
-    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-        return i == 0 ? kInt64 : i == 1 ? kFloat : kUint8;
-    };
-    return o;
-}
+constexpr ElementType kLinearTypes[] = {kFloat, kUint8, kFloat, kFloat, kFloat, kInt64,
+                                        kInt64, kInt64, kInt64, kUint8, kFloat};
+constexpr ElementType kEmbedTypes[] = {kInt64, kFloat, kUint8};
 
 }  // namespace
 
 std::vector<Op> linear_ops(Device* device) {
-    return {linear_op(device), experts_op(), embed_op()};
+    return {op_of<Kernel, 2>("Linear", kLinearTypes, device, create<true>, compute_linear),
+            experts_op(),
+            // On the processor wherever the model runs: it reads a few rows of its largest matrix.
+            op_of<Kernel>("Embed", kEmbedTypes, nullptr, create<false>, compute_embed)};
 }
 
 }  // namespace kvq::ort

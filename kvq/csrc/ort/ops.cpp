@@ -18,8 +18,6 @@
 #include <vector>
 
 #include "cache_ops.h"
-#include "linear_ops.h"
-#include "register.h"
 
 namespace kvq::ort {
 namespace {
@@ -47,18 +45,11 @@ OrtStatus* create(const OrtCustomOp* op, const void*, const OrtKernelInfo* info,
                                       {"head_dim", &a.head_dim},
                                       {"window_tokens", &a.window_tokens}}))
         return status;
-    const struct {
-        const char* name;
-        float* value;
-    } floats[] = {{"scale", &a.scale},
-                  {"softcap", &a.softcap},
-                  {"rope_factor", &a.rope_factor},
-                  {"norm_eps", &a.norm_eps}};
-    for (const auto& attribute : floats) {
-        if (OrtStatus* status =
-                g_api->KernelInfoGetAttribute_float(info, attribute.name, attribute.value))
-            return status;
-    }
+    if (OrtStatus* status = floats(info, {{"scale", &a.scale},
+                                          {"softcap", &a.softcap},
+                                          {"rope_factor", &a.rope_factor},
+                                          {"norm_eps", &a.norm_eps}}))
+        return status;
     if (a.heads < 1 || a.kv_heads < 1 || a.head_dim < 1 || a.heads > kMostHeads ||
         a.kv_heads > kMostHeads || a.head_dim > kMaxHeadDim || a.heads % a.kv_heads)
         return failed("heads and head_dim are none of a cache's");
@@ -77,6 +68,8 @@ enum InputIndex {
     kSinkLogits,
     kInputs
 };
+constexpr ElementType kTypes[kInputs] = {kFloat, kInt64, kInt64, kInt64,
+                                         kFloat, kFloat, kFloat, kFloat};
 
 OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     kvq_attention a = static_cast<AttentionKernel*>(kernel)->attributes;
@@ -97,30 +90,28 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     a.rotary_pairs = static_cast<int32_t>(given[kInvFreq].count);
 
     const int64_t* rows = given[kSequenceRows].as<int64_t>();
+    if (OrtStatus* status = sum_to(kName, rows, sequences, tokens)) return status;
     std::vector<Inputs> inputs;
     int64_t first = 0;
-    for (int64_t s = 0; s < sequences; first += rows[s++]) {
-        if (rows[s] < 1 || rows[s] > tokens - first) break;
+    for (int64_t s = 0; s < sequences; first += rows[s++])
         inputs.push_back({static_cast<int>(rows[s]), given[kQkv].as<float>() + first * width,
                           given[kPositions].as<int64_t>() + first, given[kInvFreq].as<float>(),
                           given[kQNorm].as<float>(), given[kKNorm].as<float>(),
                           given[kSinkLogits].as<float>(), out + first * a.heads * dim});
-    }
-    if (inputs.size() != static_cast<size_t>(sequences) || first != tokens)
-        return failed("sequence_rows do not add up to the rows given, one or more each");
-    Held held;
-    if (OrtStatus* status = held.hold(kName, given[kCache].as<int64_t>(), inputs.size())) return status;
-    std::vector<Cache*> caches;
-    for (const auto& cache : held.caches) caches.push_back(cache.get());
-    for (const Cache* cache : caches)
+    LockedCaches locked;
+    if (OrtStatus* status = locked.lock(kName, given[kCache].as<int64_t>(), inputs.size()))
+        return status;
+    for (const Cache* cache : locked.caches)
         if (cache->device() != static_cast<AttentionKernel*>(kernel)->device)
             return failed("a cache lies on another device than the model");
-    const int status =
-        attend_together(a, caches.data(), inputs.data(), inputs.size(), {run_units, context});
+    const int status = attend_together(a, locked.caches.data(), inputs.data(), inputs.size(),
+                                       {run_units, context});
     return status ? failed(kvq_status_text(status)) : nullptr;
 }
 
 enum SharedInput { kQ, kRows, kShared, kSharedRows, kSharedFreq, kSharedNorm, kSharedInputs };
+constexpr ElementType kSharedTypes[kSharedInputs] = {kFloat, kInt64, kInt64,
+                                                     kInt64, kFloat, kFloat};
 
 OrtStatus* compute_shared(void* kernel, OrtKernelContext* context) {
     kvq_attention a = static_cast<AttentionKernel*>(kernel)->attributes;
@@ -151,31 +142,12 @@ OrtStatus* compute_shared(void* kernel, OrtKernelContext* context) {
         first = end;
     }
     if (asked != queries) return failed("rows do not follow the sequences");
-    Held held;
-    if (OrtStatus* status = held.hold(kName, given[kShared].as<int64_t>(), inputs.size())) return status;
-    std::vector<Cache*> caches;
-    for (const auto& cache : held.caches) caches.push_back(cache.get());
+    LockedCaches locked;
+    if (OrtStatus* status = locked.lock(kName, given[kShared].as<int64_t>(), inputs.size()))
+        return status;
     const int status =
-        read_together(a, caches.data(), inputs.data(), inputs.size(), {run_units, context});
+        read_together(a, locked.caches.data(), inputs.data(), inputs.size(), {run_units, context});
     return status ? failed(kvq_status_text(status)) : nullptr;
-}
-
-Op shared_attention_op(Device* device) {
-    Op o = op_of<AttentionKernel, kSharedInputs, kSharedNorm>(device, create, compute_shared);
-    o.GetName = [](const OrtCustomOp*) { return "SharedAttention"; };
-    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-        return i >= kRows && i <= kSharedRows ? kInt64 : kFloat;
-    };
-    return o;
-}
-
-Op attention_op(Device* device) {
-    Op o = op_of<AttentionKernel, kInputs, kQNorm>(device, create, compute);
-    o.GetName = [](const OrtCustomOp*) { return "Attention"; };
-    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-        return i >= kPositions && i <= kSequenceRows ? kInt64 : kFloat;
-    };
-    return o;
 }
 
 // The handle of what bounds the memory of experts, where the options name one.
@@ -209,8 +181,10 @@ OrtStatus* add_domain(OrtSessionOptions* options, Device* device) {
         OrtCustomOpDomain* domain = nullptr;
         if (OrtStatus* status = g_api->CreateCustomOpDomain("kvq", &domain)) return status;
         made.ops = linear_ops(device);
-        made.ops.push_back(attention_op(device));
-        made.ops.push_back(shared_attention_op(device));
+        made.ops.push_back(
+            op_of<AttentionKernel, kQNorm>(kName, kTypes, device, create, compute));
+        made.ops.push_back(op_of<AttentionKernel, kSharedNorm>("SharedAttention", kSharedTypes,
+                                                               device, create, compute_shared));
         if (!device) made.ops.insert(made.ops.end(), {short_conv_op(), delta_net_op()});
         for (Op& op : made.ops) op.residency = residency;
         for (const Op& op : made.ops)

@@ -23,6 +23,7 @@ OrtStatus* create(const OrtCustomOp*, const void*, const OrtKernelInfo* info, vo
 }
 
 enum InputIndex { kBcx, kWeight, kCache, kSequenceRows, kInputs };
+constexpr ElementType kTypes[kInputs] = {kFloat, kFloat, kInt64, kInt64};
 
 OrtStatus* compute(void* state, OrtKernelContext* context) {
     const int layer = static_cast<Kernel*>(state)->layer;
@@ -35,34 +36,22 @@ OrtStatus* compute(void* state, OrtKernelContext* context) {
     if (tokens < 1 || given[kBcx].count != 3 * tokens * width || sequences < 1 ||
         given[kSequenceRows].count != sequences)
         return failed(kName, "input shapes do not belong together");
-    const int64_t* rows = given[kSequenceRows].as<int64_t>();
-    if (OrtStatus* status = sum_to(kName, rows, sequences, tokens)) return status;
     float* out = nullptr;
     if (OrtStatus* status = output(context, tokens, width, &out)) return status;
-    Held held;
-    if (OrtStatus* status = held.hold(kName, given[kCache].as<int64_t>(), size_t(sequences)))
-        return status;
-    const float* bcx = given[kBcx].as<float>();
-    for (size_t s = 0; s < held.caches.size(); s++) {
-        Cache& cache = *held.caches[s];
+    const auto run = [&](Cache& cache, int64_t first, int count) {
         if (!cache.convolves(width, taps)) return failed(kName, "a cache is not of this model");
-        const int status = cache.convolve(layer, static_cast<int>(rows[s]), bcx,
-                                          given[kWeight].as<float>(), out, {run_units, context});
-        if (status) return failed(kName, kvq_status_text(status));
-        bcx += 3 * rows[s] * width, out += rows[s] * width;
-    }
-    return nullptr;
+        const int status =
+            cache.convolve(layer, count, given[kBcx].as<float>() + 3 * first * width,
+                           given[kWeight].as<float>(), out + first * width, {run_units, context});
+        return status ? failed(kName, kvq_status_text(status)) : nullptr;
+    };
+    return each_sequence(kName, given[kCache], given[kSequenceRows], tokens, run);
 }
 
 }  // namespace
 
 Op short_conv_op() {
-    Op o = op_of<Kernel, kInputs>(nullptr, create, compute);
-    o.GetName = [](const OrtCustomOp*) { return kName; };
-    o.GetInputType = [](const OrtCustomOp*, size_t i) -> int {
-        return i >= kCache ? kInt64 : kFloat;
-    };
-    return o;
+    return op_of<Kernel>(kName, kTypes, nullptr, create, compute);
 }
 
 }  // namespace kvq::ort

@@ -1,5 +1,6 @@
-// A grid of blocks of threads on one processor, for proofs: every kernel of this folder compiles
-// against this instead of CUDA and must give what the numpy reference gives.
+// A GPU on one processor, for proofs: every kernel of kvq/csrc/cuda compiles against this instead of
+// CUDA and must give what the numpy reference gives. Below the grid of threads are the calls of
+// kvq_cuda.h whose memory is the host's, and a few more for tests.
 //
 // A thread is a fiber. In whatever order the test asked for, it runs until it must wait for others:
 // its block (sync_block) or its warp (shuffles, mma). Blocks run one after the other, so what they
@@ -21,6 +22,9 @@
 #include <random>
 #include <utility>
 #include <vector>
+
+#include "cuda/kvq_cuda.h"
+#include "kvq.h"
 
 #define KVQ_KERNEL static void
 #define KVQ_DEVICE static inline
@@ -381,4 +385,114 @@ void launch(void (*kernel)(Parameters...), Dim3 grid, int threads, size_t shared
     Emulator::now().launch(grid, threads, shared_bytes, [&] { kernel(arguments...); });
 }
 
+static thread_local char g_reason[256] = "";
+constexpr int64_t kEmulatedBytes = int64_t{1} << 30;
+
+// The stream beside the first one does what it is asked as late as it may: once somebody waits for
+// it. So whoever does not reads what was there before. Where turns are taken in reverse it does it
+// as early as it may: at once. It refuses a copy that does not wait for all kernels launched
+// before.
+static struct Copies {
+    struct Copy {
+        char* to;
+        const char* from;
+        int64_t to_step, from_step, row_bytes, rows;
+        void run() const {
+            for (int64_t i = 0; i < rows; i++)
+                std::memcpy(to + i * to_step, from + i * from_step, static_cast<size_t>(row_bytes));
+        }
+    };
+    std::vector<Copy> queued;
+    bool waits_for_all = true;  // that the first stream was asked
+    void run() {
+        for (const Copy& copy : queued) copy.run();
+        queued.clear();
+    }
+} g_copies;
+
+static int outcome() {
+    g_copies.waits_for_all = false;
+    return *g_reason ? KVQ_DEVICE_FAILED : KVQ_OK;
+}
+
+static int open_device(kvq_cuda_device& out) {
+    std::snprintf(out.name, sizeof out.name, "an emulated device");
+    out.memory_bytes = out.free_bytes = kEmulatedBytes;
+    out.capability = 80, out.units = 2, out.on_host = 1;
+    out.copies = &g_copies;
+    return KVQ_OK;
+}
+
 }  // namespace kvq::cuda
+
+extern "C" {
+
+// Full of what nobody wrote.
+KVQ_EXPORT int kvq_cuda_allocate(int64_t bytes, void** memory) {
+    *memory = bytes > kvq::cuda::kEmulatedBytes ? nullptr : std::malloc(static_cast<size_t>(bytes));
+    if (!*memory) return KVQ_NO_MEMORY;
+    std::memset(*memory, 0xff, static_cast<size_t>(bytes));
+    return KVQ_OK;
+}
+KVQ_EXPORT void kvq_cuda_free(void* memory) {
+    std::free(memory);
+}
+KVQ_EXPORT int kvq_cuda_allocate_host(int64_t bytes, void** memory) {
+    return kvq_cuda_allocate(bytes, memory);
+}
+KVQ_EXPORT void kvq_cuda_free_host(void* memory) {
+    std::free(memory);
+}
+KVQ_EXPORT int kvq_cuda_copy(void* to, int64_t to_step, const void* from, int64_t from_step,
+                             int64_t row_bytes, int64_t rows, void* stream) {
+    using namespace kvq::cuda;
+    if (!row_bytes || !rows) return KVQ_OK;
+    Emulator::now().copies++;
+    const Copies::Copy copy{static_cast<char*>(to),
+                            static_cast<const char*>(from),
+                            to_step,
+                            from_step,
+                            row_bytes,
+                            rows};
+    if (stream != &g_copies) {
+        copy.run();
+        return KVQ_OK;
+    }
+    if (!g_copies.waits_for_all) {
+        std::snprintf(g_reason, sizeof g_reason, "a copy may come before what it must wait for");
+        return KVQ_DEVICE_FAILED;
+    }
+    if (Emulator::now().in_reverse()) copy.run();
+    else g_copies.queued.push_back(copy);
+    return KVQ_OK;
+}
+KVQ_EXPORT int kvq_cuda_clear(void* at, int64_t bytes, void*) {
+    kvq::cuda::Emulator::now().copies++;
+    std::memset(at, 0, static_cast<size_t>(bytes));
+    return KVQ_OK;
+}
+KVQ_EXPORT int kvq_cuda_wait(void* stream) {
+    if (stream == &kvq::cuda::g_copies) kvq::cuda::g_copies.run();
+    return KVQ_OK;
+}
+KVQ_EXPORT int kvq_cuda_after(void* later, void* earlier) {
+    if (later == &kvq::cuda::g_copies) kvq::cuda::g_copies.waits_for_all = true;
+    return kvq_cuda_wait(earlier);
+}
+// For proofs that no result depends on the order in which threads run: Emulator::take_turns.
+KVQ_EXPORT int kvq_cuda_take_turns(int32_t order, void*) {
+    kvq::cuda::Emulator::now().take_turns(order);
+    return KVQ_OK;
+}
+// From now on every launch fails for this reason, until there is none.
+KVQ_EXPORT int kvq_cuda_fail(const char* reason, void*) {
+    std::snprintf(kvq::cuda::g_reason, sizeof kvq::cuda::g_reason, "%s", reason);
+    return KVQ_OK;
+}
+// How many launches there were, and how many copies and clearings of memory.
+KVQ_EXPORT int kvq_cuda_queued(int64_t* launches, int64_t* copies, void*) {
+    *launches = kvq::cuda::Emulator::now().launches, *copies = kvq::cuda::Emulator::now().copies;
+    return KVQ_OK;
+}
+
+}  // extern "C"
