@@ -21,8 +21,12 @@ def extension(command: str) -> Any:
     Where there is no laboratory it is one that adds and refuses nothing.
     """
     if find_spec(PACKAGE) is None:
-        return SimpleNamespace(add_flags=lambda _: None, check=lambda _: None, RUNS={})
+        return SimpleNamespace(add_flags=_nothing, check=_nothing, RUNS={})
     return import_module(f"{PACKAGE}.{command}")
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def peers() -> Mapping[str, str]:

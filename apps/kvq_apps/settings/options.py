@@ -240,13 +240,20 @@ def _disk_bytes(text: str) -> int:
     )
 
 
+# The least values of numbers that otherwise are checked only once a model is loaded.
+_LEAST = {"threads": 1, "ctx-size": 2, "seed": 0}
+
+
+def _check_least(name: str, value: int | str) -> None:
+    # `auto`, the only text, has no least value.
+    if isinstance(value, int) and value < _LEAST[name]:
+        raise UsageError(about=f"--{name}", value=value, possible=f"give {_LEAST[name]} or more")
+
+
 def check(name: str, value: Any) -> None:
     """Raises `UsageError` for a value that its component refuses, if that needs no model."""
-    # Of numbers that otherwise are checked only once a model is loaded.
-    least = {"threads": 1, "ctx-size": 2, "seed": 0}.get(name)
-    # `auto`, the only text, has no least value.
-    if least is not None and isinstance(value, int) and value < least:
-        raise UsageError(about=f"--{name}", value=value, possible=f"give {least} or more")
+    if name in _LEAST:
+        _check_least(name, value)
     alone = Namespace(**dict.fromkeys(map(field, FLAGS)) | {field(name): value})
     sampling(alone)
     match name:
