@@ -71,7 +71,7 @@ def add_flags(parser: ArgumentParser, /) -> None:
         "--drafts",
         metavar="N,..",
         type=wholes,
-        help="numbers of drafts to compare (default: {kvq_lab.eval:DRAFTS})",
+        help="numbers of drafts to compare (default: {kvq_lab.eval:DRAFTS}) [KVQ_DRAFTS]",
     )
     flags.add_flags(
         parser.add_argument_group("--sweep"), "tasks", "policies", "budgets", "out", "plot",

@@ -84,7 +84,7 @@ def test_every_flag_is_offered_and_says_what_it_does() -> None:
         "new tokens at most, -1: until the context is full"
     )
     assert completed("kvq run --kv=8:")["--kv=8:2"] == ""
-    assert completed("kvq run --chat --temp 0  -m n").keys() == {"nano"}
+    assert completed("kvq run --chat --temp 0  -m nan").keys() == {"nano"}
     assert completed("kvq run ") == {}
 
 
