@@ -82,11 +82,21 @@ class PrintCompletion(Action):
     """Prints the completion script of a shell and ends."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, *_: Any) -> None:
-        from kvq_apps.settings.shell_completion import script
+        from kvq_apps.settings.shell_completion import SCRIPTS
 
-        parsers = {name: build_parser(name) for name in COMMANDS}
+        output.print_data(SCRIPTS[values])
+        parser.exit()
+
+
+class PrintOffers(Action):
+    """Prints what a shell offers at the end of a line, one word a line, and ends."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, *_: Any) -> None:
+        from kvq_apps.settings.shell_completion import offers
+
         summaries = {name: summary for name, (_, summary) in COMMANDS.items()}
-        output.print_data(script(values, parsers, summaries))
+        for row in offers(values, build_parser, summaries):
+            output.print_data(row)
         parser.exit()
 
 
@@ -107,7 +117,9 @@ def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
         if getattr(arguments, "yes", False):
             assume_yes()
         if getattr(arguments, "threads", None) == AUTO:
-            arguments.threads = _threads_that_pay()
+            from kvq_apps.bench.tune import threads_that_pay
+
+            arguments.threads = threads_that_pay(output.print_note)
         with _explain_missing_extras():
             return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -117,15 +129,11 @@ def _run(argv: list[str], interrupted: Callable[[], bool]) -> int:
         _forget_output()
         return PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the one place that turns our faults into exit code 1
-        _debug_traceback(argv)
+        if _is_switch_on("debug", argv):
+            import traceback
+
+            output.print_note(traceback.format_exc(), end="")
         return INTERRUPTED if interrupted() else _report(_explain(error), argv)
-
-
-def _threads_that_pay() -> int:
-    """Returns the number of threads that `--threads auto` means on this machine."""
-    from kvq_apps.bench.tune import threads_that_pay
-
-    return threads_that_pay(output.print_note)
 
 
 def _explain(error: Exception) -> Exception:
@@ -189,6 +197,7 @@ def build_parser(chosen: str | None = None) -> Parser:
         choices=SHELLS,
         help="print what this shell completes: source <(kvq --completion bash)",
     )
+    parser.add_argument("--complete-line", action=PrintOffers, help=SUPPRESS)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, (module_name, summary) in COMMANDS.items():
         command = commands.add_parser(
@@ -223,7 +232,9 @@ def parse(argv: list[str]) -> Namespace:
     if unknown and unknown[0] in _flags_of(parser, chosen):
         raise UsageError(f"{unknown[0]} stands behind the command: kvq {chosen} {unknown[0]} ...")
     if unknown:
-        problem = f"is not known to `kvq {chosen}`{_nearest(unknown[0], arguments)}"
+        known = [f"--{name}" for name in flags.FLAGS if hasattr(arguments, flags.field(name))]
+        hint = output.did_you_mean(unknown[0].partition("=")[0], known)
+        problem = f"is not known to `kvq {chosen}`{hint}"
         if not unknown[0].startswith("-"):
             flag = ", or belongs behind a flag such as --out" if hasattr(arguments, "out") else ""
             problem = f"is a word too many for `kvq {chosen}`{flag}"
@@ -241,12 +252,6 @@ def parse(argv: list[str]) -> Namespace:
 def _flags_of(parser: Parser, chosen: str | None) -> Collection[str]:
     """Returns every spelling of the flags of the command `chosen`."""
     return parser.command.spellings if parser.command and chosen in COMMANDS else ()
-
-
-def _nearest(word: str, arguments: Namespace) -> str:
-    """Returns a question that names the nearest flag of the command, or an empty text."""
-    known = [f"--{name}" for name in flags.FLAGS if hasattr(arguments, flags.field(name))]
-    return output.did_you_mean(word.partition("=")[0], known)
 
 
 def _report(error: Exception, argv: list[str]) -> int:
@@ -278,13 +283,6 @@ def _as_typed(argv: list[str]) -> Callable[[str, str], str]:
 def _is_switch_on(switch: str, argv: list[str]) -> bool:
     """Says whether a switch is on, also when the arguments could not be parsed."""
     return f"--{switch}" in argv or environment(switch) in ("1", "true", "yes")
-
-
-def _debug_traceback(argv: list[str]) -> None:
-    if _is_switch_on("debug", argv):
-        import traceback
-
-        output.print_note(traceback.format_exc(), end="")
 
 
 def _set_up_logging(*, debug: bool) -> None:

@@ -4,48 +4,29 @@ Wheels do not contain it. Its modules `bench` and `eval` add flags to the comman
 (`add_flags`), refuse wrong ones (`check`), and run their suites or tasks by name (`RUNS`).
 """
 
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any
 
 from kvq.errors import UsageError
 
 PACKAGE = "kvq_lab"
 
 
-class LabExtension(Protocol):
-    """Describes what the laboratory adds to one command."""
+def extension(command: str) -> Any:
+    """Returns the laboratory's module of `command`, which is bench or eval.
 
-    RUNS: Mapping[str, Callable[..., int]]
-
-    def add_flags(self, parser: ArgumentParser, /) -> None:
-        """Adds the flags that only its suites or tasks take."""
-        ...
-
-    def check(self, arguments: Namespace, /) -> None:
-        """Raises `UsageError` for such a flag where it does not belong."""
-        ...
-
-
-class NoExtension:
-    """Adds nothing, where there is no laboratory."""
-
-    RUNS: Mapping[str, Callable[..., int]] = {}
-
-    def add_flags(self, _: ArgumentParser, /) -> None:
-        """Adds nothing."""
-
-    def check(self, _: Namespace, /) -> None:
-        """Refuses nothing."""
-
-
-def extension(command: str) -> LabExtension:
-    """Returns what the laboratory adds to `command`, which is bench or eval."""
+    Where there is no laboratory it is one that adds and refuses nothing.
+    """
     if find_spec(PACKAGE) is None:
-        return NoExtension()
-    return cast(LabExtension, import_module(f"{PACKAGE}.{command}"))
+        return SimpleNamespace(add_flags=_nothing, check=_nothing, RUNS={})
+    return import_module(f"{PACKAGE}.{command}")
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def peers() -> Mapping[str, str]:
@@ -58,7 +39,7 @@ def runner(command: str, name: str, flag: str) -> Callable[..., int]:
 
     Raises a `UsageError` that names `flag` where there is no laboratory.
     """
-    run: Any = extension(command).RUNS.get(name)
+    run = extension(command).RUNS.get(name)
     if run is None:
         raise laboratory_missing(flag)
     return run

@@ -88,24 +88,7 @@ class Engine:
     ) -> Self:
         """Opens and checks the bundle or GGUF file at `path`.
 
-        Args:
-            path: A bundle folder or a GGUF file.
-            threads: Threads of the processor. None: what `kvq bench --tune` measured, else the
-                number of physical cores.
-            backend: Name of a backend. `auto`: the fastest that runs here.
-            device: `cpu`, `cuda` or `auto`: a GPU where one can be used; where not, the log says
-                why.
-            weights_budget: Bytes of a model's experts that may be in memory, such as `4GiB`; those
-                that are chosen most stay. None: no limit. `resident` reports on them.
-
-        Returns:
-            The engine.
-
-        Raises:
-            BundleError: For a damaged or incomplete bundle.
-            ModelError: For a damaged or unsupported model.
-            BackendError: Where the backend or device cannot run here.
-            UsageError: For an argument that is not possible.
+        The other arguments, and what is raised, are those of `kvq.Engine.open`.
         """
         return cls(
             open_files(path),

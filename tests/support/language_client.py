@@ -14,7 +14,7 @@ from kvq_apps.completion.document import NamedText, TextDocument
 from kvq_apps.completion.edit_history import EditedLines, NextEdit
 from kvq_apps.completion.suggestions import Completion, Steps, Suggestion
 from kvq_apps.lsp.connection import RpcError, read_frames
-from kvq_apps.lsp.language_server import Completer, LanguageServer
+from kvq_apps.lsp.language_server import LanguageServer
 
 URI = "file:///a.py"
 PATIENCE_S = 120.0
@@ -177,7 +177,7 @@ class Client:
 class ThreadClient(Client):
     """A client of a server in a thread of this process; `load` makes its completer."""
 
-    def __init__(self, load: Callable[[], Completer]) -> None:
+    def __init__(self, load: Callable[[], Any]) -> None:
         ours, to = os.pipe()
         from_server, theirs = os.pipe()
         self.code: int | None = None

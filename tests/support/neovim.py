@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -85,8 +84,8 @@ class Neovim:
         _until(lambda: self.lua(f"return {code}"), expected, code)
 
     def until_row(self, number: int, expected: str) -> None:
-        """Waits until a row of the screen is `expected`; Neovim may add which draft it is."""
-        _until(lambda: re.sub(r" \(\d/\d\)$", "", self.row(number)), expected, f"row {number}")
+        """Waits until a row of the screen is `expected`."""
+        _until(lambda: self.row(number), expected, f"row {number}")
 
     def open(self, path: Path, text: str) -> None:
         """Edits a file of this text."""

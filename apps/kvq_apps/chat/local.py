@@ -59,8 +59,8 @@ class LocalClient(ChatClient):
         self._session: Session[Any] | None = None
 
     def open(self) -> Facts:
+        from kvq_apps.names.engine import open_engine
         from kvq_apps.names.model_path import lasting_name
-        from kvq_apps.opening import open_engine
 
         engine = open_engine(self._model, **self._engine_options)
         if engine.tokenizer.chat_template is None:

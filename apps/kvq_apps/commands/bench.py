@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvq.config import DEFAULT_READ, parse_budget, parse_kv
+from kvq.config import DEFAULT_READ, parse_budget, parse_kv, parse_weights
 from kvq.errors import ModelError, UsageError, argument
 from kvq.files import path_of
 from kvq_apps import laboratory
@@ -23,15 +23,6 @@ DEFAULT_PRESSED_CONTEXTS = (4096,)
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Adds the flags of `kvq bench`."""
-    _add_model(parser)
-    _add_cache(parser.add_argument_group("cache"))
-    flags.add_flags(parser, "suite", "tune")
-    _add_measuring(parser.add_argument_group("measuring"))
-    laboratory.extension("bench").add_flags(parser)
-
-
-def _add_model(parser: ArgumentParser) -> None:
-    """Adds the flags for what is measured, and on what."""
     parser.add_argument("bundle", nargs="?", metavar="MODEL", help="see --model")
     flags.add_flags(
         parser, "model", "device", "weights-budget", "offline", "context",
@@ -54,28 +45,23 @@ def _add_model(parser: ArgumentParser) -> None:
         help="thread counts to measure with (default: as for `kvq run`) [KVQ_THREADS]",
     )
     flags.add_flags(parser, "peer")
-
-
-def _add_cache(cache: flags.Group) -> None:
-    """Adds the flags for the cache of kvq."""
     flags.add_flags(
-        cache, *flags.KV_WIDTHS, "kv",
+        parser.add_argument_group("cache"),
+        *flags.KV_WIDTHS, "kv", "kv-read", "kv-policy", "kv-budget",
         kv="bits of cached keys and values, or several settings: 4:2,8:8,fp (fp: an "
         "unquantised cache)",
-    )  # fmt: skip
-    flags.add_flags(
-        cache, "kv-read", "kv-policy", "kv-budget",
         kv_read="also time steps that read otherwise, each of several: 25%%,all",
         kv_policy="also time decode with too small a budget and each of several policies: "
         "uniform,budget,h2o:recent=0.3",
         kv_budget="the budget of --kv-policy: 8MiB, 1000tok, or 25%% of what the whole context "
         "(--context) takes in fp16",
     )  # fmt: skip
-
-
-def _add_measuring(measuring: flags.Group) -> None:
-    """Adds the flags for how often, and how much at once."""
-    flags.add_flags(measuring, "rows", "repeat", "prefill", "prefill-limit", "chats")
+    flags.add_flags(parser, "suite", "tune")
+    flags.add_flags(
+        parser.add_argument_group("measuring"),
+        *("rows", "repeat", "prefill", "prefill-limit", "chats"),
+    )
+    laboratory.extension("bench").add_flags(parser)
 
 
 def run(arguments: Namespace) -> int:
@@ -97,7 +83,6 @@ def run(arguments: Namespace) -> int:
 
 
 def _run_speed(arguments: Namespace) -> int:
-    """Runs the suite `speed`."""
     peers = tuple(dict.fromkeys(arguments.peer or ()))
 
     from kvq_apps.bench import engines, machine, measure, report
@@ -153,7 +138,6 @@ def note_load(machine_facts: dict[str, Any]) -> None:
 
 
 def _run_serve(arguments: Namespace) -> int:
-    """Runs the suite `serve`."""
     refuse(arguments, "peer", "kv-policy", "kv-read")
     if arguments.shape is not None and arguments.chats is None:
         raise UsageError(
@@ -275,6 +259,7 @@ def _job(
 
     kv = kv_settings(arguments, files)
     policies, budget = _pressure(arguments, kv)
+    weights_budget = arguments.weights_budget
     contexts = arguments.context or (DEFAULT_PRESSED_CONTEXTS if policies else DEFAULT_CONTEXTS)
     warn_beyond_training(max(contexts), files.context_length)
     return SpeedJob(
@@ -285,7 +270,7 @@ def _job(
         kv_budget=budget,
         peers=peers,
         device=device,
-        weights_budget=_weights_budget(arguments),
+        weights_budget=None if weights_budget is None else parse_weights(weights_budget),
         **options.keywords(
             arguments,
             rows="rows",
@@ -294,13 +279,6 @@ def _job(
             prefill_limit_s="prefill-limit",
         ),
     )
-
-
-def _weights_budget(arguments: Namespace) -> int | None:
-    from kvq.config import parse_weights
-
-    budget = arguments.weights_budget
-    return None if budget is None else parse_weights(budget)
 
 
 def _reads(arguments: Namespace) -> tuple[str, ...]:

@@ -36,9 +36,8 @@ def run(arguments: Namespace) -> int:
     if len(model) > 1 or (model and options.on_command_line(arguments, "model")):
         raise UsageError("give one model and one place: kvq complete [MODEL] FILE:LINE[:COL]")
     file, line, column = _place(location)
-    engine_options.check(arguments)
     from kvq_apps.completion.document import TextDocument
-    from kvq_apps.opening import open_engine
+    from kvq_apps.names.engine import open_engine
 
     document = TextDocument(text_input.read_text(file))
     if line > document.num_lines:

@@ -233,7 +233,6 @@ def _model(arguments: Namespace) -> dict[str, Any]:
 
 
 def _servers() -> list[str] | str:
-    """Returns the addresses of this user's running servers."""
     from kvq_apps.serve.instances import running
 
     try:

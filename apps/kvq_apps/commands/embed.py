@@ -3,7 +3,6 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,8 @@ from kvq_apps.settings import flags, options
 from kvq_apps.terminal import output, text_input
 
 ARRAY, LINES = ".npy", ".jsonl"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Text:
-    """Holds a text and where it stands; `line` counts from 1 in a file with one text a line."""
-
-    file: str
-    line: int | None
-    text: str
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Returns file and line, as a row of the output names them."""
-        return {"file": self.file} | ({} if self.line is None else {"line": self.line})
+# A text, and the file and the line where it stands, as a row of the output names them.
+PlacedText = tuple[str, dict[str, Any]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -65,11 +52,11 @@ def run(arguments: Namespace) -> int:
     if not texts:
         raise DataError(f"{', '.join(files)}: there is no line to make a vector of")
 
-    from kvq_apps.opening import open_engine
+    from kvq_apps.names.engine import open_engine
 
     with open_engine(model, **options.engine_options(arguments)) as engine:
         vectors = engine.embed(
-            [text.text for text in texts],
+            [text for text, _ in texts],
             session=options.session_options(arguments),
             **options.keywords(arguments, prompt_name="prompt-name", dimensions="dimensions"),
         )
@@ -84,11 +71,11 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _texts(file: str) -> Iterator[_Text]:
+def _texts(file: str) -> Iterator[PlacedText]:
     """Yields the texts of a file. Raises `KvqError` for a file or a line that has none."""
     content = text_input.read_text(file)
     if Path(file).suffix != LINES:
-        yield _Text(file=file, line=None, text=content)
+        yield content, {"file": file}
         return
     for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
@@ -100,16 +87,16 @@ def _texts(file: str) -> Iterator[_Text]:
         text = value.get("text") if is_object(value) else value
         if not isinstance(text, str):
             raise DataError(f"{file}, line {number} is no string, and no object with a text")
-        yield _Text(file=file, line=number, text=text)
+        yield text, {"file": file, "line": number}
 
 
-def _rows(texts: list[_Text], vectors: NDArray[np.float32]) -> Iterator[str]:
+def _rows(texts: list[PlacedText], vectors: NDArray[np.float32]) -> Iterator[str]:
     """Yields a line of JSON for each text."""
-    for text, vector in zip(texts, vectors, strict=True):
-        yield json.dumps(text.place | {"embedding": vector.tolist()})
+    for (_, place), vector in zip(texts, vectors, strict=True):
+        yield json.dumps(place | {"embedding": vector.tolist()})
 
 
-def _write(out: Path, texts: list[_Text], vectors: NDArray[np.float32]) -> None:
+def _write(out: Path, texts: list[PlacedText], vectors: NDArray[np.float32]) -> None:
     with replace_file(out) as stream:
         if out.suffix == ARRAY:
             np.save(stream, vectors)

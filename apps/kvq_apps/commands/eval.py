@@ -179,7 +179,6 @@ def judge(
 
 
 def _settings(session: "Session[Any]") -> dict[str, Any]:
-    """Returns the settings of the measured cache."""
     plan = session.config.plan
     return {
         "kv": output.kv_text(plan.k_bits, plan.v_bits),

@@ -86,7 +86,6 @@ def run(arguments: Namespace) -> int:
 
 
 def _export_options(arguments: Namespace) -> "ExportOptions":
-    """Returns the options that the flags ask for."""
     from kvq.config import KvPlan
     from kvq_apps.names.model_path import resolve_model
     from kvq_export.config import ExportOptions

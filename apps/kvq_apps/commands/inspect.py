@@ -8,11 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.errors import KvqError, ModelError, SnapshotError, UsageError, argument, reason_of
+from kvq.errors import ModelError, SnapshotError, UsageError, argument, reason_of
 from kvq.files import path_of
 from kvq.formats import format_bytes
 from kvq_apps.settings import flags, options
-from kvq_apps.settings.flags import format_error
 from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
@@ -28,10 +27,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "path",
         nargs="?",
         metavar="MODEL",
-        help="a bundle, a GGUF file, a checkpoint folder, a saved session or a model's name; "
-        "without one the models made or run so far are listed",
+        help="a bundle, a GGUF file, a checkpoint folder, a saved session or a model's name "
+        "(default: see --model)",
     )
-    flags.add_flags(parser, "model", "offline", "estimate", "names", "verbose")
+    flags.add_flags(parser, "model", "offline", "estimate", "verbose")
     sized = parser.add_argument_group("estimating")
     flags.add_flags(
         sized, "threads", "weights-budget", "ctx-size",
@@ -44,13 +43,7 @@ def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
     from kvq_apps.names.model_path import default_name
 
-    name = arguments.path
-    if name is None and (options.on_command_line(arguments, "model") or arguments.estimate):
-        name = arguments.model or default_name()
-    if arguments.names:
-        return _print_names(as_json=arguments.json)
-    if name is None:
-        return _list(as_json=arguments.json)
+    name = arguments.path or arguments.model or default_name()
     report, rows = _inspected(name, arguments)
     if arguments.json:
         output.print_json(report)
@@ -115,22 +108,18 @@ def _inspected(name: str, arguments: Namespace) -> tuple[dict[str, Any], Rows]:
     else:
         files = Bundle.open(path)
         report, rows = _bundle(files), _bundle_rows
+    runnable = _files_to_run(files)
     sizes = estimate.estimate(
-        _files_to_run(files),
+        runnable,
         **options.session_options(arguments),
         **options.keywords(arguments, threads="threads", weights_budget="weights-budget"),
     )
-    report |= {"session": _session(files, sizes), "weight_bytes": sizes["weight_bytes"]}
+    # What a default session holds is not known of a GGUF file that was not run yet.
+    session = None if isinstance(runnable, GgufFile) else sizes["session"]
+    report |= {"session": session, "weight_bytes": sizes["weight_bytes"]}
     if not arguments.estimate:
         return report, rows(report)
     return report | {"estimate": sizes}, rows(report) + estimate.rows(sizes)
-
-
-def _session(files: "ModelFiles", sizes: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns what a default session holds; None for a GGUF file that was not run yet."""
-    from kvq_runtime.bundle.gguf_file import GgufFile
-
-    return None if isinstance(_files_to_run(files), GgufFile) else sizes["session"]
 
 
 def _files_to_run(files: "ModelFiles") -> "ModelFiles":
@@ -203,6 +192,7 @@ def _bundle(bundle: "Bundle") -> dict[str, Any]:
 def _bundle_rows(report: dict[str, Any]) -> Rows:
     config, kv = report["config"], report["kv"]
     ratio = report["fp16_bytes_per_token"] / report["bytes_per_token"]
+    sampling = ", ".join(f"{name} {value:g}" for name, value in report["sampling"].items())
     return [
         ("bundle", report["path"]),
         ("format", f"{report['format']} version {report['version']}"),
@@ -225,7 +215,7 @@ def _bundle_rows(report: dict[str, Any]) -> Rows:
             format_bytes(report["bytes_at_context"]) + _windowed(config),
         ),
         *_other_layers(report),
-        ("sampling", _sampling(report["sampling"])),
+        ("sampling", sampling or "kvq's own defaults; the model asks for none"),
         ("end tokens", " ".join(map(str, report["eos_token_id"])) or "none"),
         *((f"source, {key}", value) for key, value in output.flat(report["source"])),
         *output.verdict_rows(report),
@@ -249,12 +239,6 @@ def _experts(experts: dict[str, int] | None) -> Rows:
             f"{format_bytes(experts['least_budget'])}",
         )
     ]
-
-
-def _sampling(fields: dict[str, float]) -> str:
-    """Returns the model's own sampling, in words."""
-    settings = ", ".join(f"{name} {value:g}" for name, value in fields.items())
-    return settings or "kvq's own defaults; the model asks for none"
 
 
 def _shape(config: dict[str, Any]) -> str:
@@ -294,89 +278,6 @@ def _windowed(config: dict[str, Any]) -> str:
         return ""
     sizes = " or ".join(map(str, some))
     return f" ({sum(map(bool, windows))} of {len(windows)} layers see the last {sizes} tokens)"
-
-
-# The list
-
-
-def _print_names(*, as_json: bool) -> int:
-    """Prints what `-m` takes: the embedded models, and those that were made or run."""
-    from kvq_apps.names.model_path import known_names
-    from kvq_models.catalogue import installed_names
-
-    names = list(dict.fromkeys((*installed_names(), *known_names())))
-    if as_json:
-        output.print_json({"names": names})
-    else:
-        output.print_data("\n".join(names))
-    return 0
-
-
-def _list(*, as_json: bool) -> int:
-    """Prints the models that were made or run; a damaged one is a row that says so."""
-    from kvq_apps.names.model_path import known_names
-
-    models = [_listed(name, path) for name, path in sorted(known_names().items())]
-    if as_json:
-        output.print_json({"models": models})
-    elif models:
-        output.print_table(
-            (_listed_row(model) for model in models),
-            header=("name", "family", "weights", "cache holds", "path"),
-        )
-    else:
-        output.print_note(
-            'no model was made or run yet: `kvq run "Once upon a time"` makes a bundle of the '
-            "first one, `kvq export MODEL -o DIR` of any; `kvq inspect DIR` shows it"
-        )
-    return 0
-
-
-def _listed(name: str, path: Path) -> dict[str, Any]:
-    """Returns the list's facts about the model at `path`, which `-m name` means."""
-    from kvq_apps.terminal import estimate, gguf_report
-    from kvq_runtime.bundle.bundle import Bundle
-    from kvq_runtime.bundle.gguf_file import GgufFile
-
-    files: ModelFiles
-    try:
-        if path.is_file():
-            files = GgufFile.open(path)
-            report = gguf_report.report(files)
-            family = report["architecture"]
-        else:
-            files = Bundle.open(path, verify="size")
-            report = _bundle(files)
-            family = report["model_type"]
-        session = _session(files, estimate.estimate(_files_to_run(files)))
-    except KvqError as error:
-        return {"name": name, "path": str(path), "error": format_error(error)}
-    kept = ("path", "bytes", "context_length", "bytes_per_token")
-    return {"name": name, "model": report["name"], "model_type": family} | {
-        **{key: report[key] for key in kept},
-        "weight_bytes": files.weights_json()["bytes"],
-        "kv": output.kv_text(files.kv.k_bits, files.kv.v_bits)
-        if session is None
-        else session["kv"],
-        "session": session,
-    }
-
-
-def _listed_row(row: dict[str, Any]) -> tuple[Any, ...]:
-    if "error" in row:
-        return (row["name"], "-", "-", "-", f"unusable: {row['error']}")
-    session, context = row["session"], row["context_length"]
-    holds = "not run yet"
-    if session is not None:
-        fits = min(session["budget_tokens"], context)
-        holds = f"{fits:,} of {context:,} tokens at {session['kv']}"
-    return (
-        row["name"],
-        row["model_type"],
-        format_bytes(row["weight_bytes"]),
-        holds,
-        row["path"],
-    )
 
 
 # Checkpoints and saved sessions

@@ -41,7 +41,6 @@ def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code. Standard output carries frames only."""
     from kvq_apps.lsp.language_server import LanguageServer
 
-    engine_options.check(arguments)
     # What the editor says before a model is loaded. Next edits take a session of their own.
     next_edits = True
 
@@ -55,7 +54,7 @@ def run(arguments: Namespace) -> int:
                 api_key=arguments.api_key,
                 **engine_options.drafts_and_tokens(arguments),
             )
-        from kvq_apps.opening import open_engine
+        from kvq_apps.names.engine import open_engine
 
         engine = open_engine(options.model_name(arguments), **options.engine_options(arguments))
         files = DEFAULT_FILES if arguments.files is None else arguments.files

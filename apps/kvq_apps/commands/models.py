@@ -67,8 +67,9 @@ def _remove(name: str, arguments: Namespace) -> int:
     try:
         num_bytes = known_models.num_bytes(path) if path.exists() else 0
         # `KVQ_YES` answers the questions of pulls only, and deletes nothing.
+        question = f"Delete the files of {name}, {format_bytes(num_bytes)} in {path}?"
         deletes = path.exists() and (
-            options.on_command_line(arguments, "yes") or _agrees(name, path, num_bytes)
+            options.on_command_line(arguments, "yes") or text_input.agrees(question)
         )
         if deletes:
             known_models.remove(path)
@@ -82,10 +83,6 @@ def _remove(name: str, arguments: Namespace) -> int:
         raise UsageError(f"{path} cannot be deleted: {error.strerror}") from error
     _tell_removed(name, path, num_bytes if deletes else 0, as_json=arguments.json)
     return 0
-
-
-def _agrees(name: str, path: Path, num_bytes: int) -> bool:
-    return text_input.agrees(f"Delete the files of {name}, {format_bytes(num_bytes)} in {path}?")
 
 
 def _tell_removed(name: str, path: Path, num_bytes: int, *, as_json: bool) -> None:
@@ -120,18 +117,19 @@ def _list(arguments: Namespace) -> int:
 
 def _described(name: str, path: Path, arguments: Namespace) -> dict[str, Any]:
     """Returns the list's facts about the model at `path`, or what is wrong with it."""
-    from kvq_apps.names import last_use, pull_records
+    from kvq_apps.names import known_models, pull_records
     from kvq_apps.terminal.estimate import estimate
     from kvq_runtime.bundle.bundle import Bundle
     from kvq_runtime.bundle.gguf_file import GgufFile
 
     record = pull_records.record_of(path)
+    parts = [path] if path.is_file() else path.iterdir()
     row: dict[str, Any] = {
         "name": name,
         "path": str(path),
         "pulled": record is not None,
-        "bytes": _num_bytes(path),
-        "last_used_s": last_use.seconds(path),
+        "bytes": sum(part.stat().st_size for part in parts if part.is_file()),
+        "last_used_s": known_models.last_used_s(path),
     }
     try:
         if path.is_file():
@@ -145,11 +143,6 @@ def _described(name: str, path: Path, arguments: Namespace) -> dict[str, Any]:
     origin_facts = (source.get("license", "unknown"), source.get("model", str(path)))
     license, origin = origin_facts if record is None else (record.license, record.source)
     return row | {"license": license, "source": origin, "fits": fits}
-
-
-def _num_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else path.iterdir()
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _row(model: dict[str, Any]) -> tuple[str, ...]:

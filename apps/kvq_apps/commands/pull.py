@@ -22,9 +22,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "hf.co/OWNER/REPOSITORY:TYPE for a GGUF file of the hub, or a path",
     )
     flags.add_flags(
-        parser, "list", "names", "force", "yes", "offline",
+        parser, "list", "force", "yes", "offline",
         list="list the catalogue, and models that Ollama, LM Studio and the hub's cache have here",
-        names="print the names that can be pulled, one a line",
         yes="change nothing: a pull that is asked for by name asks nothing",
         force="pull again, and replace what is here under the name",
     )  # fmt: skip
@@ -32,8 +31,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Runs the command and returns its exit code."""
-    if arguments.names:
-        return _print_names(as_json=arguments.json)
     if arguments.list:
         return _list(as_json=arguments.json)
     if not arguments.source:
@@ -69,17 +66,6 @@ def first_command(bundle: "Bundle", name: str) -> str:
         return f'kvq run -m {name} "Once upon a time"'
     question = FIRST_QUESTION if known is None else known.question
     return f'kvq run -m {name} --chat "{question}"'
-
-
-def _print_names(*, as_json: bool) -> int:
-    from kvq_apps.names.pull_request import names
-
-    known_names = list(dict.fromkeys(names()))
-    if as_json:
-        output.print_json({"names": known_names})
-    else:
-        output.print_data("\n".join(known_names))
-    return 0
 
 
 def _list(*, as_json: bool) -> int:

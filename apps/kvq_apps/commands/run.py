@@ -68,7 +68,7 @@ def run(arguments: Namespace) -> int:
     sampling, constraint = options.sampling(arguments), _constraint(arguments)
     session_options = options.session_options(arguments) | options.keywords(arguments, seed="seed")
 
-    from kvq_apps.opening import open_engine
+    from kvq_apps.names.engine import open_engine
 
     engine_options = options.engine_options(arguments)
     with (
@@ -101,7 +101,11 @@ def run(arguments: Namespace) -> int:
         report = _report(engine, session, answer)
         report["joules"] = None if meter is None else meter.joules()
         report["prompt_tokens"] = len(ids) + bool(begin_with)
-    code = _first_fence(answer.text) if arguments.extract else None
+    code = None
+    if arguments.extract:
+        from kvq_apps.chat.markdown_blocks import code_fences
+
+        code = next(iter(code_fences(answer.text)), None)
     if arguments.json:
         report |= {"code": code} if arguments.extract else {}
         print_object = output.print_json_line if arguments.stream else output.print_json
@@ -109,7 +113,8 @@ def run(arguments: Namespace) -> int:
     elif pieces is None:
         if arguments.extract and code is None:
             output.print_note("the answer has no block of code; this is the whole of it")
-        _print_whole(answer.text if code is None else code)
+        whole = answer.text if code is None else code
+        output.print_data(whole, end="" if whole.endswith("\n") else "\n")
     if arguments.usage or arguments.verbose:
         _print_usage(report, verbose=arguments.verbose)
     elif report["evicted_share"]:
@@ -161,17 +166,6 @@ def _pieces(arguments: Namespace) -> Callable[[str], None] | None:
         return (lambda text: output.print_json_line({"text": text})) if arguments.stream else None
     whole = arguments.no_stream or arguments.extract
     return None if whole else partial(output.print_data, end="")
-
-
-def _print_whole(text: str) -> None:
-    output.print_data(text, end="" if text.endswith("\n") else "\n")
-
-
-def _first_fence(text: str) -> str | None:
-    """Returns the first fenced block of code of a markdown text, or None."""
-    from kvq_apps.chat.markdown_blocks import code_fences
-
-    return next(iter(code_fences(text)), None)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -220,7 +220,6 @@ def _serve_on_ray(arguments: Namespace) -> int:
 
 
 def _status(*, as_json: bool) -> int:
-    """Prints the running servers."""
     from dataclasses import asdict
 
     from kvq_apps.serve.instances import running

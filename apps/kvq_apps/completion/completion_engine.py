@@ -7,6 +7,8 @@ Each of the last files has a session of its own.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
+from queue import Empty, SimpleQueue
 from threading import Event
 from time import perf_counter
 from typing import Any
@@ -156,12 +158,12 @@ class CompletionEngine:
         """
         since = perf_counter()
         context = cursor_context(document, place)
-        job, changed = self._submit(
+        job, news = self._submit(
             document, place, other_parts, "completion", self._tokens, context.indent
         )
         texts, logs = [""] * self._drafts, [list[TokenLog]() for _ in range(self._drafts)]
         report = None
-        for event in self._events(job, changed, cancel):
+        for event in self._events(job, news, cancel):
             if isinstance(event, Delta):
                 texts[event.index] += event.text
                 logs[event.index] += event.logs
@@ -195,8 +197,8 @@ class CompletionEngine:
         `progress` gets (done, total) tokens meanwhile. The pool encodes stale tokens again in idle
         time.
         """
-        job, changed = self._submit(document, place, other_parts, "batch", 0)
-        for _ in self._events(job, changed, cancel):
+        job, news = self._submit(document, place, other_parts, "batch", 0)
+        for _ in self._events(job, news, cancel):
             progress(*job.progress)
         return not job.cancelled
 
@@ -241,11 +243,9 @@ class CompletionEngine:
             owner=_NEXT_EDITS,
             draft=(lambda: drafter) if self._takes_drafts else False,
         )
-        changed = Event()
-        job = Job(request, Outbox(_OUTBOX_BYTES, changed.set))
-        self._pool.submit(job)
+        job, news = self._submit_request(request)
         try:
-            yield from self._events(job, changed, cancel)
+            yield from self._events(job, news, cancel)
         finally:
             self._pool.cancel(job)
 
@@ -261,8 +261,8 @@ class CompletionEngine:
         priority: str,
         tokens: int,
         indent: int = 0,
-    ) -> tuple[Job, Event]:
-        """Submits a job at a place; returns it and the event that is set when it has news.
+    ) -> tuple[Job, SimpleQueue[None]]:
+        """Submits a job at a place; returns it and what gets an item when it has news.
 
         `indent`: the job writes one body of a block, whose lines have so many spaces at least.
         """
@@ -289,12 +289,17 @@ class CompletionEngine:
             passages=passages,
             writer=self._writer,
         )
-        changed = Event()
-        job = Job(request, Outbox(_OUTBOX_BYTES, changed.set))
-        self._pool.submit(job)
-        return job, changed
+        return self._submit_request(request)
 
-    def _events(self, job: Job, changed: Event, cancel: Cancel) -> Iterator[outbox.Event | None]:
+    def _submit_request(self, request: GenerationRequest) -> tuple[Job, SimpleQueue[None]]:
+        news = SimpleQueue[None]()
+        job = Job(request, Outbox(_OUTBOX_BYTES, partial(news.put, None)))
+        self._pool.submit(job)
+        return job, news
+
+    def _events(
+        self, job: Job, news: SimpleQueue[None], cancel: Cancel
+    ) -> Iterator[outbox.Event | None]:
         """Yields the events of `job` until it is done or cancelled; None: no event for a while.
 
         Raises the error that the pool failed with.
@@ -305,8 +310,11 @@ class CompletionEngine:
                 if cancel():
                     self._pool.cancel(job)
                     return
-                changed.wait(POLL_S)
-                changed.clear()
+                try:
+                    news.get(timeout=POLL_S)
+                except Empty:
+                    yield None
+                continue
             if isinstance(event, Failed):
                 raise event.error
             yield event

@@ -147,8 +147,12 @@ def _lines(text: str) -> list[str]:
 
 def _shared(a: Sequence[str], b: Sequence[str]) -> int:
     """Counts the lines that both begin with."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
 
 
 def _code_points(line: str, units: int, encoding: Encoding) -> int:

@@ -3,7 +3,6 @@
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from kvq.errors import UsageError, argument
 from kvq_apps.settings import flags, options
 
 if TYPE_CHECKING:
@@ -26,22 +25,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def check(arguments: Namespace) -> None:
-    """Refuses impossible flags before a model is loaded."""
-    choices = options.keywords(arguments, drafts="drafts", method="drafts-method")
-    if any(len(values) > 1 for values in choices.values()):
-        raise UsageError(
-            f"completion takes one number of {argument('--drafts')} and one "
-            f"{argument('--drafts-method')}"
-        )
-
-
 def drafts_and_tokens(arguments: Namespace) -> dict[str, Any]:
     """Returns `drafts` and `tokens`, as far as flags give them."""
-    choices = options.keywords(arguments, drafts="drafts", tokens="predict")
-    if "drafts" in choices:
-        (choices["drafts"],) = choices["drafts"]
-    return choices
+    return options.keywords(arguments, drafts="drafts", tokens="predict")
 
 
 def completion_engine(
@@ -54,11 +40,10 @@ def completion_engine(
     """
     from kvq_apps.completion.completion_engine import CompletionEngine
 
-    (method,) = options.keywords(arguments, method="drafts-method").get("method", ("branches",))
     session = {"context_tokens": min(context_tokens, engine.model.context_length)}
     return CompletionEngine(
         engine,
-        engine.writer(method),
+        engine.writer(arguments.drafts_method or "branches"),
         session_options=session | options.session_options(arguments),
         **settings,
         **drafts_and_tokens(arguments),

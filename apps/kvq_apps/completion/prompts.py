@@ -37,7 +37,7 @@ class FittedPrompt(NamedTuple):
 class GapPrompts:
     """Makes prompts for the texts around a gap, for one model; any thread may ask.
 
-    Only what differs from one of the last texts is encoded. Every method raises `ModelError` for a
+    Only what differs from the last texts is encoded. Every method raises `ModelError` for a
     model that cannot fill in a middle.
     """
 

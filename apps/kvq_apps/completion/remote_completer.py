@@ -196,6 +196,5 @@ def _steps(answer: dict[str, Any]) -> Steps:
 
 
 def _reason(answer: Any) -> Any:
-    """Returns a server's error message."""
     error = answer.get("error") if is_object(answer) else None
     return error.get("message", answer) if is_object(error) else answer

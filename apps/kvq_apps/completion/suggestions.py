@@ -66,7 +66,7 @@ class Suggestion:
             part = _WORD_AT_END.sub("", part)
         if following != "\n" and "\n" in part:
             part = part.rpartition("\n")[0]
-        return replace(self, text=without_blank_end(part), logprob=logprob)
+        return Suggestion(text=without_blank_end(part), logprob=logprob, steps=self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

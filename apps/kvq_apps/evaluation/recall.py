@@ -124,7 +124,7 @@ def recall(
         progress(number + 1, len(questions))
     outcomes = [outcome for cell in cells.values() for outcome in cell]
     return usage.measurement(
-        _share_exact(outcomes),
+        sum(exact for exact, _ in outcomes) / len(outcomes),
         unit,
         len(questions),
         **_means(outcomes),
@@ -145,10 +145,6 @@ def first_digits(text: str) -> str:
     """Returns the first run of digits in `text`, or nothing."""
     match = re.search(r"\d+", text)
     return match[0] if match else ""
-
-
-def _share_exact(outcomes: Sequence[tuple[bool, AnswerScore]]) -> float:
-    return sum(exact for exact, _ in outcomes) / len(outcomes)
 
 
 def _means(outcomes: Sequence[tuple[bool, AnswerScore]]) -> dict[str, object]:

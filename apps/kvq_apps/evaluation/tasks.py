@@ -1,7 +1,5 @@
 """The tasks by name, over material made once: every compared cache gets the same."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,16 +22,6 @@ class Material:
     questions: Mapping[str, Sequence[RecallQuestion]] = field(
         default_factory=dict[str, Sequence[RecallQuestion]]
     )
-
-    def sequences(self, task: str) -> list[list[int]]:
-        """Returns what each cache reads in a task."""
-        if task in TEXT_TASKS:
-            return [list(ids) for ids in self.windows]
-        return [question.ids_with_answer for question in self.questions[task]]
-
-    def digest(self, task: str) -> str:
-        """Returns a SHA-256 of what a task reads: results with equal digests may be compared."""
-        return hashlib.sha256(json.dumps(self.sequences(task)).encode()).hexdigest()
 
     def measure(
         self, task: str, open_session: OpenSession, open_exact: OpenSession, progress: Progress

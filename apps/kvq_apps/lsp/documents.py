@@ -69,8 +69,6 @@ class OpenDocument:
     binary: bool = False
     # A change could not be made: the text differs from the editor's until all of it comes again.
     lost: bool = False
-    # How much of the last suggestions was accepted: nothing, part or all; None: none were shown.
-    accepted: str | None = None
     # The last known place of the cursor, and when the text last changed.
     place: tuple[int, int] = (0, 0)
     changed_s: float = 0.0
@@ -210,36 +208,16 @@ class SelectedCompletion:
         return line + before.count("\n") + len(newline), len(last) + (0 if newline else column)
 
 
-@dataclass(slots=True)
-class SuggestionCounts:
-    """Counts lists of suggestions shown, and those of which one was accepted in full or in part."""
-
-    shown: int = 0
-    accepted: int = 0
-    partly: int = 0
-
-    def count_accepted(self, document: OpenDocument, extent: str) -> None:
-        """Counts that `all` or a `part` of a last suggestion was put into the document."""
-        if document.accepted in (None, "all", extent):
-            return
-        self.partly += 1 if extent == "part" else -(document.accepted == "part")
-        self.accepted += extent == "all"
-        document.accepted = extent
-
-
 def position_of(value: dict[str, Any]) -> Position:
     """Reads a position of the protocol."""
     return Position(int(value["line"]), int(value["character"]))
 
 
-def items(texts: list[str], replaced: dict[str, Any], uri: str, *, as_list: bool) -> dict[str, Any]:
+def items(texts: list[str], replaced: dict[str, Any], *, as_list: bool) -> dict[str, Any]:
     """Makes the answer that shows `texts`, each in place of the range `replaced`."""
-    command = {"title": "kvq: accepted", "command": "kvq.accepted", "arguments": [uri, "all"]}
-    make_item: Callable[[str, dict[str, Any]], dict[str, Any]] = (
-        _list_item if as_list else _inline_item
-    )
-    shown = [make_item(text, replaced) | {"command": command} for text in texts]
-    return {"isIncomplete": True, "items": shown} if as_list else {"items": shown}
+    if not as_list:
+        return {"items": [{"insertText": text, "range": replaced} for text in texts]}
+    return {"isIncomplete": True, "items": [_list_item(text, replaced) for text in texts]}
 
 
 def edit_items(
@@ -293,13 +271,7 @@ def explanation(last: Completion) -> dict[str, Any]:
     }
 
 
-def _inline_item(text: str, replaced: dict[str, Any]) -> dict[str, Any]:
-    """Makes an item of `textDocument/inlineCompletion`."""
-    return {"insertText": text, "range": replaced}
-
-
 def _list_item(text: str, replaced: dict[str, Any]) -> dict[str, Any]:
-    """Makes an item of `textDocument/completion`."""
     edit = {"range": replaced, "newText": text}
     label = text.strip().partition("\n")[0]
     return {"label": label, "filterText": text, "detail": "kvq", "textEdit": edit}

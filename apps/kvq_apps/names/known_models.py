@@ -5,7 +5,7 @@ other model that was made or run there is a symbolic link, or, where links are n
 with the model's path: making one is atomic, and that of a deleted model leads nowhere. A name comes
 from a pull, an export or a hub id; the first model of a name keeps it. A model that was opened at a
 path is found at this path. A GGUF file that nobody else can change is also found by a short name,
-if the name means nothing else.
+if the name means nothing else. The time of an empty file says when a model was used last.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ from pathlib import Path
 
 from kvq.files import replace_file
 from kvq.settings import cache_folder, data_folder, state_folder
-from kvq_apps.names import last_use
 from kvq_apps.names.model_names import is_name
 from kvq_runtime.bundle.gguf_format import SUFFIX, is_gguf
 from kvq_runtime.bundle.manifest import BUNDLE_FILES, MANIFEST_FILE
@@ -83,7 +82,23 @@ def forget(path: Path) -> None:
     """Removes `path` from the list until it is opened again. Raises `OSError`."""
     for folder in (_exported_folder(), _opened_folder()):
         _link(folder, path.resolve()).unlink(missing_ok=True)
-    last_use.forget(path)
+    with suppress(OSError):
+        _use_file(path).unlink()
+
+
+def note_use(path: Path) -> None:
+    """Notes that a bundle or GGUF file is opened now. An error of the disk is ignored."""
+    with suppress(OSError):
+        file = _use_file(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def last_used_s(path: Path) -> float | None:
+    """Returns when a bundle or GGUF file was opened last, in seconds since 1970, or None."""
+    with suppress(OSError):
+        return _use_file(path).stat().st_mtime
+    return None
 
 
 def is_ours(path: Path) -> bool:
@@ -197,6 +212,11 @@ def _by_name(paths: Iterable[Path], name_of: Callable[[Path], str]) -> dict[str,
 
 def _link(folder: Path, resolved: Path) -> Path:
     return folder / hashlib.sha256(bytes(resolved)).hexdigest()[:16]
+
+
+def _use_file(path: Path) -> Path:
+    """Returns the empty file whose time is that of a model's last use."""
+    return _link(state_folder() / "used", path.resolve())
 
 
 def _exported_folder() -> Path:

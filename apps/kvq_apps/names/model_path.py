@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from kvq.errors import BundleError, ModelError, UnsupportedModelError, UsageError, reason_of
 from kvq.files import path_of
 from kvq.formats import format_bytes
-from kvq_apps.names import known_models, last_use, pull_records
+from kvq_apps.names import known_models, pull_records
 from kvq_apps.names.model_names import is_hub_id, local_name
 from kvq_apps.terminal import output
-from kvq_apps.terminal.output import LOG, TERMINAL, Reporter
+from kvq_apps.terminal.output import TERMINAL, Reporter
 from kvq_models.catalogue import EMBEDDED, INSTALL, catalogue, embedded_folder, installed_names
 from kvq_runtime.bundle.gguf_format import SUFFIX, is_gguf
 from kvq_runtime.bundle.manifest import MANIFEST_FILE
@@ -55,7 +55,7 @@ def resolve_model(name: str | None, backend: str = "auto", reporter: Reporter = 
     place = _locate(name)
     _report_local_model(name, place.path, reporter)
     path = _prepare(place, backend, reporter)
-    last_use.note(path)
+    known_models.note_use(path)
     return path
 
 
@@ -97,11 +97,6 @@ def model_files(name: str | None, backend: str, reporter: Reporter = TERMINAL) -
     # Only now, since what cannot be opened is not listed as a model.
     known_models.remember(files.path)
     return files
-
-
-def library_files(name: str | None, backend: str) -> "ModelFiles":
-    """Returns the files as `model_files` does, for a program that imports kvq, without output."""
-    return model_files(name, backend, LOG)
 
 
 def pull_missing(name: str | None) -> None:

@@ -5,7 +5,6 @@ so that the record comes and goes with its bundle.
 """
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,13 +53,9 @@ def pulled_bundle(name: str) -> Path | None:
 
 def latest_name() -> str | None:
     """Returns the name of the model pulled last."""
-    return max(_dated_names(), default=(0.0, None))[1]
-
-
-def _dated_names() -> Iterator[tuple[float, str]]:
-    """Yields the time and the name of each pulled model."""
-    folder = known_models.models_folder()
-    for bundle in sorted(folder.glob("[!.]*")) if folder.is_dir() else ():
-        record = record_of(bundle)
-        if record is not None:
-            yield record.pulled_s, known_models.pulled_name(bundle)
+    dated = [
+        (record.pulled_s, known_models.pulled_name(bundle))
+        for bundle in known_models.models_folder().glob("[!.]*")
+        if (record := record_of(bundle)) is not None
+    ]
+    return max(dated, default=(0.0, None))[1]

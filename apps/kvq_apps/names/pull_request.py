@@ -8,7 +8,7 @@ from kvq.files import path_of
 from kvq_apps.names.model_names import HUB_FILE, is_hub_id, is_name, local_name
 from kvq_apps.names.stores import stored_models
 from kvq_apps.terminal import output
-from kvq_models.catalogue import EMBEDDED, CatalogueModel, CatalogueSource, catalogue
+from kvq_models.catalogue import EMBEDDED, CatalogueSource, catalogue
 from kvq_runtime.bundle.gguf_format import is_gguf
 
 
@@ -40,17 +40,15 @@ def parse_pull_request(name: str) -> PullRequest:
 def in_catalogue(name: str) -> PullRequest | None:
     """Returns the request for the model of the catalogue called `name`, if there is one."""
     model = catalogue().get(name)
-    return None if model is None else _of_catalogue(model)
+    if model is None:
+        return None
+    return PullRequest(name=model.name, sources=model.sources, license=model.license)
 
 
 def names() -> Iterator[str]:
     """Yields the names that can be pulled: of the catalogue and of other programs' models."""
     yield from catalogue()
     yield from (model.name for model in stored_models())
-
-
-def _of_catalogue(model: CatalogueModel) -> PullRequest:
-    return PullRequest(name=model.name, sources=model.sources, license=model.license)
 
 
 def _path(text: str) -> PullRequest | None:

@@ -63,14 +63,9 @@ def pull_with_consent(request: PullRequest, reporter: Reporter) -> Bundle:
     Raises `NotPulledError` if nobody does, else what `pull` raises.
     """
     missing = NotPulledError(request)
-    if not (assumes_yes() or (reporter.asks and _agrees(missing.question))):
+    if not (assumes_yes() or (reporter.asks and text_input.agrees(missing.question))):
         raise missing
     return pull(request, reporter)
-
-
-def _agrees(question: str) -> bool:
-    """Asks the person at the terminal."""
-    return text_input.agrees(question)
 
 
 def _check_name(name: str) -> None:

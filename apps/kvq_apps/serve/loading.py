@@ -9,8 +9,7 @@ from typing import Any
 from kvq.settings import cache_folder
 from kvq_apps.completion.prompts import GapPrompts, OwnedPrompts
 from kvq_apps.names import known_models
-from kvq_apps.names.engine import Engine
-from kvq_apps.opening import open_engine
+from kvq_apps.names.engine import Engine, open_engine
 from kvq_apps.serve.config import ServeConfig
 from kvq_apps.terminal import output
 from kvq_models.infilling import fixed_tokens

@@ -186,7 +186,6 @@ FLAGS: dict[str, Flag] = {
     # inspecting
     "estimate": Flag("say what weights and cache take in memory, and whether that fits",
         switch=True),
-    "names": Flag("print the names that -m takes, one a line", switch=True),
     "config": Flag("print every setting and where its value comes from", switch=True),
     "paths": Flag("print the folders and files kvq uses", switch=True),
     # evaluating
@@ -200,10 +199,9 @@ FLAGS: dict[str, Flag] = {
     "depths": Flag("look-ups: places of the answer, 0 to 1", metavar="X,.."),
     "trials": Flag("look-ups: prompts per length and depth",
         "{kvq_apps.evaluation.choices:EvaluationChoices.trials}", metavar="N"),
-    "drafts": Flag("drafts to write, so many side by side", "3", metavar="N,..", common=True),
-    "drafts-method": Flag("how several drafts are written: branches, superposed; "
-        "may be repeated", metavar="NAME[:OPTION=VALUE,..]", repeats=True,
-        suggests=ComponentChoices("kvq_specdraft:WRITERS")),
+    "drafts": Flag("drafts to write side by side", "3", metavar="N", common=True),
+    "drafts-method": Flag("how several drafts are written: branches, superposed",
+        metavar="NAME[:OPTION=VALUE,..]", suggests=ComponentChoices("kvq_specdraft:WRITERS")),
     "table": Flag("one row of measures for each of the usual KV widths", switch=True, common=True),
     "sweep": Flag("from a checkout (`apps/lab`): policies against budgets against tasks; goes on "
         "with --out", switch=True),
@@ -361,11 +359,9 @@ def flag_of(argument: str) -> str:
 
 def format_error(error: BaseException) -> str:
     """Returns the message of an error, with arguments written as flags."""
-    return error.message_for(_as_flag) if isinstance(error, KvqError) else str(error)
-
-
-def _as_flag(argument: str, value: str) -> str:
-    return f"--{flag_of(argument)} {value}".rstrip()
+    if not isinstance(error, KvqError):
+        return str(error)
+    return error.message_for(lambda name, value: f"--{flag_of(name)} {value}".rstrip())
 
 
 def uncommon() -> set[str]:

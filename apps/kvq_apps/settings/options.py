@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,14 +221,10 @@ def serve_options(arguments: Namespace) -> dict[str, Any]:
 
 def models_bytes(arguments: Namespace) -> int | None:
     """Returns the bytes of `--models-budget`, None for no limit. Raises `UsageError`."""
-    values = keywords(arguments, text="models-budget")
-    return _models_bytes(values["text"]) if values else None
-
-
-def _models_bytes(text: str) -> int:
     from kvq.config import parse_bytes
 
-    return parse_bytes(argument("--models-budget"), text)
+    text = arguments.models_budget
+    return None if text is None else parse_bytes(argument("--models-budget"), text)
 
 
 def _disk_bytes(text: str) -> int:
@@ -281,11 +278,11 @@ def check(name: str, value: Any) -> None:
         case "draft":
             drafter(alone)
         case "kv-budget" | "kv-offload" | "weights-budget" | "models-budget":
-            from kvq.config import parse_budget, parse_offload, parse_weights
+            from kvq.config import parse_budget, parse_bytes, parse_offload, parse_weights
 
             parse = {
                 **{"kv-offload": parse_offload, "weights-budget": parse_weights},
-                "models-budget": _models_bytes,
+                "models-budget": partial(parse_bytes, argument("--models-budget")),
             }
             parse.get(name, parse_budget)(value)
         case "port" | "api-key" | "sessions" | "sessions-disk" | "queue" | "chunk-tokens" | "grace":

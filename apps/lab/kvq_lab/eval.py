@@ -1,11 +1,13 @@
 """The tasks of `kvq eval` that only a checkout has, and its `--sweep`, with their flags."""
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvq.config import MOST_DRAFT_TOKENS, parse_kv
 from kvq.errors import UsageError, argument
@@ -22,7 +24,7 @@ from kvq_apps.commands.eval import (
     show,
 )
 from kvq_apps.settings import flags, options
-from kvq_apps.settings.flag_values import check_range
+from kvq_apps.settings.flag_values import check_range, wholes
 from kvq_apps.terminal import output
 
 if TYPE_CHECKING:
@@ -54,18 +56,23 @@ _OWNERS = {
 
 def add_flags(parser: ArgumentParser, /) -> None:
     """Adds the flags of these tasks and of `--sweep`."""
+    tasks = parser.add_argument_group("the laboratory's tasks")
     flags.add_flags(
-        parser.add_argument_group("the laboratory's tasks"),
-        "limit", "predict", "execute", "other-files", "drafts", "drafts-method", "git", "only",
-        "pause",
+        tasks, "limit", "predict", "execute", "other-files", "drafts-method", "git", "only",
+        "pause", repeated=("drafts-method",),
         predict="tokens of a line, a solution or a draft at most (default: "
         "{kvq_lab.eval:LINE_TOKENS}, program: {kvq_lab.eval:PROGRAM_TOKENS}, math: "
         "{kvq_lab.eval:MATH_TOKENS}, calls: {kvq_lab.eval:CALL_TOKENS}, drafts: "
         "{kvq_lab.eval:DRAFTS_TOKENS}, replay: {kvq_apps.completion.suggestions:DEFAULT_TOKENS})",
-        drafts="numbers of drafts to compare (default: {kvq_lab.eval:DRAFTS})",
-        drafts_method="a way to write them; may be repeated (default: "
+        drafts_method="a way to write drafts; may be repeated (default: "
         "each of {kvq_lab.drafts_quality:METHODS})",
     )  # fmt: skip
+    tasks.add_argument(
+        "--drafts",
+        metavar="N,..",
+        type=wholes,
+        help="numbers of drafts to compare (default: {kvq_lab.eval:DRAFTS}) [KVQ_DRAFTS]",
+    )
     flags.add_flags(
         parser.add_argument_group("--sweep"), "tasks", "policies", "budgets", "out", "plot",
         out="sweep: the JSON file to write, or to go on with",
@@ -188,6 +195,11 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
     from kvq_lab.text_files import training_texts
 
     limit, length = _limits(arguments, DRAFTS_PLACES, DRAFTS_TOKENS)
+    # The environment gives a single number or name.
+    counts = arguments.drafts or DRAFTS
+    counts = (counts,) if isinstance(counts, int) else counts
+    methods = arguments.drafts_method or METHODS
+    methods = (methods,) if isinstance(methods, str) else methods
     seed, context_tokens = choices_of(arguments).seed, one_length(engine, arguments, DRAFTS_CONTEXT)
 
     def measure(opened: "Opened", progress: "Progress") -> "Measurement":
@@ -200,8 +212,8 @@ def _drafts(engine: "Engine", arguments: Namespace, files: Sequence[str]) -> int
             partial(writer_for, tokenizer=engine.tokenizer),
             engine.tokenizer,
             chosen,
-            arguments.drafts_method or METHODS,
-            arguments.drafts or DRAFTS,
+            methods,
+            counts,
             progress,
         )
 
@@ -312,8 +324,18 @@ def _sweep_file(
     engine: "Engine", arguments: Namespace, plan: "Sweep", material: "Material", seed: int
 ) -> "SweepFile":
     """The file that results go to, with all by which another run knows that it may go on."""
+    from kvq_apps.evaluation.tasks import TEXT_TASKS
     from kvq_lab.sweep import SweepFile
 
+    read: dict[str, dict[str, Any]] = {}
+    for task in plan.tasks:
+        sequences = (
+            [list(ids) for ids in material.windows]
+            if task in TEXT_TASKS
+            else [question.ids_with_answer for question in material.questions[task]]
+        )
+        digest = sha256(json.dumps(sequences).encode()).hexdigest()
+        read[task] = {"sequences": len(sequences), "sha256": digest}
     return SweepFile(
         Path(arguments.out),
         {
@@ -324,10 +346,7 @@ def _sweep_file(
             "fp16_bytes": plan.fp16_bytes,
             "seed": seed,
         },
-        {
-            task: {"sequences": len(material.sequences(task)), "sha256": material.digest(task)}
-            for task in plan.tasks
-        },
+        read,
     )
 
 

@@ -17,13 +17,13 @@ from urllib.parse import quote
 import numpy as np
 
 from kvq.errors import DataError
+from kvq_apps.completion.completion_engine import CompletionEngine
 from kvq_apps.completion.document import LineChange, TextDocument
 from kvq_apps.completion.edit_history import LIKELY_EDIT, EditHistory, NextEdit
 from kvq_apps.completion.next_edit import changed_lines
 from kvq_apps.completion.suggestions import LIKELY_COMPLETION, Completion
 from kvq_apps.evaluation.measurement import Progress
 from kvq_apps.lsp.documents import OpenDocument, TypedSuggestions
-from kvq_apps.lsp.language_server import Completer
 from kvq_lab.text_pairs import TextPair
 from kvq_lab.typing_sessions import KEY, TypingSession
 from kvq_runtime.answer.generation import never_cancelled
@@ -134,7 +134,7 @@ class TypingReplay:
         edit_ms: Milliseconds of each next edit, which is asked for after every hunk.
     """
 
-    def __init__(self, service: Completer, pause: str = "word") -> None:
+    def __init__(self, service: CompletionEngine, pause: str = "word") -> None:
         self.hunks: list[TypedHunk] = []
         self.completion_ms: list[float] = []
         self.edit_ms: list[float] = []

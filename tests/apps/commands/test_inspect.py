@@ -29,6 +29,7 @@ from tiny import CASES, COMMON, make_llama_checkpoint
 
 Inspect = Callable[..., dict[str, Any]]
 Refused = Callable[..., str]
+Listed = Callable[[], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,17 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
     def run(*words: object) -> dict[str, Any]:
         assert main(["inspect", *map(str, words), "--json"]) == 0, capsys.readouterr().err
         return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def listed(capsys: pytest.CaptureFixture[str]) -> Listed:
+    """What `kvq models` lists."""
+
+    def run() -> list[dict[str, Any]]:
+        assert main(["models", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["models"]
 
     return run
 
@@ -321,40 +333,29 @@ def _written(path: Path, content: bytes) -> Path:
 # The list
 
 
-def test_without_a_path_the_bundles_made_so_far_are_listed(
-    bundle: Path,
-    cache: Path,
-    inspect: Inspect,
-    table: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_without_a_path_it_is_the_model_that_runs(
+    bundle: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What runs when no model is named is not what was asked for.
     monkeypatch.setenv("KVQ_MODEL", str(bundle))
-    assert main(["inspect"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "no model was made or run yet: `kvq run" in shown.err
+    assert inspect() == inspect(bundle)
 
+
+def test_the_bundles_made_so_far_are_listed(bundle: Path, cache: Path, listed: Listed) -> None:
     made = Path(shutil.copytree(bundle, cache / "bundles" / "good-0123456789ab"))
     broken = Path(shutil.copytree(bundle, cache / "bundles" / "torn-0123456789ab"))
     (broken / "model.onnx").unlink()
     (cache / "bundles" / ".good-1.0a.partial").mkdir()
-    good, torn = inspect()["models"]
-    assert (good["name"], good["kv"], good["path"]) == (str(made), "4:4", str(made))
-    assert good["context_length"] == 512
+    good, torn = listed()
+    assert (good["name"], good["path"]) == (str(made), str(made))
     assert torn["name"] == str(broken)
     assert "model.onnx is missing" in torn["error"]
-    shown = table()
-    assert f"{made} llama" in shown
-    assert f" 512 of 512 tokens at 4:4 {made}" in shown
-    assert f"{broken} - - - unusable: {broken}/model.onnx is missing" in shown
 
 
 def test_what_was_made_is_found_by_its_name_and_what_was_run_by_its_path(
     bundle: Path,
     checkpoint: Path,
     inspect: Inspect,
+    listed: Listed,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -366,8 +367,8 @@ def test_what_was_made_is_found_by_its_name_and_what_was_run_by_its_path(
     quickly = ("--no-quality", "--no-calibrate")
     assert main(["export", str(checkpoint), "-o", str(made), *quickly]) == 0
     capsys.readouterr()
-    assert [row["path"] for row in inspect()["models"]] == [str(run), str(made)]
-    assert set(inspect("--names")["names"]) == {"default", "nano", str(run), "was-made"}
+    assert [row["path"] for row in listed()] == [str(run), str(made)]
+    assert set(model_path.known_names()) == {str(run), "was-made"}
     assert inspect("was-made")["path"] == str(made)
     assert main(["run", "-m", "was-run", "-n", "1", "hello"]) == 2
     assert "there is no model at was-run" in capsys.readouterr().err
@@ -393,7 +394,7 @@ def test_what_was_made_is_found_by_its_name_and_what_was_run_by_its_path(
     monkeypatch.chdir(tmp_path)
     shutil.rmtree(made)
     capsys.readouterr()
-    assert [row["path"] for row in inspect()["models"]] == [str(run)]
+    assert [row["path"] for row in listed()] == [str(run)]
 
 
 def test_a_checkout_takes_no_name_over(

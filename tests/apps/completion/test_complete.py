@@ -406,7 +406,7 @@ def test_the_command_prints_what_an_editor_shows(
         (("{file}:99",), "14 lines; there is no line 99"),
         (("/nowhere.py:1",), "cannot be read"),
         (("a", "b", "{file}:1"), "one model and one place"),
-        (("{file}:1", "--drafts", "1,2"), "one number of --drafts"),
+        (("{file}:1", "--drafts", "1,2"), "'1,2' is not a whole number"),
     ],
 )
 def test_wrong_places_are_refused(

@@ -150,9 +150,7 @@ def test_what_is_wrong_has_its_code_and_ends_nothing(
     editor.changes(2, [{"text": "x"}], "file:///unknown.py")
     editor.send("$/unknown", {})
     editor.send("$/cancelRequest", {"id": "unknown"})
-    editor.send(
-        "textDocument/didPartiallyAcceptCompletion", {"item": {"command": {"arguments": []}}}
-    )
+    editor.send("textDocument/didPartiallyAcceptCompletion", {"item": {}})
     endless = b'{"method": "textDocument/didChange", "params": {"textDocument": '
     endless += b'{"uri": "file:///a.py", "version": 1e999}, "contentChanges": []}}'
     editor.raw(b"Content-Length: %d\r\n\r\n%s" % (len(endless), endless))
@@ -217,13 +215,13 @@ def test_a_server_begins_before_anything_slow_is_loaded() -> None:
 
 NOISY = """
 import os, subprocess, sys
-from kvq_apps import opening
+from kvq_apps.names import engine
 def noisy(*words, **options):
     print("python prints", flush=True)
     os.write(1, b"native code prints\\n")
     subprocess.run(["echo", "a child prints"])
     raise OSError("no model here")
-opening.open_engine = noisy
+engine.open_engine = noisy
 from kvq_apps.cli import main
 sys.exit(main(["lsp"]))
 """
@@ -253,10 +251,10 @@ def test_frames_alone_are_written_and_no_text_is_logged(tmp_path: Path) -> None:
 
 OPENS_NO_MODEL = """
 import sys
-from kvq_apps import opening
+from kvq_apps.names import engine
 def refuse(name, **options):
     raise OSError(f"asked for {name}")
-opening.open_engine = refuse
+engine.open_engine = refuse
 from kvq_apps.cli import main
 sys.exit(main(["lsp", *sys.argv[1:]]))
 """
@@ -284,11 +282,11 @@ def test_an_editor_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 OPENS_NO_SESSION = """
 import sys
-from kvq_apps import opening
+from kvq_apps.names import engine
 from kvq_apps.commands import lsp
 def refuse(*_, next_edits, **options):
     raise OSError(f"a session for next edits: {next_edits}")
-opening.open_engine = lambda *_, **options: None
+engine.open_engine = lambda *_, **options: None
 lsp.engine_options.completion_engine = refuse
 from kvq_apps.cli import main
 sys.exit(main(["lsp"]))

@@ -152,40 +152,6 @@ def test_of_rapid_requests_the_newest_alone_is_completed() -> None:
         assert [text for text, _ in completer.calls[1:]] == ["x\n", "x" * 200 + "\n"]
 
 
-def test_what_was_taken_is_counted(completer: GatedCompleter) -> None:
-    """A list counts once, as taken in part or wholly, whatever is reported of it."""
-    client = started(completer, "ab\n", initializationOptions={"fallbackCompletion": True})
-    with closing(client):
-        (item, _) = client.ready(0, 2)["result"]["items"]
-        assert item["command"]["command"] == "kvq.accepted"
-        accepted = item["command"]["arguments"]
-        assert client.command("explain", URI)["counts"] == {
-            "shown": 1, "accepted": 0, "partly": 0
-        }  # fmt: skip
-        client.complete(0, 2)  # shown already
-        part = {"item": item, "acceptedLength": 1}
-        for _ in range(2):
-            client.send("textDocument/didPartiallyAcceptCompletion", part)
-            client.command("accepted", URI, "part")
-        counts = client.command("explain", URI)["counts"]
-        assert counts == {"shown": 1, "accepted": 0, "partly": 1}
-        for _ in range(2):
-            client.command("accepted", *accepted)
-        client.command("accepted", URI, "part")
-        counts = client.command("explain", URI)["counts"]
-        assert counts == {"shown": 1, "accepted": 1, "partly": 0}
-        client.change(2, 0, 0, 0, "c")
-        listed = client.ask("textDocument/completion", at(0, 3))["result"]["items"]
-        assert listed[0]["command"]["arguments"] == [URI, "all"]
-        client.command("accepted", URI)
-        client.command("accepted", "file:///never-opened.py")
-        assert client.command("explain", URI)["counts"] == {
-            "shown": 2, "accepted": 2, "partly": 0
-        }  # fmt: skip
-        wrong = {"command": "kvq.accepted", "arguments": [URI, "much"]}
-        assert client.ask("workspace/executeCommand", wrong)["error"]["code"] == -32602
-
-
 def test_what_fails_is_logged_and_nothing_is_shown(
     editor: ThreadClient, completer: GatedCompleter
 ) -> None:
@@ -336,16 +302,12 @@ def test_nothing_is_shown_while_typing_if_that_is_off(completer: GatedCompleter)
     client.close()
 
 
-def test_nothing_that_is_unlikely_is_counted_as_shown(completer: GatedCompleter) -> None:
+def test_what_is_unlikely_is_shown_when_somebody_asks(completer: GatedCompleter) -> None:
     completer.steps = ((9, -9.0),)
     client = started(completer, "ab\n")
     assert client.ask(COMPLETE, at(0, 2))["result"] is None
-    report = client.command("explain", URI)
-    assert (report["whyNot"], report["counts"]["shown"]) == ("unlikely", 0)
-    # Asked for, it is shown; it counts once.
-    for _ in range(2):
-        client.ask(COMPLETE, at(0, 2, 1))
-        assert client.command("explain", URI)["counts"]["shown"] == 1
+    assert client.why_not() == "unlikely"
+    assert texts(client.ask(COMPLETE, at(0, 2, 1))) == ["ab<ab>", "absecond 1"]
     client.close()
 
 

@@ -77,7 +77,7 @@ def test_a_packages_file_is_unpacked_and_nothing_else(
     ("change", "why"),
     [
         ({"sha256": "0" * 64}, "is not what it should be: its SHA-256 is"),
-        ({"num_bytes": len(CONTENT) // 2}, "has more than its 1048576 bytes"),
+        ({"num_bytes": len(CONTENT) // 2}, "has 2097152 bytes, not 1048576"),
         ({"file": "nothing"}, "has 0 files that match nothing, not one"),
         ({"file": "llm/"}, "has 2 files that match llm/, not one"),
         ({"place": "llm-small==2.0"}, "pip cannot download llm-small==2.0"),

@@ -20,7 +20,7 @@ from command_line import kvq
 from environment import environment_in
 from kvq.errors import ModelError
 from kvq_apps.cli import main
-from kvq_apps.names import known_models, last_use, pull_records
+from kvq_apps.names import known_models, pull_records, pull_request
 from kvq_apps.names.model_path import (
     DEFAULT,
     FILE_BACKEND,
@@ -437,7 +437,9 @@ def test_models_says_what_is_here_and_whether_it_fits(
         "source": str(checkpoint), "fits": True, "last_used_s": None,
     }.items()  # fmt: skip
     resolve_model("tiny")
-    assert report_of("models")["models"][0]["last_used_s"] == last_use.seconds(models / "tiny")
+    assert report_of("models")["models"][0]["last_used_s"] == known_models.last_used_s(
+        models / "tiny"
+    )
 
     machine = replace(device.probe(), memory_free_bytes=1000)
     monkeypatch.setattr(device, "probe", lambda: machine)
@@ -671,14 +673,14 @@ def test_a_file_that_could_not_be_opened_is_not_listed(
         refused("run", "-m", str(path), "hello")
         refused("run", "-m", str(path), "--backend", "llama.cpp", "hello")
     assert report_of("models")["models"] == []
-    assert not {str(broken), str(damaged), "broken"} & set(report_of("inspect", "--names")["names"])
+    assert known_names() == {}
 
 
 def test_the_list_has_the_catalogue(
     offered: Offer, checkpoint: Path, report_of: Callable[..., dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    assert "smollm2-135m" in report_of("pull", "--names")["names"]
+    assert "smollm2-135m" in pull_request.names()
     offered(path_source(checkpoint))
     assert main(["pull", "--list"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == [

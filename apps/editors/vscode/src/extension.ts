@@ -3,7 +3,7 @@
 import * as vscode from "vscode";
 import { Server } from "./server";
 import { commandLine, found, needsRestart } from "./settings";
-import { explained, Status } from "./status";
+import { outcome, Status } from "./status";
 
 class Extension implements vscode.Disposable {
   readonly #status = new Status();
@@ -35,16 +35,7 @@ class Extension implements vscode.Disposable {
   async explain(): Promise<void> {
     const document = vscode.window.activeTextEditor?.document;
     const report = document && this.#server ? await this.#server.explain(document) : null;
-    void vscode.window.showInformationMessage(`kvq: ${explained(report)}`);
-  }
-
-  /** Runs an editor's action that takes a part of a suggestion. */
-  async accept(action: string): Promise<void> {
-    await run(action);
-    const document = vscode.window.activeTextEditor?.document;
-    if (document) {
-      await this.#server?.partlyAccepted(document);
-    }
+    void vscode.window.showInformationMessage(`kvq: ${outcome(report)}`);
   }
 
   async focus(editor: vscode.TextEditor | undefined): Promise<void> {
@@ -104,8 +95,8 @@ export function activate(context: vscode.ExtensionContext): void {
     toggleCompletion: () => own.toggle(),
     nextCompletion: () => run("editor.action.inlineSuggest.showNext"),
     previousCompletion: () => run("editor.action.inlineSuggest.showPrevious"),
-    acceptWord: () => own.accept("editor.action.inlineSuggest.acceptNextWord"),
-    acceptLine: () => own.accept("editor.action.inlineSuggest.acceptNextLine"),
+    acceptWord: () => run("editor.action.inlineSuggest.acceptNextWord"),
+    acceptLine: () => run("editor.action.inlineSuggest.acceptNextLine"),
     explainCompletion: () => own.explain(),
     restartServer: () => own.restart(),
     showLog: () => own.showLog(),

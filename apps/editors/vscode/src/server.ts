@@ -78,17 +78,6 @@ export class Server {
     });
   }
 
-  /** Counts that a part of a suggestion was taken; of the whole the server is told by the suggestion itself. */
-  async partlyAccepted(document: vscode.TextDocument): Promise<void> {
-    if (this.#client.state === State.Running) {
-      const uri = this.#client.code2ProtocolConverter.asUri(document.uri);
-      await this.#client.sendRequest("workspace/executeCommand", {
-        command: "kvq.accepted",
-        arguments: [uri, "part"],
-      });
-    }
-  }
-
   #middleware(): Middleware {
     return {
       provideInlineCompletionItems: async (document, position, context, token, next) => {

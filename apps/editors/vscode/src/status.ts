@@ -9,17 +9,6 @@ export interface Report {
   readonly ms: number;
   readonly drafts: readonly { readonly text: string }[];
   readonly whyNot: string | null;
-  readonly counts: { readonly shown: number; readonly accepted: number; readonly partly: number };
-}
-
-/** One line about the last completion of a document, and how often a suggestion was taken. */
-export function explained(report: Report | null): string {
-  if (report === null || report.counts.shown === 0) {
-    return outcome(report);
-  }
-  const { shown, accepted, partly } = report.counts;
-  const taken = `since the start ${accepted} of ${shown} taken, ${partly} more in part`;
-  return `${outcome(report)}; ${taken}`;
 }
 
 /** What the last completion of a document cost, or why there was none. */

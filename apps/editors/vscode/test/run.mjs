@@ -180,11 +180,6 @@ const scenarios = {
     await shows(code, "et(name, loudly=True)");
     await code.press("Control", "ArrowRight");
     await lineIs(code, "greet");
-    await code.run("kvq: Explain the Last Completion");
-    const counted = /since the start 1 of \d+ taken, 1 more in part/;
-    await until(async () => counted.test(await code.text(TOAST)), "what was taken");
-    await code.run("Notifications: Clear All Notifications");
-    await until(async () => (await code.text(TOAST)) === "", "no notification");
     change({ "kvq.path": "no-such-kvq" });
     await says(code, "kvq: the command no-such-kvq was not found");
     await until(async () => (await code.text(TOAST)).includes("set kvq.path"), "the message");

@@ -1,4 +1,4 @@
--- Suggestions as ghost text that kvq draws itself, with extended marks. Works from Neovim 0.7 on.
+-- Suggestions as ghost text, drawn with extended marks.
 local insertion = require('kvq.insertion')
 local server = require('kvq.server')
 
@@ -181,7 +181,7 @@ end
 function M.accept(part)
   local rest = current()
   if rest then
-    server.accepted(state.buffer, insertion.insert(rest, part))
+    insertion.insert(rest, part)
     if part == 'all' then
       forget()
     end

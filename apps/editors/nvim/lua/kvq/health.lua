@@ -49,7 +49,6 @@ function M.check()
     warn('setup() was not called', { "put require('kvq').setup() into your init.lua" })
     return
   end
-  info('ghost text is drawn by ' .. (facts.native and 'Neovim' or 'kvq'))
   if not facts.enabled then
     warn('kvq is switched off', { ':KvqToggle switches it on' })
   end

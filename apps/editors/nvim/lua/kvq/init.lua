@@ -1,12 +1,12 @@
 -- Code completion by `kvq lsp` as ghost text: require('kvq').setup() is all there is to call.
 local edits = require('kvq.edits')
+local ghost = require('kvq.ghost')
 local options = require('kvq.options')
 local server = require('kvq.server')
 
 local M = {}
 
 local config = nil -- the options, once set up
-local view = nil -- who draws: kvq.ghost or kvq.native
 local enabled = true
 local attached = {} -- by buffer: the client that knows it
 
@@ -31,7 +31,7 @@ local function detach(buffer)
     attached[buffer] = nil
     vim.api.nvim_del_augroup_by_id(group_of(buffer))
     if vim.api.nvim_buf_is_valid(buffer) then
-      view.detach(buffer)
+      ghost.detach(buffer)
       edits.detach()
       server.detach(buffer)
     end
@@ -52,7 +52,7 @@ local function attach(buffer)
   if not known and server.attach(buffer, config) then
     attached[buffer] = server.client_id
     local group = group_of(buffer)
-    view.attach(buffer, group)
+    ghost.attach(buffer, group)
     edits.attach(buffer, group)
   end
   if attached[buffer] and buffer == vim.api.nvim_get_current_buf() then
@@ -64,7 +64,7 @@ end
 
 local function inserter(part)
   return function()
-    view.accept(part)
+    ghost.accept(part)
   end
 end
 
@@ -73,20 +73,20 @@ M.accept_line = inserter('line')
 M.accept_word = inserter('word')
 
 function M.next()
-  view.cycle(1)
+  ghost.cycle(1)
 end
 
 function M.previous()
-  view.cycle(-1)
+  ghost.cycle(-1)
 end
 
 function M.trigger()
   attach(vim.api.nvim_get_current_buf())
-  view.trigger()
+  ghost.trigger()
 end
 
 function M.dismiss()
-  view.dismiss()
+  ghost.dismiss()
   edits.clear()
 end
 
@@ -95,9 +95,7 @@ M.next_edit = edits.go
 M.next_edit_visible = edits.visible
 
 -- Whether a suggestion is shown at the cursor.
-function M.visible()
-  return view ~= nil and view.visible()
-end
+M.visible = ghost.visible
 
 -- Switches completion off or on, for all buffers.
 function M.toggle()
@@ -126,12 +124,6 @@ function M.explain()
         #report.drafts, report.reusedTokens, report.encodedTokens, report.ms
       )
     end
-    if report and report.counts.shown > 0 then
-      local counts = report.counts
-      line = ('%s; since the start %d of %d taken, %d more in part'):format(
-        line, counts.accepted, counts.shown, counts.partly
-      )
-    end
     vim.notify('kvq: ' .. line)
   end)
 end
@@ -141,9 +133,9 @@ function M.status()
   if config == nil or not enabled then
     return 'kvq off'
   end
-  local index, of = view.count()
+  local index, of = ghost.count()
   if of then
-    return index and ('kvq %d/%d'):format(index, of) or ('kvq (%d)'):format(of)
+    return ('kvq %d/%d'):format(index, of)
   end
   local says = server.progress or server.why_not
   return says and 'kvq: ' .. says or 'kvq'
@@ -247,11 +239,6 @@ local function create_commands()
   vim.api.nvim_create_user_command('KvqToggle', M.toggle, { desc = 'kvq: off or on' })
 end
 
--- Whether Neovim draws the ghost text itself. It has no key that asks, so 'subtle' is drawn by kvq.
-local function neovim_draws()
-  return vim.lsp.inline_completion ~= nil and config.native ~= false and config.mode == 'eager'
-end
-
 -- Completes from now on; `settings`: see |kvq-options|. May be called again with other options.
 function M.setup(settings)
   if vim.fn.has('nvim-0.7') ~= 1 then
@@ -261,8 +248,7 @@ function M.setup(settings)
   detach_all()
   server.stop()
   config = merged
-  view = require(neovim_draws() and 'kvq.native' or 'kvq.ghost')
-  view.setup(config)
+  ghost.setup(config)
   edits.setup(config)
   vim.api.nvim_set_hl(0, 'KvqGhost', { default = true, link = 'Comment' })
   create_commands()
@@ -286,7 +272,7 @@ end
 
 -- For :checkhealth.
 function M.facts()
-  return { options = config, native = config ~= nil and neovim_draws(), enabled = enabled }
+  return { options = config, enabled = enabled }
 end
 
 return M

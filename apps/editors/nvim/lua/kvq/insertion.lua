@@ -31,7 +31,6 @@ local parts = {
 }
 
 -- Puts a part ('all', 'line', 'word') of `rest` at the cursor, which goes behind it.
--- Whether that was 'all' of it or a 'part'.
 function M.insert(rest, part)
   local row, column = unpack(vim.api.nvim_win_get_cursor(0))
   local text = parts[part](rest)
@@ -39,7 +38,6 @@ function M.insert(rest, part)
   vim.api.nvim_buf_set_text(0, row - 1, column, row - 1, column, lines)
   local before = #lines == 1 and column or 0
   vim.api.nvim_win_set_cursor(0, { row + #lines - 1, before + #lines[#lines] })
-  return text == rest and 'all' or 'part'
 end
 
 return M

@@ -9,12 +9,11 @@ M.defaults = {
   cmd = nil, -- the whole command line instead of the four above
   mode = 'eager', -- 'subtle': only when the trigger key is pressed
   filetypes = { ['*'] = true }, -- { markdown = false } leaves Markdown alone
-  native = nil, -- false: kvq's own ghost text even where vim.lsp.inline_completion exists
   completions = 'likely', -- 'always': also the part that the model is not sure of
   other_files = true, -- the model also reads parts of other open files
   next_edits = 'likely', -- 'always': also what the model is not sure of; 'off'
   next_edit_delay_ms = 150, -- without a change, before the model is asked for the next edit
-  debounce_ms = 20, -- of kvq's own ghost text, between a key and the request
+  debounce_ms = 20, -- between a key and the request
   keys = {
     accept = '<Tab>',
     accept_line = '<S-Tab>',
@@ -28,7 +27,7 @@ M.defaults = {
 
 local types = {
   path = 'string', model = 'string', drafts = 'number', args = 'table', cmd = 'table',
-  mode = 'string', filetypes = 'table', native = 'boolean', debounce_ms = 'number', keys = 'table',
+  mode = 'string', filetypes = 'table', debounce_ms = 'number', keys = 'table',
   completions = 'string', other_files = 'boolean', next_edits = 'string', next_edit_delay_ms = 'number',
 }
 

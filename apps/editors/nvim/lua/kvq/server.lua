@@ -6,11 +6,10 @@ local M = {
   why_not = nil, -- why the last answer was empty, in the server's words
   progress = nil, -- what the server does meanwhile, in its words
   title = nil, -- and those it began with
+  -- How long a server that starts, or a model that loads, is left alone before it is asked again.
+  LOADING_MS = 300,
 }
 
-local METHOD = 'textDocument/inlineCompletion'
--- How long a server that starts, or a model that loads, is left alone before it is asked again.
-local LOADING_MS = 300
 local has_011 = vim.fn.has('nvim-0.11') == 1
 
 -- What the last answer was: empty, and why, or not. A status line may show it.
@@ -137,7 +136,7 @@ function M.ask(buffer, kind, answer)
   end
   local params = vim.lsp.util.make_position_params(0, client.offset_encoding)
   params.context = { triggerKind = kind }
-  local _, number = request(client, METHOD, params, function(_, result)
+  local _, number = request(client, 'textDocument/inlineCompletion', params, function(_, result)
     answer(result and result.items or {}, client)
   end, buffer)
   return number
@@ -182,21 +181,15 @@ function M.cancel(number)
   end
 end
 
--- A command of the server; its result to `answer`.
-function M.execute(command, arguments, answer)
+-- What the last completion of `buffer` cost, or why there was none.
+function M.explain(buffer, answer)
   local client = M.client()
   if client == nil then
     return answer(nil)
   end
-  local params = { command = command, arguments = arguments }
+  local params = { command = 'kvq.explain', arguments = { vim.uri_from_bufnr(buffer) } }
   request(client, 'workspace/executeCommand', params, function(_, result)
-    answer(value(result))
-  end)
-end
-
--- What the last completion of `buffer` cost, or why there was none.
-function M.explain(buffer, answer)
-  M.execute('kvq.explain', { vim.uri_from_bufnr(buffer) }, function(report)
+    local report = value(result)
     if report then
       report.whyNot = value(report.whyNot)
     end
@@ -204,16 +197,11 @@ function M.explain(buffer, answer)
   end)
 end
 
--- Tells the server that 'all' or a 'part' of a suggestion was taken: it counts, for `explain` alone.
-function M.accepted(buffer, extent)
-  M.execute('kvq.accepted', { vim.uri_from_bufnr(buffer), extent }, function() end)
-end
-
 -- Learns why an answer was empty; calls `again` in a while where there only was no model yet.
 function M.learn_why(buffer, again)
   local function waits(why_not)
     M.answered(why_not)
-    vim.defer_fn(again, LOADING_MS)
+    vim.defer_fn(again, M.LOADING_MS)
   end
   local client = M.client()
   if client == nil then
@@ -243,5 +231,4 @@ function M.bytes(client, line, units)
   return vim.str_byteindex(line, units, client.offset_encoding == 'utf-16')
 end
 
-M.METHOD, M.LOADING_MS = METHOD, LOADING_MS
 return M
