@@ -55,12 +55,12 @@ class Regions(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """All of them, each up to where the next may begin."""
+        """Adds them up, each up to where the next may begin."""
         return sum(map(aligned, self))
 
 
 class NativeConfig(Structure):
-    """`kvq_config`: what a cache is asked to hold."""
+    """Mirrors `kvq_config`: what a cache is asked to hold."""
 
     _fields_ = tuple(
         (name, c_int32)
@@ -98,7 +98,7 @@ class NativeConfig(Structure):
 
 
 class NativeLayout(Structure):
-    """`kvq_layout`: where the regions of an arena lie."""
+    """Mirrors `kvq_layout`: where the regions of an arena lie."""
 
     _fields_ = (
         ("fixed_bytes", c_int64),
@@ -113,7 +113,7 @@ class NativeLayout(Structure):
 
 
 class NativeStats(Structure):
-    """`kvq_stats`: what a cache holds."""
+    """Mirrors `kvq_stats`: what a cache holds."""
 
     _fields_ = (
         ("columns", c_int32),
@@ -133,7 +133,7 @@ class NativeStats(Structure):
 
 
 class NativeDevice(Structure):
-    """`kvq_device`: what a device is, or why it cannot be used."""
+    """Mirrors `kvq_device`: what a device is, or why it cannot be used."""
 
     _fields_ = (
         ("name", c_char * 128),
@@ -147,7 +147,7 @@ class NativeDevice(Structure):
 
 
 class NativeRead(Structure):
-    """`kvq_read`: how little of the pages a pass may read."""
+    """Mirrors `kvq_read`: how little of the pages a pass may read."""
 
     _fields_ = (
         ("share", c_float),
@@ -158,7 +158,7 @@ class NativeRead(Structure):
 
 
 class NativeAttention(Structure):
-    """`kvq_attention`: one layer of one pass."""
+    """Mirrors `kvq_attention`: one layer of one pass."""
 
     _fields_ = (
         ("layer", c_int32),
@@ -175,7 +175,7 @@ class NativeAttention(Structure):
 
 
 class NativeResidencyStats(Structure):
-    """`kvq_residency_stats`: what of a model's experts is in memory."""
+    """Mirrors `kvq_residency_stats`: what of a model's experts is in memory."""
 
     _fields_ = (
         ("budget_bytes", c_int64),
@@ -186,13 +186,13 @@ class NativeResidencyStats(Structure):
 
 
 class NativeProcessor(Structure):
-    """`kvq_processor`: what a processor says of itself."""
+    """Mirrors `kvq_processor`: what a processor says of itself."""
 
     _fields_ = (("maker", c_char * 16), ("level2_bytes", c_int64))
 
 
 class NativeBuiltIn(Structure):
-    """`kvq_built_in`: what products do where nobody has measured."""
+    """Mirrors `kvq_built_in`: what products do where nobody has measured."""
 
     _fields_ = (
         ("second_level", c_int32),
@@ -279,7 +279,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def as_attention(params: AttentionParams, rotary_pairs: int) -> NativeAttention:
-    """What one call of `kvq_cache_attend` is told about its layer."""
+    """Returns what a call of `kvq_cache_attend` needs to know of its layer."""
     return NativeAttention(
         params.layer,
         params.num_heads,

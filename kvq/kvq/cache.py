@@ -72,32 +72,32 @@ class CacheSpec:
 
     @property
     def plan(self) -> KvPlan:
-        """Widths and floating-point tokens, the same of every class."""
+        """Returns the widths and floating-point tokens, the same of every class."""
         return self.parts[0].plan
 
     @property
     def policy(self) -> str:
-        """Name of the policy of every class."""
+        """Names the policy of every class."""
         return self.parts[0].policy
 
     @property
     def read(self) -> str:
-        """Name of the selector of every class."""
+        """Names the selector of every class."""
         return self.parts[0].read
 
     @property
     def offload_bytes(self) -> int:
-        """Bytes of the second tier; 0 where there is none."""
+        """Returns the bytes of the second tier; 0 where there is none."""
         return self.parts[0].offload_bytes
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens the cache will ever hold."""
+        """Returns the most tokens that the cache will ever hold."""
         return self.parts[0].context_tokens
 
     @cached_property
     def budget_bytes(self) -> int:
-        """Bytes that the budget means."""
+        """Returns the bytes that the budget means."""
         if self.budget.num_bytes is not None:
             return self.budget.num_bytes
         if self.budget.fraction is not None:
@@ -110,17 +110,17 @@ class CacheSpec:
 
     @property
     def float_bytes(self) -> int:
-        """Bytes of the whole context at 16 bits; of a layer with a window those it sees."""
+        """Returns the whole context's bytes at 16 bits; of a layer with a window those it sees."""
         return sum(part.float_bytes for part in self.parts)
 
     @cached_property
     def minimum_bytes(self) -> int:
-        """Smallest budget that opens a cache of this context."""
+        """Returns the smallest budget that opens a cache of this context."""
         return sum(part.minimum_bytes for part in self.parts)
 
     @cached_property
     def whole_bytes(self) -> int:
-        """Smallest budget that holds the whole context without losing a bit."""
+        """Returns the smallest budget that holds the whole context without losing a bit."""
         return sum(part.whole_bytes for part in self.parts)
 
     def bytes_for_tokens(self, tokens: int) -> int:
@@ -176,51 +176,54 @@ class CacheSpec:
             for i in chosen:
                 shares[i] += shared * lacks[i] // lacking
             left = self.budget_bytes - sum(shares)
-        # The last class gets what no class needs and what division leaves over.
+        # The last class gets what no class lacks and the remainders of the divisions.
         shares[-1] += left
         return shares
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arena:
-    """The memory of a sequence's cache, in exactly the bytes of the budget; see `ClassArena`."""
+    """Describes the memory of a sequence's cache, in exactly the bytes of the budget.
+
+    It has a `ClassArena` for each class of layers.
+    """
 
     spec: CacheSpec
     parts: tuple[ClassArena, ...]
 
     @property
     def plan(self) -> KvPlan:
-        """Plan of the class that holds fewest tokens in floating point."""
+        """Returns the plan of the class that holds fewest tokens in floating point."""
         return min((part.plan for part in self.parts), key=lambda plan: plan.tail_tokens)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all classes."""
+        """Returns the bytes of all classes."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens the cache will ever hold."""
+        """Returns the most tokens that the cache will ever hold."""
         return self.parts[0].context_tokens
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of a prompt that go through the model at once."""
+        """Returns the most tokens of a prompt that go through the model at once."""
         return min(part.chunk_tokens for part in self.parts)
 
     @property
     def draft_tokens(self) -> int:
-        """Most rows of a branch."""
+        """Returns the most rows of a branch."""
         return self.parts[0].draft_tokens
 
     @property
     def whole_tokens(self) -> int:
-        """Most tokens of which no class gives anything up."""
+        """Returns the most tokens of which no class gives anything up."""
         return min(part.whole_tokens for part in self.parts)
 
     @property
     def fewest_bits(self) -> tuple[int, int]:
-        """K and V bits that pages are narrowed to before tokens are given up."""
+        """Returns the key and value bits that pages fall to before tokens are given up."""
         return self.parts[0].fewest_bits
 
     def tokens_at(self, k_bits: int, v_bits: int) -> int:
@@ -229,22 +232,22 @@ class Arena:
 
     @property
     def probes(self) -> bool:
-        """Whether any class keeps evidence for its policy."""
+        """Returns whether any class keeps evidence for its policy."""
         return any(part.probes for part in self.parts)
 
     @property
     def evidence(self) -> str:
-        """In words, what each class keeps for its policy to decide by."""
+        """Says in words what each class keeps for its policy to decide by."""
         return "; ".join(part.evidence for part in self.parts)
 
     @property
     def offload_bytes(self) -> int:
-        """Bytes of the second tier: of the host's memory, or of a file."""
+        """Returns the bytes of the second tier: of the host's memory, or of a file."""
         return sum(part.offload_bytes for part in self.parts)
 
     @property
     def keeps_places(self) -> bool:
-        """Whether convolutions or delta nets keep checkpoints to go back to."""
+        """Returns whether convolutions or delta nets keep checkpoints to go back to."""
         return any(part.keeps_places for part in self.parts)
 
     def first(self, count: int) -> "Arena":
@@ -262,7 +265,7 @@ class Arena:
 
 
 class Cache:
-    """The quantised KV cache of one sequence, in exactly the bytes of `arena`.
+    """Caches the keys and values of one sequence, quantised, in exactly the bytes of `arena`.
 
     A forward pass is `begin(n)` and one `attend` per layer, by the graph or directly. Its rows form
     a branch. Further passes may extend it, until `commit` keeps a path of it or `rewind` forgets
@@ -333,28 +336,28 @@ class Cache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use now."""
+        """Returns the bytes in use now."""
         return sum(map(_USED_BYTES, self.parts))
 
     @property
     def peak_bytes(self) -> int:
-        """No fewer bytes than were ever in use at once; never above `budget_bytes`."""
+        """Returns no fewer bytes than were ever in use at once, and never above `budget_bytes`."""
         return sum(part.peak_bytes for part in self.parts)
 
     @property
     def read_share(self) -> float:
-        """Share of the pages that decoding steps have read, of those they could see; 1 at first."""
+        """Returns which share of the pages in sight steps have read so far; 1 before any."""
         seen = sum(part.storage.pages_seen for part in self.parts)
         return sum(part.storage.pages_read for part in self.parts) / seen if seen else 1.0
 
     @property
     def draft_room(self) -> int:
-        """Rows a pass may bring now so that each sees what it would see alone; 1 or more."""
+        """Returns how many rows a pass may bring so that each sees what it would see alone."""
         return min(part.draft_room for part in self.parts)
 
     @property
     def tree_room(self) -> int:
-        """Rows of `draft_room` that may form a tree; see `ClassCache.tree_room`."""
+        """Returns how many rows of `draft_room` may form a tree; see `ClassCache.tree_room`."""
         return min(part.tree_room for part in self.parts)
 
     def begin(

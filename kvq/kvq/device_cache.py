@@ -6,7 +6,7 @@ from kvq.native import HOST, NativeCache
 
 
 class DeviceCache(NativeCache):
-    """The same decisions as on the processor; the kernels are those of `device`'s library."""
+    """Decides as `NativeCache` does, and computes with the kernels of `device`'s library."""
 
     def _device_number(self) -> int:
         if self.arena.conv is not None or self.arena.delta is not None:
@@ -26,7 +26,7 @@ class DeviceCache(NativeCache):
 
 
 class CudaCache(DeviceCache):
-    """In a GPU's memory."""
+    """Holds pages and rows in a GPU's memory."""
 
     device = "cuda"
 

@@ -1,6 +1,7 @@
 """Products with stored weights through the C ABI: what tests and measurements call.
 
-A running model reaches the same code through the ONNX Runtime ops. Meaning: `reference_linear`.
+A running model reaches the same code through the ONNX Runtime ops. `kvq.reference.linear` and
+`kvq.reference.experts` define what they compute.
 """
 
 import ctypes
@@ -25,13 +26,13 @@ VIEWS: tuple[View, ...] = ("full", "hi")
 
 
 class NativeMatrix(ctypes.Structure):
-    """`kvq_matrix`: the shape of a stored matrix."""
+    """Mirrors `kvq_matrix`: the shape of a stored matrix."""
 
     _fields_ = tuple((name, c_int32) for name in ("rows", "columns", "bits", "block", "grid"))
 
 
 class NativeLinear(ctypes.Structure):
-    """`kvq_linear`: one product."""
+    """Mirrors `kvq_linear`: one product."""
 
     _fields_ = (
         ("matrix", NativeMatrix),
@@ -43,7 +44,7 @@ class NativeLinear(ctypes.Structure):
 
 
 class NativeExperts(ctypes.Structure):
-    """`kvq_experts`: one mixture of experts."""
+    """Mirrors `kvq_experts`: one mixture of experts."""
 
     _fields_ = (
         ("gate_up", NativeMatrix),
@@ -60,7 +61,7 @@ class NativeExperts(ctypes.Structure):
 
 
 class NativeEmbed(ctypes.Structure):
-    """`kvq_embed`: rows of a matrix, mixed."""
+    """Mirrors `kvq_embed`: rows of a matrix, mixed."""
 
     _fields_ = (
         ("matrix", NativeMatrix),
@@ -87,12 +88,12 @@ def linear(
     exact_rows: int = 0,
     first_row: int = 0,
 ) -> Float:
-    """`residual + bias + input @ weight.T`, float32 [M, rows], on the calling thread.
+    """Computes `residual + bias + input @ weight.T`, float32 [M, rows], on the calling thread.
 
     The input is x [M, columns], its RMS norm with weight `norm`, or with an activation
-    `activation(x[:, :columns]) * x[:, columns:]` of x [M, 2 * columns]. `exact_rows` as in
-    `reference_linear.linear_in_two_passes`, 0 for all; rows of the matrix before `first_row` are
-    not read, their results are the residual or 0. Raises `BackendError`.
+    `activation(x[:, :columns]) * x[:, columns:]` of x [M, 2 * columns]. `exact_rows` is the `count`
+    of `kvq.reference.linear.linear_in_two_passes`, 0 for all; rows of the matrix before `first_row`
+    are not read, their results are the residual or 0. Raises `BackendError`.
     """
     out = np.empty((len(x), form.rows), np.float32)
     x = np.ascontiguousarray(x, np.float32)
@@ -122,9 +123,9 @@ def experts(
     view: View = "full",
     residency: int = 0,
 ) -> Float:
-    """`residual` + the experts of each token, float32 [T, K], on the calling thread.
+    """Computes `residual` + the experts of each token, float32 [T, K], on the calling thread.
 
-    As `reference_experts.experts`, with any activation. `residency`: the handle of what bounds
+    As `kvq.reference.experts.experts`, with any activation. `residency`: the handle of what bounds
     their memory (`kvq.residency`), for panels that are mapped from a file. Raises `BackendError`.
     """
     x, logits = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(logits, np.float32)
@@ -141,7 +142,7 @@ def experts(
 
 
 def embed(form: PanelFormat, panels: Bytes, ids: NDArray[np.int64], weights: Float) -> Float:
-    """Row t is the sum of `weights[t, k]` times row `ids[t, k]`: float32 [T, columns].
+    """Adds up rows `ids[t, k]` times `weights[t, k]` for each token t: float32 [T, columns].
 
     Raises `BackendError`, for an id that is no row too.
     """
@@ -155,14 +156,14 @@ def embed(form: PanelFormat, panels: Bytes, ids: NDArray[np.int64], weights: Flo
 
 
 def weight_bytes_read() -> int:
-    """Bytes of weights all products of this process have read."""
+    """Counts the bytes of weights that all products of this process have read."""
     call = native_library.library().kvq_weight_bytes_read
     call.restype = c_int64
     return int(call())
 
 
 def matrix(form: PanelFormat) -> NativeMatrix:
-    """The shape of a matrix as the library is told it."""
+    """Returns the shape of a matrix in the library's terms."""
     return NativeMatrix(form.rows, form.columns, form.bits, form.block, form.grid)
 
 
