@@ -35,7 +35,7 @@ _START_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayJob:
-    """`turns` turns with prompts that fit `context`.
+    """Asks for `turns` turns with prompts that fit `context`.
 
     `peer` is the program of a llama-server, which reads `peer_model`.
     """
@@ -54,7 +54,7 @@ class ReplayJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reply:
-    """What a server said of one turn."""
+    """Holds what a server said of one turn."""
 
     read_tokens: int
     first_s: float
@@ -62,7 +62,7 @@ class _Reply:
 
 
 def measure(setup: Setup, job: ReplayJob) -> dict[str, Any]:
-    """A row for each way and form, and one for each way over all. Raises `KvqError`."""
+    """Measures a row for each way and form, and one for each way over all. Raises `KvqError`."""
     turns = agent_turns(job.turns, RESULT_LINES)
     with serving(setup, job.context, _SESSIONS, EXACT) as ours:
         server = ours.url or ""
@@ -239,7 +239,7 @@ def _free_port() -> int:
 
 
 def print_report(data: dict[str, Any]) -> None:
-    """The same as a table."""
+    """Prints the rows as a table."""
     rows = [
         (row["way"], row["form"], row["turns"], row["read_tokens"], f"{row['read_again']:.1%}",
          f"{row['first_p50_s']:.2f}", f"{row['first_p95_s']:.2f}", f"{row['same']:.0%}")
