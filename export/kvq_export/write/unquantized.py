@@ -26,7 +26,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Unquantized(Bundle):
-    """Has a bundle's members; weights are float32 [out, in] with the checkpoint's own values."""
+    """Offers a bundle's members; weights are float32 [out, in] with the checkpoint's own values."""
 
     model: OpenModel
 

@@ -45,7 +45,7 @@ class FloatBackend(PagedBackend):
         return files.has_onnx or files.has_checkpoint
 
     def forward(self, one_pass: Pass[Cache]) -> list[NDArray[np.float32]]:
-        """See `Backend.forward`; one sequence after the other."""
+        """Computes one sequence after the other; see `Backend.forward`."""
         mode, config = one_pass.rows[0].mode, self.bundle.config
         weight = self._weight if mode.view == "full" else self._half_weight
         if mode.view == "hi":  # a tied head reads the embedding by halves
