@@ -16,6 +16,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,41 +60,21 @@ class Regions(NamedTuple):
         return sum(map(aligned, self))
 
 
+def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Returns the fields of a structure that are of one type, in the order of `names`."""
+    return tuple((name, kind) for name in names.split())
+
+
 class NativeConfig(Structure):
     """Mirrors `kvq_config`: what a cache is asked to hold."""
 
-    _fields_ = tuple(
-        (name, c_int32)
-        for name in (
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "k_bits",
-            "v_bits",
-            "sink_tokens",
-            "tail_tokens",
-            "tail_rows",
-            "chunk_tokens",
-            "context_tokens",
-            "splits",
-            "probes",
-            "draft_tokens",
-            "value_groups",
-            "page_version",
-            "conv_layers",
-            "conv_width",
-            "conv_taps",
-            "conv_checkpoints",
-            "delta_layers",
-            "delta_key_heads",
-            "delta_value_heads",
-            "delta_key_dim",
-            "delta_value_dim",
-            "delta_taps",
-            "delta_states",
-            "delta_fold",
-        )
+    _fields_ = _fields(
+        c_int32,
+        "layers heads kv_heads head_dim k_bits v_bits sink_tokens tail_tokens tail_rows "
+        "chunk_tokens context_tokens splits probes draft_tokens value_groups page_version "
+        "conv_layers conv_width conv_taps conv_checkpoints "
+        "delta_layers delta_key_heads delta_value_heads delta_key_dim delta_value_dim delta_taps "
+        "delta_states delta_fold",
     )
 
 
@@ -116,19 +97,9 @@ class NativeStats(Structure):
     """Mirrors `kvq_stats`: what a cache holds."""
 
     _fields_ = (
-        ("columns", c_int32),
-        ("views", c_int32),
-        ("tokens", c_int32),
-        ("tail_rows", c_int32),
-        ("branch_rows", c_int32),
-        ("reserved", c_int32),
-        ("used_bytes", c_int64),
-        ("peak_bytes", c_int64),
-        ("pages_seen", c_int64),
-        ("pages_read", c_int64),
-        ("device_bytes", c_int64),
-        ("offloaded_bytes", c_int64),
-        ("streamed_bytes", c_int64),
+        *_fields(c_int32, "columns views tokens tail_rows branch_rows reserved"),
+        *_fields(c_int64, "used_bytes peak_bytes pages_seen pages_read"),
+        *_fields(c_int64, "device_bytes offloaded_bytes streamed_bytes"),
     )
 
 
@@ -158,31 +129,19 @@ class NativeRead(Structure):
 
 
 class NativeAttention(Structure):
-    """Mirrors `kvq_attention`: one layer of one pass."""
+    """Mirrors `kvq_attention`: one layer of one pass. Fields are named as in `AttentionParams`."""
 
     _fields_ = (
-        ("layer", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("rope_factor", c_float),
-        ("norm_eps", c_float),
-        ("window_tokens", c_int32),
-        ("rotary_pairs", c_int32),
+        *_fields(c_int32, "layer num_heads num_kv_heads head_dim"),
+        *_fields(c_float, "scale softcap rope_factor norm_eps"),
+        *_fields(c_int32, "window_tokens rotary_pairs"),
     )
 
 
 class NativeResidencyStats(Structure):
     """Mirrors `kvq_residency_stats`: what of a model's experts is in memory."""
 
-    _fields_ = (
-        ("budget_bytes", c_int64),
-        ("held_bytes", c_int64),
-        ("chosen", c_int64),
-        ("fetched", c_int64),
-    )
+    _fields_ = _fields(c_int64, "budget_bytes held_bytes chosen fetched")
 
 
 class NativeProcessor(Structure):
@@ -202,6 +161,7 @@ class NativeBuiltIn(Structure):
     )
 
 
+_OF_PARAMS = attrgetter(*(name for name, _ in NativeAttention._fields_[:-1]))
 _FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
 _BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(NativeStats)
 _CONFIG = POINTER(NativeConfig)
@@ -280,15 +240,4 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 def as_attention(params: AttentionParams, rotary_pairs: int) -> NativeAttention:
     """Returns what a call of `kvq_cache_attend` needs to know of its layer."""
-    return NativeAttention(
-        params.layer,
-        params.num_heads,
-        params.num_kv_heads,
-        params.head_dim,
-        params.scale,
-        params.softcap,
-        params.rope_factor,
-        params.norm_eps,
-        params.window_tokens,
-        rotary_pairs,
-    )
+    return NativeAttention(*_OF_PARAMS(params), rotary_pairs)
