@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvq.reference.delta import sigmoid
 from kvq.reference.linear import Bytes, Float, PanelFormat, View, linear
 
 # Functions that turn a router's products into shares; the attribute `scoring` is an index here.
@@ -29,9 +30,7 @@ def clamped_swiglu(gate: Float, up: Float) -> Float:
     nothing = np.float32(0) * gate * up
     gate = (np.minimum(gate, LIMIT) + nothing).astype(np.float32)
     up = np.clip(up, -LIMIT, LIMIT).astype(np.float32)
-    half = np.float32(0.5)
-    active = gate * (half * np.tanh(half * STEEPNESS * gate) + half)
-    return (active * (up + np.float32(1))).astype(np.float32)
+    return gate * sigmoid(STEEPNESS * gate) * (up + np.float32(1))
 
 
 def routed(
@@ -50,8 +49,7 @@ def routed(
     but not to their shares.
     """
     if scoring == "sigmoid":
-        half = np.float32(0.5)
-        weights = half * np.tanh(half * logits) + half
+        weights = sigmoid(logits)
         scores = weights if choice_bias is None else weights + choice_bias
         chosen = np.argsort(-scores, axis=1, kind="stable")[:, :count]
         shares = np.take_along_axis(weights, chosen, axis=1)
@@ -114,12 +112,8 @@ def experts(
         inner = linear(gate_up[0], _panels_of(gate_up, expert), rows, view)
         inner = inner if gate_up_bias is None else inner + gate_up_bias[expert]
         gate, up = np.split(inner, 2, axis=1)
-        half = np.float32(0.5)
-        active = (
-            clamped_swiglu(gate, up)
-            if activation == "clamped_swiglu"
-            else gate * (half * np.tanh(half * gate) + half) * up
-        ).astype(np.float32)
+        clamped = activation == "clamped_swiglu"
+        active = clamped_swiglu(gate, up) if clamped else gate * sigmoid(gate) * up
         out = linear(down[0], _panels_of(down, expert), active, view)
         outputs.append(out if down_bias is None else out + down_bias[expert])
     return added(np.concatenate(outputs), order, shares)

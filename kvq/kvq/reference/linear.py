@@ -148,10 +148,7 @@ class Grid(IntEnum):
 
 # Columns of a sub-block and bits of a code that kernels know.
 _SUPER_FORMATS: Mapping[Grid, tuple[tuple[int, int], ...]] = {
-    Grid.SUPER_MINIMUM: (
-        *((32, 2), (32, 3), (32, 4), (32, 5), (32, 6)),
-        *((16, 2), (16, 4), (16, 6)),
-    ),
+    Grid.SUPER_MINIMUM: ((32, 2), (32, 3), (32, 4), (32, 5), (32, 6), (16, 2), (16, 4), (16, 6)),
     Grid.SUPER_SYMMETRIC: ((16, 3), (16, 4), (16, 6), (16, 8)),
 }
 
@@ -173,13 +170,7 @@ class Blocks(NamedTuple):
 
     def changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Blocks":
         """Changes every array alike."""
-        return Blocks(
-            change(self.codes),
-            change(self.scales),
-            None if self.offsets is None else change(self.offsets),
-            None if self.sub_scales is None else change(self.sub_scales),
-            None if self.sub_offsets is None else change(self.sub_offsets),
-        )
+        return Blocks._make(None if array is None else change(array) for array in self)
 
     def picked(self, rows: NDArray[np.intp] | slice) -> "Blocks":
         """Returns some of the rows."""
