@@ -36,7 +36,7 @@ class CacheSpec:
 
     Attributes:
         parts: One `ClassSpec` per class of layers. They differ in `shape`, `windows`, `forms` and
-            `readers` alone; the first may have `conv` or `delta`.
+            `kv_shared_layers` alone; the first may have `conv` or `delta`.
         budget: The budget of all classes together. Each class gets the smallest number of bytes
             that opens it. Classes whose layers all have a sliding window then get what holds their
             whole context, since that does not grow with the context. What is left goes to the

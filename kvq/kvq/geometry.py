@@ -89,17 +89,17 @@ class Geometry:
     conv: ConvShape | None = None
     delta: DeltaShape | None = None
     delta_states: int = LEAST_DELTA_STATES + DELTA_PLACES
-    readers: int = 0
+    kv_shared_layers: int = 0
 
     @property
-    def heard_readers(self) -> int:
-        """Counts the readers whose queries are kept."""
-        return self.readers if self.probes else 0
+    def probed_shared_layers(self) -> int:
+        """Counts the layers that reuse keys and values and whose queries are kept."""
+        return self.kv_shared_layers if self.probes else 0
 
     @property
     def probe_kinds(self) -> int:
         """Says whose queries are kept, and of which tokens, as `kvq_config.probes` does."""
-        return self.probes + self.heard_readers + SAMPLES * self.samples
+        return self.probes + self.probed_shared_layers + SAMPLES * self.samples
 
     @property
     def keeps_places(self) -> bool:

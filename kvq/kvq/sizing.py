@@ -73,12 +73,15 @@ class ClassArena(Geometry):
 
     @property
     def evidence(self) -> str:
-        """Says in words what is kept for policies to decide by, and of how many pages a stream."""
+        """Says in words what is kept for policies to decide by, and of how many pages a stream.
+
+        Saved sessions have this text.
+        """
         if not self.probes:
             return "nothing"
         heads, spread = kept_heads(self.shape), "new and old" if self.samples else "new"
         return (
-            f"{heads} query heads of {spread} tokens, {self.heard_readers} readers, "
+            f"{heads} query heads of {spread} tokens, {self.probed_shared_layers} readers, "
             f"{self.max_columns} columns"
         )
 
@@ -191,7 +194,7 @@ class ClassSpec:
             memory behind a device's.
         conv: Convolutions beside the layers that attend, whose rows are held here too.
         delta: Delta nets beside them, likewise.
-        readers: Layers without keys and values, which reuse those of the last one.
+        kv_shared_layers: Layers without keys and values, which reuse those of the last one.
 
     Raises:
         UsageError: A value, or a combination of them, is not possible.
@@ -214,7 +217,7 @@ class ClassSpec:
     offload_file: bool = False
     conv: ConvShape | None = None
     delta: DeltaShape | None = None
-    readers: int = 0
+    kv_shared_layers: int = 0
 
     def __post_init__(self) -> None:
         streams = self.shape.streams
@@ -309,7 +312,7 @@ class ClassSpec:
             conv=self.conv,
             delta=self.delta,
             delta_states=LEAST_DELTA_STATES + places,
-            readers=self.readers,
+            kv_shared_layers=self.kv_shared_layers,
         )
 
     @cached_property

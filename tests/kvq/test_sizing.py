@@ -260,7 +260,7 @@ def test_heads_that_give_up_different_pages_share_a_longer_table() -> None:
 def test_a_short_context_held_whole_is_cheaper_than_probes() -> None:
     """Of twenty layers that read the last one's keys there are many."""
     shape = CacheShape(num_layers=2, num_heads=16, num_kv_heads=1, head_dim=64)
-    options = {"chunk_tokens": 64, "readers": 20}
+    options = {"chunk_tokens": 64, "kv_shared_layers": 20}
     whole = budget_for_tokens(shape, KvPlan(), 250, **options)
     assert minimum_budget(shape, KvPlan(), 250, policy="h2o", **options) == whole
     cache = open_cache(shape, KvPlan(), whole, 250, policy="h2o", **options)

@@ -210,7 +210,7 @@ def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[di
         {
             "shape": group.shape,
             "windows": group.windows,
-            "readers": group.readers,
+            "kv_shared_layers": group.kv_shared_layers,
             "forms": tuple(class_forms),
         }
         for group, class_forms in zip(config.cache_classes, config.by_class(forms), strict=True)
