@@ -367,18 +367,18 @@ class Cache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> None:
         """Adds a pass of `tokens` rows to the branch; see `ClassCache.begin`.
 
         Where one class refuses, no class has begun.
         """
-        if silent and len(self.parts) > 1:
+        if kv_only_layers and len(self.parts) > 1:
             raise CacheError("layers of several classes cannot be left out of a pass")
         begun: list[ClassCache] = []
         try:
             for part in self.parts:
-                part.begin(tokens, parents, view=view, at=at, silent=silent)
+                part.begin(tokens, parents, view=view, at=at, kv_only_layers=kv_only_layers)
                 begun.append(part)
         except Exception:
             for part in begun:

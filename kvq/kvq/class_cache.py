@@ -6,7 +6,7 @@ Knows no model: rotary frequencies and scales arrive with every call.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,7 +176,7 @@ class ClassCache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> None:
         """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
 
@@ -193,8 +193,8 @@ class ClassCache:
                 2502.10424).
             at: Token that the first row is, in a gap that `edit` left and that holds all rows of
                 the branch. None: the pass goes on from the end, or as the open branch does.
-            silent: Layers in which the rows are stored but attend to nothing: `attend` returns
-                zeros. The policy learns nothing from such a pass.
+            kv_only_layers: Layers in which the rows are stored but attend to nothing: `attend`
+                returns zeros. The policy learns nothing from such a pass.
 
         Raises:
             BudgetError: The rows exceed the context, a pass, the branch or the budget.
@@ -202,14 +202,15 @@ class ClassCache:
             UsageError: The view is not known.
         """
         self._check_rows(tokens, parents, view, at)
-        if silent:
-            self._check_silent(silent)
-        if not self.storage.begin(tokens, parents, view=view, at=at, silent=silent):
+        if kv_only_layers:
+            self._check_kv_only(kv_only_layers)
+        choices: dict[str, Any] = {"view": view, "at": at, "kv_only_layers": kv_only_layers}
+        if not self.storage.begin(tokens, parents, **choices):
             self._make_room(tokens)
-            if not self.storage.begin(tokens, parents, view=view, at=at, silent=silent):
+            if not self.storage.begin(tokens, parents, **choices):
                 raise CacheError(f"no room was made for {tokens} tokens")
 
-    def _check_silent(self, layers: Sequence[int]) -> None:
+    def _check_kv_only(self, layers: Sequence[int]) -> None:
         if mixers := self._stateful_mixers:
             raise CacheError(f"layers beside {mixers} cannot be left out of a pass")
         if any(not 0 <= layer < self.shape.num_layers for layer in layers):
@@ -503,7 +504,7 @@ class ClassCache:
             largest = max(np.abs(k).max(initial=0), np.abs(v).max(initial=0))
             if layer.k_norm is not None or not largest * layer.params.rope_factor < _SMALL:
                 stored_rows(layer.params, k, v, positions, layer.inv_freq, layer.k_norm)
-        self.begin(tokens, at=at, silent=range(shape.num_layers))
+        self.begin(tokens, at=at, kv_only_layers=range(shape.num_layers))
         try:
             for layer, qkv in zip(layers, rows, strict=True):
                 self.attend(

@@ -154,16 +154,16 @@ class NativeCache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> bool:
         """Adds rows to the branch; returns False where room must be made for them first."""
         rows = None if parents is None else _int32_array(parents)
         first = -1 if at is None else at
-        quiet = None
-        if silent:
+        kv_only = None
+        if kv_only_layers:
             layers = self.arena.shape.num_layers
-            quiet = (c_uint8 * layers)(*(layer in silent for layer in range(layers)))
-        if self._call("begin", tokens, rows, VIEWS[view], first, quiet, allowed=_SHORT):
+            kv_only = (c_uint8 * layers)(*(layer in kv_only_layers for layer in range(layers)))
+        if self._call("begin", tokens, rows, VIEWS[view], first, kv_only, allowed=_SHORT):
             return False
         self._stats.branch_rows += tokens
         return True

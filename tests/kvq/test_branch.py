@@ -401,18 +401,18 @@ def test_a_rewound_chain_leaves_the_evidence_of_decoding() -> None:
         cache.close()
 
 
-def silent_pass(cache: ClassCache, tokens: int, silent: Sequence[int], first: int) -> list[Float]:
+def kv_only_pass(cache: ClassCache, tokens: int, kv_only: Sequence[int], first: int) -> list[Float]:
     """Normed rows at `first` on, committed; what four more rows then get in every layer."""
     rng = np.random.default_rng(5)
     norm = rng.random(32, np.float32) + 1
     outputs: list[Float] = []
     for rows, count in ((packed(rng, tokens), tokens), (packed(rng, 4), 4)):
-        cache.begin(count, silent=silent if count == tokens else ())
+        cache.begin(count, kv_only_layers=kv_only if count == tokens else ())
         at = first + np.arange(count)
         parts = zip(layers(), rows, strict=True)
         outputs = [cache.attend(params, part, at, INV_FREQ, norm, norm) for params, part in parts]
         if count == tokens:
-            assert [bool(out.any()) for out in outputs] == [0 not in silent, 1 not in silent]
+            assert [bool(out.any()) for out in outputs] == [0 not in kv_only, 1 not in kv_only]
         cache.commit(count)
         first += count
     return outputs
@@ -423,8 +423,8 @@ def test_rows_that_ask_nothing_are_stored_as_those_that_ask(tokens: int) -> None
     """A branch, and a chunk that closes pages layer by layer."""
     caches = [filled(150), filled(150), filled(150, use_native=False)]
     outputs = [
-        silent_pass(cache, tokens, silent, 150)
-        for cache, silent in zip(caches, [(), (1,), (1,)], strict=True)
+        kv_only_pass(cache, tokens, kv_only, 150)
+        for cache, kv_only in zip(caches, [(), (1,), (1,)], strict=True)
     ]
     for layer in (0, 1):
         np.testing.assert_array_equal(outputs[1][layer], outputs[0][layer])
@@ -433,14 +433,14 @@ def test_rows_that_ask_nothing_are_stored_as_those_that_ask(tokens: int) -> None
         for part, expected in zip(cache.tail(1, 0), caches[0].tail(1, 0), strict=True):
             np.testing.assert_array_equal(part, expected)
     with pytest.raises(CacheError, match="layers \\(2,\\) are not among 2"):
-        caches[0].begin(1, silent=(2,))
+        caches[0].begin(1, kv_only_layers=(2,))
 
 
 def test_stored_keys_are_normed_and_stand_at_their_positions() -> None:
     """KVP-7: an offset common to all positions changes the keys and no attention."""
     caches = [filled(0, use_native=use_native) for use_native in (True, True, False)]
     near, far, numpy = (
-        silent_pass(cache, 30, (0, 1), first)
+        kv_only_pass(cache, 30, (0, 1), first)
         for cache, first in zip(caches, (0, 1000, 1000), strict=True)
     )
     keys = [cache.tail(1, 0)[0].astype(np.float32) for cache in caches]

@@ -167,7 +167,7 @@ def test_what_one_class_refuses_no_class_begins() -> None:
         cache.begin(CHUNK)
     assert [part.branch_rows for part in cache.parts] == [0, 1]
     with pytest.raises(CacheError, match="cannot be left out"):
-        cache.begin(1, silent=(0,))
+        cache.begin(1, kv_only_layers=(0,))
     with pytest.raises(CacheError, match="class 2 is none of 2"):
         cache.attend(
             replace(attention(WIDE, 0), cache=2),

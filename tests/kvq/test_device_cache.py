@@ -263,7 +263,7 @@ def test_what_is_queued_does_not_grow_with_pages_and_heads(
 
     def run(count: int) -> None:
         positions, rows = cache.tokens + np.arange(count), packed_rows(shape, rng, count)
-        cache.begin(count, silent=layers)
+        cache.begin(count, kv_only_layers=layers)
         for layer in layers:
             cache.attend(attention(shape, layer), rows[layer], positions, UNROTATED)
 

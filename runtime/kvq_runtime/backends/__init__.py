@@ -219,7 +219,7 @@ class SequenceCache(Protocol):
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> None:
         """Adds rows to the branch, before the pass that fills them.
 
@@ -232,7 +232,7 @@ class SequenceCache(Protocol):
                 token. None: each row follows the one before it.
             view: `full`, or `hi` for the upper nibbles of 8-bit pages, see `Mode`.
             at: First token of the gap that the rows fill. None: they come after the last token.
-            silent: Layers in which the rows attend to nothing and are only stored.
+            kv_only_layers: Layers in which the rows attend to nothing and are only stored.
 
         Raises:
             BudgetError: Where the context has no room for the rows.

@@ -149,7 +149,7 @@ class NumpyCache:
         self._pass_rows = 0
         self._attended: set[int] = set()
         self._view = "full"
-        self._silent: frozenset[int] = frozenset()
+        self._kv_only_layers: frozenset[int] = frozenset()
         for other in self._mixers:
             other.forget()
 
@@ -182,7 +182,7 @@ class NumpyCache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> bool:
         rows = self.branch_rows
         if self._unattended:
@@ -201,7 +201,7 @@ class NumpyCache:
             raise CacheError("a row's parent must be -1 or an earlier row of the branch")
         self._begin_at(at, rows + tokens)
         self._parents += added
-        self._pass_rows, self._view, self._silent = tokens, view, frozenset(silent)
+        self._pass_rows, self._view, self._kv_only_layers = tokens, view, frozenset(kv_only_layers)
         self._attended = set()
         self._probes.begin()
         for other in self._mixers:
@@ -246,12 +246,12 @@ class NumpyCache:
         q = rotate(q, positions, inv_freq, params.rope_factor)
         keys, values = stored_rows(params, k, v, positions, inv_freq, k_norm)
         self._store(params.layer, keys, values, positions)
-        if self._silent:
+        if self._kv_only_layers:
             self._probes.forget(self._branch_tokens()[-self._pass_rows :])
         elif self.arena.probes:
             tokens = self._branch_tokens()[-self._pass_rows :]
             self._probes.keep(params, q, tokens, positions, inv_freq)
-        if params.layer in self._silent:
+        if params.layer in self._kv_only_layers:
             return np.zeros((len(qkv), params.num_heads * params.head_dim), np.float32)
         out = self._attention(params, q, positions, inv_freq, sink_logits=sink_logits)
         return out.reshape(len(qkv), -1)
@@ -290,13 +290,13 @@ class NumpyCache:
         positions = self._branch_positions[-self._pass_rows :][rows]
         q = q if q_norm is None else normalize(q, q_norm, params.norm_eps)
         q = rotate(q, positions, inv_freq, params.rope_factor)
-        if self.arena.probes and not self._silent:
+        if self.arena.probes and not self._kv_only_layers:
             row_tokens = self._branch_tokens()
             asking: list[int] = (self.branch_rows - self._pass_rows + rows).tolist()
             newest = [row_tokens[row] not in row_tokens[row + 1 :] for row in asking]
             tokens = [row_tokens[row] for row in asking]
             self._probes.keep_look(params, q, tokens, newest, positions, inv_freq)
-        if params.layer in self._silent:
+        if params.layer in self._kv_only_layers:
             return out
         return self._attention(params, q, positions, inv_freq, rows).reshape(out.shape)
 
