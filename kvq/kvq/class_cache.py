@@ -356,7 +356,7 @@ class ClassCache:
             inv_freq: float32 [rotary_dim / 2]: angle per position of each rotated pair.
             q_norm: float32 [D]: weights of the RMS norm of queries; None for no norm.
             k_norm: float32 [D]: the same of keys.
-            shared: Whether the layer reuses the keys and values of another: `look` of all rows.
+            shared: Whether the layer reuses the keys and values of another; see `attend_shared`.
             sink_logits: float32 [H]: a learned logit of no token that shares in each head's softmax
                 (`kvq.reference.stored.attention_weights`). The policy's evidence leaves it out.
 
@@ -367,7 +367,7 @@ class ClassCache:
             CacheError: A shape is wrong, or a key or value is beyond float16.
         """
         if shared:
-            return self.look(params, qkv, np.arange(len(qkv)), inv_freq, q_norm)
+            return self.attend_shared(params, qkv, np.arange(len(qkv)), inv_freq, q_norm)
         self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
         if sink_logits is not None and sink_logits.shape != (params.num_heads,):
             raise CacheError(f"sink logits {sink_logits.shape} are not one of each head")
@@ -431,7 +431,7 @@ class ClassCache:
             raise CacheError(f"rows {rows.shape} and gates {gates.shape} are not those of {delta}")
         return self.storage.recur(layer, rows, gates, weights)
 
-    def look(
+    def attend_shared(
         self,
         params: AttentionParams,
         queries: NDArray[np.float32],
@@ -460,7 +460,7 @@ class ClassCache:
         self._check_params(params, inv_freq, (q_norm,))
         if queries.shape != (len(rows), params.num_heads * params.head_dim):
             raise CacheError(f"queries of shape {queries.shape} are not those of {len(rows)} rows")
-        return self.storage.look(params, queries, rows, inv_freq, q_norm)
+        return self.storage.attend_shared(params, queries, rows, inv_freq, q_norm)
 
     def append(
         self,

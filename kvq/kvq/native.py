@@ -215,7 +215,7 @@ class NativeCache:
         self._call("recur", layer, len(rows), *arrays)
         return out
 
-    def look(
+    def attend_shared(
         self,
         params: AttentionParams,
         queries: NDArray[np.float32],

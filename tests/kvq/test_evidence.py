@@ -382,7 +382,7 @@ def look(cache: ClassCache, queries_of_readers: Sequence[np.ndarray], rows: Sequ
     picked = np.array(rows, np.int64)
     for number, queries in enumerate(queries_of_readers):
         params = attention(SHAPE, 1, window_tokens=150, scale=0.06 * (1 + number))
-        cache.look(params, queries[picked], picked, frequencies(32))
+        cache.attend_shared(params, queries[picked], picked, frequencies(32))
 
 
 def questions(seed: int, tokens: int, readers: int = 2) -> list[np.ndarray]:
@@ -439,7 +439,7 @@ def test_what_readers_see_adds_to_what_the_owner_sees(use_native: bool) -> None:
             forward(cache, layers, part, np.arange(64) + start, frequencies(32))
             for _ in range(readers):
                 queries = part[1][:, : 6 * 64]
-                cache.look(layers[1], queries, np.arange(64), frequencies(32))
+                cache.attend_shared(layers[1], queries, np.arange(64), frequencies(32))
             cache.commit(64)
         evidence = cache.evidence().attention
         assert evidence is not None
@@ -510,7 +510,8 @@ def test_a_page_that_readers_alone_look_at_is_kept(use_native: bool) -> None:
         )
         for start in range(0, 1200, 8):
             forward(cache, [attention(shape)], [packed[start : start + 8]], start + np.arange(8))
-            cache.look(attention(shape), queries[start : start + 8], np.arange(8), UNROTATED)
+            asking = queries[start : start + 8]
+            cache.attend_shared(attention(shape), asking, np.arange(8), UNROTATED)
             cache.commit(8)
         facts, widths = cache.columns()
         kept[readers] = set(facts[(widths[0, :, :, 0] > 0).all(axis=0), 2].tolist())

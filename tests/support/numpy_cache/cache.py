@@ -270,7 +270,7 @@ class NumpyCache:
             raise CacheError(f"begin() was not called for {len(rows)} tokens")
         return self._delta.recur(layer, rows, gates, weights, self._parents, self.tokens)
 
-    def look(
+    def attend_shared(
         self,
         params: AttentionParams,
         queries: Float,
