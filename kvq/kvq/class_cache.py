@@ -140,7 +140,7 @@ class ClassCache:
         self.storage = storage(arena)
         self.storage.read_by(rule_named(spec.read))
         if feedback is not None:
-            self.storage.feed_back(feedback)
+            self.storage.set_rounding_feedback(feedback)
 
     @property
     def read_share(self) -> float:

@@ -137,7 +137,7 @@ class NativeCache:
         numbers = NativeRead(share=rule.share, spread=1.0, octaves=rule.octaves)
         self._call("read", ctypes.byref(numbers))
 
-    def feed_back(self, feedback: NDArray[np.float32]) -> None:
+    def set_rounding_feedback(self, feedback: NDArray[np.float32]) -> None:
         # Native code keeps no copy, so the array must live as long as the cache.
         self._feedback = np.ascontiguousarray(feedback, np.float32)
         self._call("feed_back", pointer(self._feedback))

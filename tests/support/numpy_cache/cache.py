@@ -114,7 +114,7 @@ class NumpyCache:
         """How passes read from now on."""
         self._rule = rule
 
-    def feed_back(self, feedback: Float) -> None:
+    def set_rounding_feedback(self, feedback: Float) -> None:
         """Keys that close or lose bits are `stored.carried` by it, [L, Hk, D, D]."""
         self.table.feedback = [rows for of_layer in feedback for rows in of_layer]
 
