@@ -33,7 +33,7 @@ class Regions(NamedTuple):
 
     state: int
     forms: int
-    entering: int
+    new_page_widths: int
     views: int
     entries: int
     constant_owners: int

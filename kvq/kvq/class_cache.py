@@ -227,12 +227,12 @@ class ClassCache:
         if short or columns:
             closing = self.arena.closing_pages(self.storage.tail_rows, self.branch_rows + tokens)
             evidence = replace(
-                self.evidence(), closing_pages=closing, new_page_widths=self.entering()
+                self.evidence(), closing_pages=closing, new_page_widths=self.new_page_widths()
             )
             relief = self.policy.free_space(evidence, short, columns)
             self.storage.demote(relief.actions)
             if relief.new_page_widths is not None:
-                self.storage.demote_entering(relief.new_page_widths)
+                self.storage.lower_new_page_widths(relief.new_page_widths)
             if relief.close_gap:
                 self.storage.shift_sinks(self._gap)
             short, columns = self.storage.missing(tokens)
@@ -677,12 +677,12 @@ class ClassCache:
             )
         self.storage.demote(actions)
 
-    def demote_entering(self, widths: NDArray[np.uint8]) -> None:
+    def lower_new_page_widths(self, widths: NDArray[np.uint8]) -> None:
         """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
         expected = (self.shape.num_layers, self.shape.num_kv_heads, 2)
         if widths.shape != expected:
             raise CacheError(f"widths of shape {widths.shape} are not {expected}")
-        self.storage.demote_entering(widths)
+        self.storage.lower_new_page_widths(widths)
 
     def shift(self, column: int, delta: int) -> None:
         """Moves a page by `delta` positions; the query turns back, the keys stay."""
@@ -736,9 +736,9 @@ class ClassCache:
             streamed_bytes=self.storage.tiers.streamed_bytes,
         )
 
-    def entering(self) -> NDArray[np.uint8]:
+    def new_page_widths(self) -> NDArray[np.uint8]:
         """Returns the widths uint8 [L, Hk, 2] that the next pages close at: at first the plan's."""
-        return self.storage.entering()
+        return self.storage.new_page_widths()
 
     def page(self, layer: int, head: int, column: int) -> bytes:
         """Returns the stored bytes of one page: constants, then planes."""

@@ -267,7 +267,7 @@ class NativeCache:
             raise _refusal(status)
         return status
 
-    def demote_entering(self, widths: NDArray[np.uint8]) -> None:
+    def lower_new_page_widths(self, widths: NDArray[np.uint8]) -> None:
         widths = np.ascontiguousarray(widths, np.uint8)
         self._call("demote_entering", pointer(widths))
 
@@ -298,7 +298,7 @@ class NativeCache:
         self._call("places", len(places), pointer(places))
         return places
 
-    def entering(self) -> NDArray[np.uint8]:
+    def new_page_widths(self) -> NDArray[np.uint8]:
         shape = self.arena.shape
         widths = np.zeros((shape.num_layers, shape.num_kv_heads, 2), np.uint8)
         self._call("entering", pointer(widths))

@@ -35,7 +35,7 @@ def expected_regions(geometry: Geometry, columns: int, pool_bytes: int) -> Regio
     return Regions(
         state=STATE_BYTES,
         forms=geometry.streams,
-        entering=geometry.streams * 2,
+        new_page_widths=geometry.streams * 2,
         views=(2 * columns + SPARE_VIEWS) * VIEW_BYTES,
         entries=columns * geometry.streams * ENTRY_BYTES,
         constant_owners=columns * geometry.streams * 4,

@@ -131,7 +131,7 @@ class NumpyCache:
     def missing(self, tokens: int) -> tuple[int, int]:
         """(bytes, columns) still missing before `tokens` more can be taken."""
         pages = self._closing(self.branch_rows + tokens)
-        needed = pages * self.table.entering_bytes if pages else 0
+        needed = pages * self.table.new_page_bytes if pages else 0
         over = self.used_bytes + needed - self.arena.num_bytes
         return max(0, over), max(0, len(self.table) + pages - self.arena.max_columns)
 
@@ -656,10 +656,10 @@ class NumpyCache:
         self._check_between_passes()
         self.table.demote(actions)
 
-    def demote_entering(self, widths: Bytes) -> None:
+    def lower_new_page_widths(self, widths: Bytes) -> None:
         """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
         self._check_between_passes()
-        self.table.demote_entering(widths)
+        self.table.lower_new_page_widths(widths)
 
     def shift(self, column: int, delta: int) -> None:
         self._check_idle()
@@ -688,8 +688,8 @@ class NumpyCache:
 
     # -- what there is --
 
-    def entering(self) -> Bytes:
-        return self.table.entering()
+    def new_page_widths(self) -> Bytes:
+        return self.table.new_page_widths()
 
     def columns(self) -> tuple[NDArray[np.int64], Bytes]:
         return self.table.facts()
