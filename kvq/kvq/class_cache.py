@@ -134,7 +134,7 @@ class ClassCache:
         self.policy = policy_named(spec.policy)
         self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
         # How many first tokens each layer gave up because its window had passed them, int64 [L].
-        self._behind = np.zeros(len(self.windows), np.int64)
+        self._passed_tokens = np.zeros(len(self.windows), np.int64)
         self._weight_norms = weight_norms
         self._retrieval = retrieval
         self.storage = storage(arena)
@@ -223,7 +223,7 @@ class ClassCache:
         """
         short, columns = self._missing(tokens)
         if (short or columns) and not self.arena.probes:
-            short, columns = self._give_up_sparse(tokens)
+            short, columns = self._evict_sparsest_pages(tokens)
         if short or columns:
             closing = self.arena.closing_pages(self.storage.tail_rows, self.branch_rows + tokens)
             evidence = replace(
@@ -234,7 +234,7 @@ class ClassCache:
             if relief.new_page_widths is not None:
                 self.storage.lower_new_page_widths(relief.new_page_widths)
             if relief.close_gap:
-                self.storage.shift_sinks(self._gap)
+                self.storage.shift_sinks(self._gap_after_sinks)
             short, columns = self.storage.missing(tokens)
         if short or columns:
             raise BudgetError(
@@ -256,17 +256,17 @@ class ClassCache:
         windows = self.windows[:, None]
         passed = (windows > 0) & (ends < self._boundary - windows)
         gone = np.where(passed, facts[:, 2] + PAGE_TOKENS, 0).max(axis=1, initial=0)
-        self._behind = np.maximum(self._behind, gone)
+        self._passed_tokens = np.maximum(self._passed_tokens, gone)
         self.storage.demote(evictions((widths[..., 0] > 0) & passed[:, None, :]))
         return self.storage.missing(tokens)
 
-    def _forgot(self, token: int) -> bool:
+    def _lacks_window_of(self, token: int) -> bool:
         """Returns whether some layer no longer holds what a row at `token` sees in its window."""
         sees = token - self.windows + 1
-        return bool(((self.windows > 0) & (self._behind > np.maximum(sees, 0))).any())
+        return bool(((self.windows > 0) & (self._passed_tokens > np.maximum(sees, 0))).any())
 
     @property
-    def _gap(self) -> int:
+    def _gap_after_sinks(self) -> int:
         """Counts the tokens that are gone between the sinks and what follows them."""
         sinks = self.plan.sink_tokens
         behind = [*self.storage.columns()[0][:1, 2], *self.storage.places()[sinks : sinks + 1, 0]]
@@ -570,10 +570,10 @@ class ClassCache:
         window. Convolutions and delta nets go back exactly by a few tokens, and otherwise to the
         nearest earlier checkpoint, see `mark`.
         """
-        if tokens < self.tokens and self._forgot(tokens):
+        if tokens < self.tokens and self._lacks_window_of(tokens):
             tokens = 0
         self.storage.trim(tokens)
-        self._behind[:] = np.minimum(self._behind, self.tokens)
+        self._passed_tokens[:] = np.minimum(self._passed_tokens, self.tokens)
 
     def mark(self, tokens: int) -> None:
         """Asks for a checkpoint after the first `tokens` tokens, which may be still to come.
@@ -614,7 +614,7 @@ class ClassCache:
             CacheError: A sink would move, the context would overflow, the budget has no more views,
                 or some layer no longer holds what is seen from `start`.
         """
-        if self._forgot(start):
+        if self._lacks_window_of(start):
             raise CacheError(
                 f"layers with a window have given up tokens that are seen from token {start} on; a "
                 "session opened for edits keeps them"
@@ -623,7 +623,7 @@ class ClassCache:
             raise CacheError(reason)
         self.storage.edit(start, stop, count)
 
-    def _give_up_sparse(self, tokens: int) -> tuple[int, int]:
+    def _evict_sparsest_pages(self, tokens: int) -> tuple[int, int]:
         """Evicts pages that edits have left least of; returns what is missing then.
 
         A budget that holds the context gathers no evidence for a policy, and is short only of what
@@ -724,12 +724,12 @@ class ClassCache:
         visible = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
         streams, tail = self.arena.streams, self.storage.tail_rows
         stored = streams * tail + int(((widths[..., 0] > 0) @ visible).sum())
-        behind = np.maximum(0, self._behind - self.plan.sink_tokens).sum() * self.shape.num_kv_heads
+        passed = np.maximum(0, self._passed_tokens - self.plan.sink_tokens).sum()
         bits = FLOAT_WIDTH * streams * tail + np.einsum("lhcs,c->s", widths, visible)
         channels = self.shape.head_dim
         return Tally(
             stored=stored * channels,
-            seen=int(streams * self.tokens - behind) * channels,
+            seen=int(streams * self.tokens - passed * self.shape.num_kv_heads) * channels,
             k_bits=int(bits[0]) * channels,
             v_bits=int(bits[1]) * channels,
             offloaded_bytes=self.storage.tiers.offloaded_bytes,
@@ -757,9 +757,9 @@ class ClassCache:
     def load_state(self, state: bytes) -> None:
         """Restores a snapshot. Raises `SnapshotError` if it belongs to another arena."""
         self.storage.load_state(state)
-        self._behind = self._gone_out_of_sight()
+        self._passed_tokens = self._count_passed_tokens()
 
-    def _gone_out_of_sight(self) -> NDArray[np.int64]:
+    def _count_passed_tokens(self) -> NDArray[np.int64]:
         """Returns how many first tokens each layer with a window neither holds nor sees, int64 [L].
 
         The policy may have evicted some of them. A rollback then computes more again than it must.

@@ -124,7 +124,7 @@ class Geometry:
         return self.shape.streams
 
     @property
-    def wanted_columns(self) -> int:
+    def context_columns(self) -> int:
         """Counts the pages per stream that the whole context needs."""
         paged = self.context_tokens - self.plan.sink_tokens - self.plan.tail_tokens
         return _pages(paged) if self.plan.quantized and paged > 0 else 0
@@ -162,7 +162,7 @@ class Geometry:
         page = self._page_bytes(k_bits, v_bits)
         return (
             bisect_right(
-                range(self.wanted_columns + 1),
+                range(self.context_columns + 1),
                 num_bytes,
                 key=lambda columns: columns * row_bytes + self.held_pages(columns) * page,
             )
@@ -197,21 +197,21 @@ class Geometry:
         require_budget(num_bytes, self.minimum_bytes)
         room = num_bytes - self.regions_for(0, 0).num_bytes - SLACK_BYTES
         columns = 0
-        if self.wanted_columns:
+        if self.context_columns:
             free = room - room // granule_bytes(self.shape.head_dim) * 4
             # The table leaves room for the pages that a draft can close, at full width.
             first = self.pages_bytes(self._columns_closed_by(self.draft_tokens))
-            columns_wanted = self.columns_within(free, 2, 2, self._row_bytes)
+            most_columns = self.columns_within(free, 2, 2, self._row_bytes)
             if self.probes:
-                columns_wanted = max(columns_wanted, int(free * TABLE_SHARE) // self._row_bytes)
-            columns = min(columns_wanted, self.wanted_columns, (free - first) // self._row_bytes)
+                most_columns = max(most_columns, int(free * TABLE_SHARE) // self._row_bytes)
+            columns = min(most_columns, self.context_columns, (free - first) // self._row_bytes)
         return columns, self.regions_for(columns, room)
 
     def room_for_pages(self, num_bytes: int) -> int:
         """Returns the bytes that `num_bytes` leave for pages. Raises `BudgetError`."""
         return num_bytes - self.divide(num_bytes)[1].num_bytes
 
-    def takes_chunk(self, num_bytes: int) -> bool:
+    def fits_chunk(self, num_bytes: int) -> bool:
         """Decides whether the pages that a chunk closes fit; those of a shortest one always do."""
         if self.chunk_tokens <= PAGE_TOKENS:
             return True
@@ -220,7 +220,7 @@ class Geometry:
         columns = self._columns_closed_by(self.pass_tokens)
         return not columns or self.room_for_pages(num_bytes) >= self.pages_bytes(columns)
 
-    def crowds(self, num_bytes: int) -> bool:
+    def chunk_is_too_long(self, num_bytes: int) -> bool:
         """Decides whether a chunk's rows take so many of the bytes that a shorter one is better.
 
         Measured at an eighth of the fp16 bytes of 2048 tokens: with 128 tokens in place of 256
@@ -249,7 +249,7 @@ class Geometry:
 
     def _columns_closed_by(self, tokens: int) -> int:
         """Returns the most pages per stream that a pass of so many tokens closes."""
-        return min(_pages(tokens), self.wanted_columns)
+        return min(_pages(tokens), self.context_columns)
 
 
 def require_budget(num_bytes: int, minimum_bytes: int) -> None:

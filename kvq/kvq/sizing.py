@@ -103,7 +103,7 @@ class ClassArena(Geometry):
             return self.context_tokens
         within = self.columns_within(self.pool_bytes, k_bits, v_bits)
         columns = min(self.max_columns, within)
-        if columns >= self.wanted_columns:
+        if columns >= self.context_columns:
             return self.context_tokens
         return self.plan.sink_tokens + self.plan.tail_tokens + columns * PAGE_TOKENS
 
@@ -254,7 +254,9 @@ class ClassSpec:
         while places and num_bytes < geometry.minimum_bytes:
             places -= 1
             geometry = self.geometry(tight=not whole, probes=probes, places=places)
-        while not geometry.takes_chunk(num_bytes) or (not whole and geometry.crowds(num_bytes)):
+        while not geometry.fits_chunk(num_bytes) or (
+            not whole and geometry.chunk_is_too_long(num_bytes)
+        ):
             geometry = geometry.with_shorter_chunk()
         columns, regions = geometry.divide(num_bytes)
         return ClassArena(
@@ -346,7 +348,7 @@ class ClassSpec:
     @cached_property
     def whole_bytes(self) -> int:
         """Returns the smallest budget that holds the whole context without losing a bit."""
-        return self.whole_geometry.bytes_for_columns(self.whole_geometry.wanted_columns)
+        return self.whole_geometry.bytes_for_columns(self.whole_geometry.context_columns)
 
     @property
     def whole_geometry(self) -> Geometry:
@@ -376,13 +378,13 @@ class ClassSpec:
     def _tight_bytes(self, tokens: int, places: int) -> int:
         """Returns the smallest budget for `tokens` of a longer context and so many places."""
         geometry = self.geometry(tight=True, probes=self._asks_attention, places=places)
-        columns = replace(geometry, context_tokens=tokens).wanted_columns
+        columns = replace(geometry, context_tokens=tokens).context_columns
         pages = geometry.pages_bytes(columns)
         while True:
             num_bytes = geometry.bytes_for_columns(columns)
             while (short := pages - geometry.room_for_pages(num_bytes)) > 0:
                 num_bytes += short
-            if not geometry.crowds(num_bytes):
+            if not geometry.chunk_is_too_long(num_bytes):
                 return num_bytes
             geometry = geometry.with_shorter_chunk()
 

@@ -394,11 +394,11 @@ def page_errors(
     token t moves the output by S_t e (V_t - X), a value's by S_t e; without the page, X is
     renormalised exactly.
     """
-    away = values[None].astype(np.float64) - outputs[:, None]
+    deviation = values[None].astype(np.float64) - outputs[:, None]
     logit_noise = np.square(q.astype(np.float64) * key_steps).sum(axis=1) / 12
-    spread = (np.square(weights) * np.square(away).sum(axis=2)).sum(axis=1)
+    spread = (np.square(weights) * np.square(deviation).sum(axis=2)).sum(axis=1)
     steps = np.square(weights) @ np.broadcast_to(np.square(value_steps), values.shape).sum(axis=1)
-    moved = np.square(np.einsum("rt,rtd->rd", weights, away)).sum(axis=1)
+    moved = np.square(np.einsum("rt,rtd->rd", weights, deviation)).sum(axis=1)
     # Where a page has nearly all the weight, the noise of what is left would look like loss.
     left = np.maximum(1 - weights.sum(axis=1), 1 / 16)
     return np.stack([logit_noise * spread, steps / 12, moved / left**2], axis=1)
