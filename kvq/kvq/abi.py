@@ -32,7 +32,7 @@ class Regions(NamedTuple):
     """Holds the bytes of each region that lies before an arena's pages, in their order."""
 
     state: int
-    forms: int
+    page_encodings: int
     new_page_widths: int
     views: int
     entries: int

@@ -35,8 +35,8 @@ class CacheSpec:
     """Describes the cache that a sequence asks for.
 
     Attributes:
-        parts: One `ClassSpec` per class of layers. They differ in `shape`, `windows`, `forms` and
-            `kv_shared_layers` alone; the first may have `conv` or `delta`.
+        parts: One `ClassSpec` per class of layers. They differ in `shape`, `windows`,
+            `page_encodings` and `kv_shared_layers` alone; the first may have `conv` or `delta`.
         budget: The budget of all classes together. Each class gets the smallest number of bytes
             that opens it. Classes whose layers all have a sliding window then get what holds their
             whole context, since that does not grow with the context. What is left goes to the

@@ -51,9 +51,9 @@ def constant_bytes(head_dim: int, value_groups: int = PAGE_TOKENS) -> int:
     return grid_bytes(head_dim) + grid_bytes(value_groups)
 
 
-def value_groups(head_dim: int, forms: Iterable[int]) -> int:
+def value_groups(head_dim: int, page_encodings: Iterable[int]) -> int:
     """Counts the groups of values that a page has room for: its tokens, or more channels."""
-    channels = any(form & PageForm.CHANNEL_VALUES for form in forms)
+    channels = any(encoding & PageForm.CHANNEL_VALUES for encoding in page_encodings)
     return max(PAGE_TOKENS, head_dim) if channels else PAGE_TOKENS
 
 

@@ -98,14 +98,14 @@ class NativeCache:
         self._counted = ctypes.byref(self._stats)
         # The same while the cache is open; every use raises `CacheError` once it is closed.
         self._open_stats: NativeStats = self._stats
-        handle, forms = c_int64(), np.array(arena.spec.forms, np.uint8)
+        handle, encodings = c_int64(), np.array(arena.spec.page_encodings, np.uint8)
         with _second_tier(arena.file_bytes) as file:
             _check(
                 self._library.kvq_cache_open(
                     ctypes.byref(as_config(arena)),
                     arena.num_bytes,
                     arena.max_columns,
-                    pointer(forms) if len(forms) else None,
+                    pointer(encodings) if len(encodings) else None,
                     self._device_number(),
                     arena.resident_columns,
                     file,

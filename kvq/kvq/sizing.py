@@ -185,8 +185,8 @@ class ClassSpec:
             window has passed: all of it is kept.
         observed: Whether to keep probe queries as evidence. None: if the policy asks for attention
             and the budget cannot hold the whole context.
-        forms: How the pages of every layer's KV heads are encoded, layer by layer; empty: all
-            plain.
+        page_encodings: How the pages of every layer's KV heads are encoded, layer by layer; empty:
+            all plain.
         read: What is read of the pages, as `--kv-read` writes it.
         offload_bytes: Bytes of a second tier for the pages that the budget does not hold; 0: there
             is none, and pages lose bits.
@@ -211,7 +211,7 @@ class ClassSpec:
     windows: tuple[int, ...] = ()
     edits: bool = False
     observed: bool | None = None
-    forms: tuple[PageForm, ...] = ()
+    page_encodings: tuple[PageForm, ...] = ()
     read: str = DEFAULT_READ
     offload_bytes: int = 0
     offload_file: bool = False
@@ -221,8 +221,10 @@ class ClassSpec:
 
     def __post_init__(self) -> None:
         streams = self.shape.streams
-        if self.forms and len(self.forms) != streams:
-            raise UsageError(f"{len(self.forms)} forms of pages were given for {streams} heads")
+        if self.page_encodings and len(self.page_encodings) != streams:
+            raise UsageError(
+                f"{len(self.page_encodings)} encodings of pages were given for {streams} heads"
+            )
         if self.windows and len(self.windows) != self.shape.num_layers:
             raise UsageError(
                 f"{len(self.windows)} windows were given for {self.shape.num_layers} layers"
@@ -308,7 +310,7 @@ class ClassSpec:
             splits=1 if self.threads == 1 else -(-2 * self.threads // self.shape.num_kv_heads),
             probes=probes and self.plan.quantized,
             samples=probes and self.plan.quantized and self._asks_samples,
-            value_groups=value_groups(self.shape.head_dim, self.forms),
+            value_groups=value_groups(self.shape.head_dim, self.page_encodings),
             # A second tier has room for all, and gives up no page.
             windows=() if self.edits or self.offload_bytes else self.windows,
             conv=self.conv,

@@ -273,7 +273,7 @@ def test_a_reading_layer_finds_what_the_definition_does(shape: CacheShape, forms
         context_tokens=900,
         chunk_tokens=300,
         policy="oldest",
-        forms=(forms,) * streams,
+        page_encodings=(forms,) * streams,
     )
     ours, theirs = (
         ClassCache(spec.resolved()),

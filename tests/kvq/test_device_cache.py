@@ -62,8 +62,8 @@ class Both:
             SHAPE, plan, whole_tokens, context_tokens=CONTEXT, policy="budget"
         )
         cache_spec = spec(
-            SHAPE, plan, CONTEXT, budget=Budget(num_bytes=needed), policy="budget", forms=forms,
-            windows=(0, 150), read=read,
+            SHAPE, plan, CONTEXT, budget=Budget(num_bytes=needed), policy="budget",
+            page_encodings=forms, windows=(0, 150), read=read,
         )  # fmt: skip
         self.arena = cache_spec.resolved()
         self.inv_freq = frequencies(16) if rotated else UNROTATED

@@ -27,7 +27,8 @@ def opened(k_bits: int, v_bits: int, context_tokens: int = 1024, **options) -> P
     plan = KvPlan(k_bits=k_bits, v_bits=v_bits)
     budget = budget_for_tokens(SHAPE, plan, context_tokens) + (1 << 19)
     forms = tuple(map(PageForm, (0, 3, 1, 2)))
-    return Pair.open(SHAPE, plan, budget, context_tokens, observed=True, forms=forms, **options)
+    options = {"observed": True, "page_encodings": forms, **options}
+    return Pair.open(SHAPE, plan, budget, context_tokens, **options)
 
 
 def rows(seed: int, tokens: int) -> list[np.ndarray]:

@@ -95,7 +95,7 @@ class RecordedCache(NumpyCache):
         super().__init__(arena)
         self._cases, self.limits = cases, limits
         self._seen = Tolerance(rms=1, top=seen)
-        forms = np.array(arena.spec.forms, np.uint8)
+        forms = np.array(arena.spec.page_encodings, np.uint8)
         cases.add(
             "open",
             as_config(arena),
@@ -191,7 +191,7 @@ def opened(
     budget = Budget(num_bytes=budget_for_tokens(shape, plan, context) + (1 << 19))
     streams = shape.num_layers * shape.num_kv_heads
     forms = tuple(PageForm(3 * (s % 2)) for s in range(streams)) if limits is not EXACT else ()
-    cache_spec = spec(shape, plan, context, budget=budget, observed=True, forms=forms)
+    cache_spec = spec(shape, plan, context, budget=budget, observed=True, page_encodings=forms)
     seen = max(EVIDENCE.get(bits, 0) for bits in widths)
     return RecordedCache(cache_spec.resolved(), cases, limits, seen)
 

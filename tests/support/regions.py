@@ -34,7 +34,7 @@ def expected_regions(geometry: Geometry, columns: int, pool_bytes: int) -> Regio
     split_rows = geometry.splits * geometry.draft_tokens * shape.num_heads
     return Regions(
         state=STATE_BYTES,
-        forms=geometry.streams,
+        page_encodings=geometry.streams,
         new_page_widths=geometry.streams * 2,
         views=(2 * columns + SPARE_VIEWS) * VIEW_BYTES,
         entries=columns * geometry.streams * ENTRY_BYTES,

@@ -211,7 +211,7 @@ def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[di
             "shape": group.shape,
             "windows": group.windows,
             "kv_shared_layers": group.kv_shared_layers,
-            "forms": tuple(class_forms),
+            "page_encodings": tuple(class_forms),
         }
         for group, class_forms in zip(config.cache_classes, config.by_class(forms), strict=True)
     ]

@@ -160,7 +160,7 @@ class PageTable:
     def __init__(self, arena: ClassArena) -> None:
         self._arena = arena
         self.columns: list[Column] = []
-        self.forms = arena.spec.forms or (PageForm.PLAIN,) * arena.streams
+        self.forms = arena.spec.page_encodings or (PageForm.PLAIN,) * arena.streams
         self.feedback: list[Float | None] = [None] * arena.streams
         self._new_page_widths = np.empty((arena.streams, 2), np.uint8)
         self._new_page_widths[:] = arena.plan.k_bits, arena.plan.v_bits
