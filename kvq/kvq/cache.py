@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.class_cache import CacheUsage, ClassCache, KeyForm
+from kvq.class_cache import CacheUsage, ClassCache, KeyTransform
 from kvq.config import AttentionParams, Budget, KvPlan
 from kvq.errors import CacheError, SnapshotError, UsageError, argument
 from kvq.geometry import require_budget
@@ -476,7 +476,7 @@ class Cache:
         keys: NDArray[np.float32],
         values: NDArray[np.float32],
         positions: NDArray[np.int64],
-        layers: Sequence[KeyForm],
+        layers: Sequence[KeyTransform],
         *,
         at: int | None = None,
     ) -> None:

@@ -76,7 +76,7 @@ class Tally(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KeyForm:
+class KeyTransform:
     """Says how a layer turns its keys into the keys that a cache stores: norm, then rotation.
 
     Attributes:
@@ -467,7 +467,7 @@ class ClassCache:
         keys: NDArray[np.float32],
         values: NDArray[np.float32],
         positions: NDArray[np.int64],
-        layers: Sequence[KeyForm],
+        layers: Sequence[KeyTransform],
         *,
         at: int | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from caches import budget_for_tokens, minimum_budget, open_cache
 from kvq import native_library
-from kvq.class_cache import ClassCache, KeyForm
+from kvq.class_cache import ClassCache, KeyTransform
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.reference.stored import ancestry
@@ -468,14 +468,16 @@ def test_keys_and_values_made_elsewhere_are_stored_as_a_pass_stores_its_own(
             keys, values = (
                 np.stack([part[:, side : side + 2] for part in kept]) for side in (0, 2)
             )
-            forms = [KeyForm(params=params, inv_freq=INV_FREQ, k_norm=norm) for params in layers()]
+            transforms = [
+                KeyTransform(params=params, inv_freq=INV_FREQ, k_norm=norm) for params in layers()
+            ]
             with pytest.raises(CacheError, match="are not the"):
-                cache.append(keys[:, :-1], values, at, forms)
+                cache.append(keys[:, :-1], values, at, transforms)
             bad = np.where(np.arange(90)[:, None, None] == 40, np.nan, keys)
             with pytest.raises(CacheError, match="not finite"):
-                cache.append(bad.astype(np.float32), values, at, forms)
+                cache.append(bad.astype(np.float32), values, at, transforms)
             assert (cache.tokens, cache.branch_rows) == (70, 0)
-            cache.append(keys, values, at, forms)
+            cache.append(keys, values, at, transforms)
         else:
             cache.begin(90)
             for params, part in zip(layers(), rows, strict=True):
@@ -495,7 +497,7 @@ def test_a_chunk_made_elsewhere_that_cannot_be_stored_changes_nothing(use_native
     before = cache.state()
     keys, values = np.random.default_rng(3).standard_normal((2, 2, 150, 2, 32)).astype(np.float32)
     good, at = (
-        [KeyForm(params=params, inv_freq=INV_FREQ) for params in layers()],
+        [KeyTransform(params=params, inv_freq=INV_FREQ) for params in layers()],
         70 + np.arange(150),
     )
     for bad in (np.nan, np.inf, 1e5, -1e5):
@@ -503,7 +505,7 @@ def test_a_chunk_made_elsewhere_that_cannot_be_stored_changes_nothing(use_native
             cache.append(np.where(np.indices(keys.shape)[0] == 1, bad, keys), values, at, good)
     with pytest.raises(BudgetError, match="takes 1 to"):
         cache.append(keys[:, :0], values[:, :0], at[:0], good)
-    wide = KeyForm(params=layers()[1], inv_freq=frequencies(17))
+    wide = KeyTransform(params=layers()[1], inv_freq=frequencies(17))
     with pytest.raises(CacheError, match="frequencies do not fit"):
         cache.append(keys, values, at, [good[0], wide])
     assert cache.state() == before
