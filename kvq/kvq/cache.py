@@ -352,12 +352,21 @@ class Cache:
 
     @property
     def draft_room(self) -> int:
-        """Returns how many rows a pass may bring so that each sees what it would see alone."""
+        """Returns how many rows a pass may bring so that each sees what it would see alone.
+
+        It is 1 or more. A row that closes a page is a pass of its own: rows before it must not see
+        what gives way for the page, and those after it see the page and no longer what it was made
+        from.
+        """
         return min(part.draft_room for part in self.parts)
 
     @property
     def tree_room(self) -> int:
-        """Returns how many rows of `draft_room` may form a tree; see `ClassCache.tree_room`."""
+        """Returns how many rows of `draft_room` may be a tree: those read in one tile of 64 rows.
+
+        Within it a row's result does not depend on where it stands, so that a path through a tree
+        has, bit for bit, what it would have alone.
+        """
         return min(part.tree_room for part in self.parts)
 
     def begin(
@@ -369,9 +378,28 @@ class Cache:
         at: int | None = None,
         kv_only_layers: Sequence[int] = (),
     ) -> None:
-        """Adds a pass of `tokens` rows to the branch; see `ClassCache.begin`.
+        """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
 
-        Where one class refuses, no class has begun.
+        It makes room for what they may become: the policy lowers and evicts pages. Rows are
+        numbered from 0 in the order they were added. A row sees the committed tokens, its ancestors
+        and itself. Only a chain into an empty branch may bring more rows, up to `chunk_tokens`: a
+        chunk of a prompt. Where one class of layers refuses, no class has begun.
+
+        Args:
+            tokens: Rows of the pass.
+            parents: For each new row the number of the row that it follows; -1 is the last
+                committed token. None: a chain that goes on from the newest row.
+            view: "full", or "hi" to read 8-bit pages by their high nibbles (QuantSpec, arXiv
+                2502.10424).
+            at: Token that the first row is, in a gap that `edit` left and that holds all rows of
+                the branch. None: the pass goes on from the end, or as the open branch does.
+            kv_only_layers: Layers in which the rows are stored but attend to nothing: `attend`
+                returns zeros. The policy learns nothing from such a pass.
+
+        Raises:
+            BudgetError: The rows exceed the context, a pass, the branch or the budget.
+            CacheError: The rows, parents or layers are not possible here.
+            UsageError: The view is not known.
         """
         if kv_only_layers and len(self.parts) > 1:
             raise CacheError("layers of several classes cannot be left out of a pass")
@@ -397,14 +425,49 @@ class Cache:
         shared: bool = False,
         sink_logits: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """Computes the attention of one layer; see `ClassCache.attend`."""
+        """Computes a layer's attention over the cache and the new tokens, and stores these.
+
+        Args:
+            params: Constants of the layer.
+            qkv: float32 [T, (H + 2 Hk) * D]: query, key and value heads, not yet rotated; with
+                `shared` the query heads alone.
+            positions: int64 [T]: the position of each row.
+            inv_freq: float32 [rotary_dim / 2]: angle per position of each rotated pair.
+            q_norm: float32 [D]: weights of the RMS norm of queries; None for no norm.
+            k_norm: float32 [D]: the same of keys.
+            shared: Whether the layer reuses the keys and values of the layer that `params` names.
+                Call it after every other layer's `attend` of the pass. Default False.
+            sink_logits: float32 [H]: a learned logit of no token that shares in each head's softmax
+                (`kvq.reference.stored.attention_weights`). The policy's evidence leaves it out.
+
+        Returns:
+            The heads' outputs, float32 [T, H * D].
+
+        Raises:
+            CacheError: A shape is wrong, or a key or value is beyond float16.
+        """
         arrays = (params, qkv, positions, inv_freq, q_norm, k_norm)
         return self._of(params).attend(*arrays, shared=shared, sink_logits=sink_logits)
 
     def convolve(
         self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """Computes a short convolution, whose rows the first class keeps."""
+        """Computes a short convolution of the pass's new rows; see `kvq.reference.conv`.
+
+        Every convolution is called once per pass, in order, before, between or after those layers
+        that attend. The first class of layers keeps its rows.
+
+        Args:
+            layer: Number of the convolution, from 0.
+            bcx: float32 [T, 3 width]: B, C and x side by side.
+            weight: float32 [width, taps].
+
+        Returns:
+            float32 [T, width].
+
+        Raises:
+            CacheError: A shape is wrong, or B * x is not finite.
+        """
         return self.parts[0].convolve(layer, bcx, weight)
 
     def recur(
@@ -414,7 +477,22 @@ class Cache:
         gates: NDArray[np.float32],
         weights: "DeltaWeights",
     ) -> NDArray[np.float32]:
-        """Computes a gated delta net, whose states the first class keeps."""
+        """Computes a delta net of the pass's new rows; see `kvq.reference.delta`.
+
+        It is called as `convolve` is. The first class of layers keeps its states.
+
+        Args:
+            layer: Number of the delta net, from 0.
+            rows: float32 [T, conv_width + value_width]: queries, keys, values and gate.
+            gates: float32 [T, 2 * value_heads]: b, then a.
+            weights: Weights of the net.
+
+        Returns:
+            float32 [T, value_width].
+
+        Raises:
+            CacheError: A shape is wrong, or a number is not finite.
+        """
         return self.parts[0].recur(layer, rows, gates, weights)
 
     def _of(self, params: AttentionParams) -> ClassCache:
@@ -423,7 +501,15 @@ class Cache:
         return self.parts[params.cache]
 
     def commit(self, rows: int | Sequence[int]) -> None:
-        """Ends the branch and keeps a path of it; see `ClassCache.commit`."""
+        """Ends the branch: keeps a path of it, forgets every other row, closes full pages.
+
+        Args:
+            rows: Row numbers, root first, each the parent of the next; or how many of the first
+                rows, which must be a chain. 0 forgets all.
+
+        Raises:
+            CacheError: The rows are no such path.
+        """
         for part in self.parts:
             part.commit(rows)
 
@@ -433,9 +519,12 @@ class Cache:
             part.rewind(rows)
 
     def trim(self, tokens: int) -> None:
-        """Rolls back to the first `tokens` tokens, or as far as the class that goes back furthest.
+        """Rolls back to the first `tokens` tokens, or to fewer.
 
-        See `ClassCache.trim`.
+        It goes back to none where some layer no longer holds what the next token sees in its
+        window, and all classes go back as far as the one that goes furthest. Convolutions and
+        delta nets go back exactly by a few tokens, and otherwise to the nearest earlier
+        checkpoint, see `mark`.
         """
         while any(part.tokens > tokens for part in self.parts):
             for part in self.parts:
@@ -444,7 +533,11 @@ class Cache:
                 tokens = min(tokens, part.tokens)
 
     def mark(self, tokens: int) -> None:
-        """Asks the cache to keep a checkpoint after `tokens` tokens; see `ClassCache.mark`."""
+        """Asks for a checkpoint after the first `tokens` tokens, which may be still to come.
+
+        Convolutions and delta nets keep the two places longest that were marked, or gone back to,
+        last. Nothing happens where there are none of either, see `keeps_places`.
+        """
         self.parts[0].mark(tokens)
 
     def why_not_edit(self) -> str | None:
@@ -452,9 +545,22 @@ class Cache:
         return self.parts[0].why_not_edit()
 
     def edit(self, start: int, stop: int, count: int) -> None:
-        """Removes tokens `start` to `stop` and leaves a gap for `count`; see `ClassCache.edit`.
+        """Removes tokens `start` to `stop` and moves what follows, leaving a gap for `count`.
 
-        Where one class refuses, all keep only what stands before `start`.
+        This is positional integrity encoding (PIE, arXiv 2407.03157), which changes metadata only:
+        no page's bytes change and no key is rotated. A page that holds tokens of both sides gets
+        two *views*, each with a mask and a shift, and queries are turned back by the shift.
+        `begin(n, at=start)` fills the gap; until then nobody sees its tokens.
+
+        Args:
+            start: First token that goes.
+            stop: First token behind it that stays.
+            count: Tokens of the gap.
+
+        Raises:
+            CacheError: A sink would move, the context would overflow, the budget has no more views,
+                or some layer no longer holds what is seen from `start`. Of several classes all
+                then keep only what stands before `start`.
         """
         try:
             for part in self.parts:
@@ -465,7 +571,13 @@ class Cache:
             raise
 
     def crowded(self, tokens: int) -> list[tuple[int, int]]:
-        """Returns what to encode again so that `tokens` more rows fit; see `ClassCache.crowded`."""
+        """Returns what to encode again if edits have left too little room for `tokens` more rows.
+
+        Returns:
+            Runs (first token, token after the last) in the page that has the fewest tokens left:
+            once they are gaps, the page is free. The list is empty if there is room or no page has
+            lost a token. In a budget that gives pages up anyway, a page must be half gone.
+        """
         for part in self.parts:
             if runs := part.crowded(tokens):
                 return runs
@@ -480,7 +592,22 @@ class Cache:
         *,
         at: int | None = None,
     ) -> None:
-        """Adds tokens whose keys and values were made elsewhere; see `ClassCache.append`."""
+        """Adds T tokens whose keys and values were made elsewhere, in every layer, and commits.
+
+        The policy learns nothing from them. After an error the cache is unchanged.
+
+        Args:
+            keys: float32 [L, T, Hk, D], before each layer's key norm and rotation; T is up to
+                `chunk_tokens`.
+            values: float32 [L, T, Hk, D].
+            positions: int64 [T]: the position of each token.
+            layers: How each layer turns keys into what is stored.
+            at: As `begin` takes it.
+
+        Raises:
+            BudgetError: There is no room.
+            CacheError: A shape is wrong or a number is not finite.
+        """
         first, *rest = self.parts
         if rest:
             raise CacheError("keys and values of several classes of layers cannot be appended")

@@ -149,12 +149,7 @@ class ClassCache:
 
     @property
     def draft_room(self) -> int:
-        """Returns how many rows a pass may bring so that each sees what it would see alone.
-
-        It is 1 or more. A row that closes a page is a pass of its own: rows before it must not see
-        what gives way for the page, and those after it see the page and no longer what it was made
-        from.
-        """
+        """Returns the rows of a pass that `kvq.cache.Cache.draft_room` describes."""
         if not self.plan.quantized:
             return self.arena.draft_tokens
         floats = self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS
@@ -162,11 +157,7 @@ class ClassCache:
 
     @property
     def tree_room(self) -> int:
-        """Returns how many rows of `draft_room` may be a tree: those read in one tile of 64 rows.
-
-        Within it a row's result does not depend on where it stands, so that a path through a tree
-        has, bit for bit, what it would have alone.
-        """
+        """Returns the rows of a tree that `kvq.cache.Cache.tree_room` describes."""
         return min(self.draft_room, PAGE_TOKENS - self.storage.tail_rows % PAGE_TOKENS)
 
     def begin(
@@ -178,29 +169,7 @@ class ClassCache:
         at: int | None = None,
         kv_only_layers: Sequence[int] = (),
     ) -> None:
-        """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
-
-        It makes room for what they may become: the policy lowers and evicts pages. Rows are
-        numbered from 0 in the order they were added. A row sees the committed tokens, its ancestors
-        and itself. Only a chain into an empty branch may bring more rows, up to `chunk_tokens`: a
-        chunk of a prompt.
-
-        Args:
-            tokens: Rows of the pass.
-            parents: For each new row the number of the row that it follows; -1 is the last
-                committed token. None: a chain that goes on from the newest row.
-            view: "full", or "hi" to read 8-bit pages by their high nibbles (QuantSpec, arXiv
-                2502.10424).
-            at: Token that the first row is, in a gap that `edit` left and that holds all rows of
-                the branch. None: the pass goes on from the end, or as the open branch does.
-            kv_only_layers: Layers in which the rows are stored but attend to nothing: `attend`
-                returns zeros. The policy learns nothing from such a pass.
-
-        Raises:
-            BudgetError: The rows exceed the context, a pass, the branch or the budget.
-            CacheError: The rows, parents or layers are not possible here.
-            UsageError: The view is not known.
-        """
+        """Adds a pass to the branch, as `kvq.cache.Cache.begin` says."""
         self._check_rows(tokens, parents, view, at)
         if kv_only_layers:
             self._check_kv_only(kv_only_layers)
@@ -346,26 +315,7 @@ class ClassCache:
         shared: bool = False,
         sink_logits: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """Computes a layer's attention over the cache and the new tokens, and stores these.
-
-        Args:
-            params: Constants of the layer.
-            qkv: float32 [T, (H + 2 Hk) * D]: query, key and value heads, not yet rotated; with
-                `shared` the query heads alone.
-            positions: int64 [T]: the position of each row.
-            inv_freq: float32 [rotary_dim / 2]: angle per position of each rotated pair.
-            q_norm: float32 [D]: weights of the RMS norm of queries; None for no norm.
-            k_norm: float32 [D]: the same of keys.
-            shared: Whether the layer reuses the keys and values of another; see `attend_shared`.
-            sink_logits: float32 [H]: a learned logit of no token that shares in each head's softmax
-                (`kvq.reference.stored.attention_weights`). The policy's evidence leaves it out.
-
-        Returns:
-            The heads' outputs, float32 [T, H * D].
-
-        Raises:
-            CacheError: A shape is wrong, or a key or value is beyond float16.
-        """
+        """Computes a layer's attention, as `kvq.cache.Cache.attend` says."""
         if shared:
             return self.attend_shared(params, qkv, np.arange(len(qkv)), inv_freq, q_norm)
         self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
@@ -376,22 +326,7 @@ class ClassCache:
     def convolve(
         self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """Computes a short convolution of the pass's new rows; see `kvq.reference.conv`.
-
-        Every convolution is called once per pass, in order, before, between or after those layers
-        that attend.
-
-        Args:
-            layer: Number of the convolution, from 0.
-            bcx: float32 [T, 3 width]: B, C and x side by side.
-            weight: float32 [width, taps].
-
-        Returns:
-            float32 [T, width].
-
-        Raises:
-            CacheError: A shape is wrong, or B * x is not finite.
-        """
+        """Computes a short convolution, as `kvq.cache.Cache.convolve` says."""
         conv = self.arena.conv
         if conv is None or not 0 <= layer < conv.num_layers:
             raise CacheError(f"convolution {layer} is none of {conv}")
@@ -406,22 +341,7 @@ class ClassCache:
         gates: NDArray[np.float32],
         weights: "DeltaWeights",
     ) -> NDArray[np.float32]:
-        """Computes a delta net of the pass's new rows; see `kvq.reference.delta`.
-
-        It is called as `convolve` is.
-
-        Args:
-            layer: Number of the delta net, from 0.
-            rows: float32 [T, conv_width + value_width]: queries, keys, values and gate.
-            gates: float32 [T, 2 * value_heads]: b, then a.
-            weights: Weights of the net.
-
-        Returns:
-            float32 [T, value_width].
-
-        Raises:
-            CacheError: A shape is wrong, or a number is not finite.
-        """
+        """Computes a delta net, as `kvq.cache.Cache.recur` says."""
         delta = self.arena.delta
         if delta is None or not 0 <= layer < delta.num_layers:
             raise CacheError(f"delta net {layer} is none of {delta}")
@@ -439,23 +359,11 @@ class ClassCache:
         inv_freq: NDArray[np.float32],
         q_norm: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """Computes attention of a layer that reuses the keys and values of `params.layer`.
+        """Computes attention of a layer that reuses the keys and values of layer `params.layer`.
 
-        It comes after every layer's `attend` of the pass; of a chunk only the last layer's rows can
-        be reused. The policy learns nothing from it.
-
-        Args:
-            params: Constants of the layer; `layer` is the one whose keys and values are read.
-            queries: float32 [R, H * D], not yet rotated.
-            rows: int64 [R]: the rows of the pass that ask.
-            inv_freq: float32 [rotary_dim / 2]: angle per position of each rotated pair.
-            q_norm: float32 [D]: weights of the RMS norm of queries; None for no norm.
-
-        Returns:
-            The heads' outputs, float32 [R, H * D].
-
-        Raises:
-            CacheError: A shape or the order of calls is wrong.
+        It comes after every layer's `attend` of the pass; of a chunk only the last layer's can be
+        reused. queries float32 [R, H * D], not yet rotated, are of the pass's `rows` int64 [R];
+        returns as many. The policy learns nothing from them. Raises `CacheError`.
         """
         self._check_params(params, inv_freq, (q_norm,))
         if queries.shape != (len(rows), params.num_heads * params.head_dim):
@@ -471,22 +379,7 @@ class ClassCache:
         *,
         at: int | None = None,
     ) -> None:
-        """Adds T tokens whose keys and values were made elsewhere, in every layer, and commits.
-
-        The policy learns nothing from them. After an error the cache is unchanged.
-
-        Args:
-            keys: float32 [L, T, Hk, D], before each layer's key norm and rotation; T is up to
-                `chunk_tokens`.
-            values: float32 [L, T, Hk, D].
-            positions: int64 [T]: the position of each token.
-            layers: How each layer turns keys into what is stored.
-            at: As `begin` takes it.
-
-        Raises:
-            BudgetError: There is no room.
-            CacheError: A shape is wrong or a number is not finite.
-        """
+        """Adds tokens in every layer and commits them, as `kvq.cache.Cache.append` says."""
         from kvq.reference.stored import stored_rows
 
         shape, tokens = self.shape, len(positions)
@@ -547,15 +440,7 @@ class ClassCache:
             raise CacheError(f"a norm's weights are not of shape ({params.head_dim},)")
 
     def commit(self, rows: int | Sequence[int]) -> None:
-        """Ends the branch: keeps a path of it, forgets every other row, closes full pages.
-
-        Args:
-            rows: Row numbers, root first, each the parent of the next; or how many of the first
-                rows, which must be a chain. 0 forgets all.
-
-        Raises:
-            CacheError: The rows are no such path.
-        """
+        """Ends the branch and keeps a path of it, as `kvq.cache.Cache.commit` says."""
         self.storage.commit(rows)
         assert self.storage.used_bytes <= self.budget_bytes
 
@@ -564,23 +449,14 @@ class ClassCache:
         self.storage.rewind(rows)
 
     def trim(self, tokens: int) -> None:
-        """Rolls back to the first `tokens` tokens, or to fewer.
-
-        It goes back to none where some layer no longer holds what the next token sees in its
-        window. Convolutions and delta nets go back exactly by a few tokens, and otherwise to the
-        nearest earlier checkpoint, see `mark`.
-        """
+        """Rolls back, as `kvq.cache.Cache.trim` says."""
         if tokens < self.tokens and self._lacks_window_of(tokens):
             tokens = 0
         self.storage.trim(tokens)
         self._passed_tokens[:] = np.minimum(self._passed_tokens, self.tokens)
 
     def mark(self, tokens: int) -> None:
-        """Asks for a checkpoint after the first `tokens` tokens, which may be still to come.
-
-        Convolutions and delta nets keep the two places longest that were marked, or gone back to,
-        last. Nothing happens where there are none of either, see `keeps_places`.
-        """
+        """Asks for a checkpoint, as `kvq.cache.Cache.mark` says."""
         if self.keeps_places:
             self.storage.mark(tokens)
 
@@ -598,22 +474,7 @@ class ClassCache:
         return None if self.arena.conv is None else "convolutions"
 
     def edit(self, start: int, stop: int, count: int) -> None:
-        """Removes tokens `start` to `stop` and moves what follows, leaving a gap for `count`.
-
-        This is positional integrity encoding (PIE, arXiv 2407.03157), which changes metadata only:
-        no page's bytes change and no key is rotated. A page that holds tokens of both sides gets
-        two *views*, each with a mask and a shift, and queries are turned back by the shift.
-        `begin(n, at=start)` fills the gap; until then nobody sees its tokens.
-
-        Args:
-            start: First token that goes.
-            stop: First token behind it that stays.
-            count: Tokens of the gap.
-
-        Raises:
-            CacheError: A sink would move, the context would overflow, the budget has no more views,
-                or some layer no longer holds what is seen from `start`.
-        """
+        """Leaves a gap in place of tokens, as `kvq.cache.Cache.edit` says."""
         if self._lacks_window_of(start):
             raise CacheError(
                 f"layers with a window have given up tokens that are seen from token {start} on; a "
@@ -646,13 +507,7 @@ class ClassCache:
         return np.where(left == 0, PAGE_TOKENS, left)
 
     def crowded(self, tokens: int) -> list[tuple[int, int]]:
-        """Returns what to encode again if edits have left too little room for `tokens` more rows.
-
-        Returns:
-            Runs (first token, token after the last) in the page that has the fewest tokens left:
-            once they are gaps, the page is free. The list is empty if there is room or no page has
-            lost a token. In a budget that gives pages up anyway, a page must be half gone.
-        """
+        """Returns what to encode again, as `kvq.cache.Cache.crowded` says."""
         if not any(self._missing(max(0, min(tokens, self.context_tokens)))):
             return []
         left = self._tokens_left()
