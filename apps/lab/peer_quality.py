@@ -1,4 +1,4 @@
-"""How far each engine's quantised KV cache moves its own predictions, and what the cache costs.
+"""Measures how far each engine's quantised KV cache moves its predictions, and what it costs.
 
     python apps/lab/peer_quality.py CHECKPOINT TEXT --context 2048 --out FOLDER
 

@@ -1,4 +1,4 @@
-"""How much memory the experts of a model may take: a bound on what of a mapped file stays in it.
+"""Bounds the memory of a model's experts: how much of a mapped file stays in it.
 
 Knows no model and no file; `kvq/csrc/linear/residency.h` does the work, inside passes.
 """

@@ -1,4 +1,4 @@
-"""What a changed beginning of an agent's prompt costs: read again, moved, or in another server.
+"""Measures what a changed beginning of an agent's prompt costs: read again, moved, elsewhere.
 
 The same requests go to `kvq serve` twice: once to read a prompt from its change on (`exact`), once
 to keep what follows the change (`moved`). A llama-server may get them too. Each answer is greedy

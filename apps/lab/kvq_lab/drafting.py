@@ -1,4 +1,4 @@
-"""What drafts gain: every drafter on every workload, in turn with plain decoding of the same cache.
+"""Measures what drafts gain: every drafter on every workload, in turn with plain decoding.
 
 A model of random weights (`--shape`) writes nothing worth guessing. There each workload's answer is
 replayed: the model computes every pass as always, and then its choice is replaced by the token that

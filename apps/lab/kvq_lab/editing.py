@@ -1,4 +1,4 @@
-"""What typing costs: recorded sessions replayed against every way to keep a prompt up to date.
+"""Measures what typing costs: recorded sessions replayed for every way to keep a prompt current.
 
 Two parts. *Counts*: the tokens that each way encodes in every session; they need a tokenizer only.
 *Passes* on a model: tokens encoded, time until the next token is known, and how far the prediction

@@ -1,4 +1,4 @@
-"""What `kvq::Experts` means: which experts a token chooses, and the arithmetic over their weights.
+"""Defines `kvq::Experts`: which experts a token chooses, and the arithmetic over their weights.
 
 A mixture of experts (2401.04088) has `count` gated MLPs; a router gives each a share for every
 token, and the token is fed to those with the largest. Matrices of all experts lie one behind the

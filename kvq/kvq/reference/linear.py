@@ -1,7 +1,7 @@
-"""What `kvq::Linear` and `kvq::Embed` mean: the bytes of weights, and the arithmetic over them.
+"""Defines `kvq::Linear` and `kvq::Embed`: the bytes of weights, and the arithmetic over them.
 
-Owns the layout of a stored matrix and the definition native kernels are proved against. Knows no
-model and no file; how codes and scales are chosen is the exporter's business.
+Tests compare native kernels with this module. It knows no model and no file; an export chooses
+codes and scales.
 
 **Weights.** A row of K weights is cut into blocks of 32, 64 or 128 (the last one padded); a block
 keeps unsigned codes of 4, 5, 6 or 8 bits, one scale (float16) and, by its grid, an offset:

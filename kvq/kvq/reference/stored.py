@@ -1,7 +1,7 @@
-"""What every stored form and every kernel means, in numpy.
+"""Defines pages and attention over them in numpy.
 
-Native code is proved against this module. It favours being read over being quick and holds no
-state: `numpy_cache.cache` builds the cache out of it.
+Tests compare native code with this module. It favours being read over being quick and holds no
+state: `numpy_cache.cache` of the tests builds a cache out of it.
 """
 
 from collections.abc import Callable, Sequence
