@@ -161,7 +161,7 @@ class NativeBuiltIn(Structure):
     )
 
 
-_OF_PARAMS = attrgetter(*(name for name, _ in NativeAttention._fields_[:-1]))
+_OF_PARAMS = attrgetter(*(field[0] for field in NativeAttention._fields_[:-1]))
 _FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
 _BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(NativeStats)
 _CONFIG = POINTER(NativeConfig)

@@ -30,7 +30,7 @@ def clamped_swiglu(gate: Float, up: Float) -> Float:
     nothing = np.float32(0) * gate * up
     gate = (np.minimum(gate, LIMIT) + nothing).astype(np.float32)
     up = np.clip(up, -LIMIT, LIMIT).astype(np.float32)
-    return gate * sigmoid(STEEPNESS * gate) * (up + np.float32(1))
+    return (gate * sigmoid(STEEPNESS * gate) * (up + np.float32(1))).astype(np.float32)
 
 
 def routed(
