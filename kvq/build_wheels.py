@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "kvq/csrc"
-# The weights of the embedded models: one wheel for all platforms, and in none of theirs.
+# The weights of the embedded models have a wheel for all platforms; those of platforms lack them.
 MODELS, WEIGHTS = "kvq-models", "kvq_embedded"
 LARGEST_BYTES = 6_000_000
 OLDEST_GLIBC, OLDEST_MACOS = (2, 28), (12, 0)
@@ -33,7 +33,7 @@ WINDOWS = ("KERNEL32.dll", "ntdll.dll", "api-ms-win-crt-*-l1-1-0.dll")
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """Zig's name of it, CMake's, and all libraries of the system that ours may need there."""
+    """Holds Zig's and CMake's names, and all libraries of the system that ours may need there."""
 
     target: str
     system: str
@@ -42,15 +42,15 @@ class Platform:
 
     @property
     def library(self) -> str:
-        """The library's name in a wheel."""
+        """Returns the library's name in a wheel."""
         suffix = {"Darwin": "dylib", "Windows": "dll"}.get(self.system, "so")
         return f"kvq/libkvq_native.{suffix}"
 
     @property
     def definitions(self) -> dict[str, str]:
-        """What CMake is told."""
+        """Returns the definitions that CMake gets."""
         elf = f"-Wl,--version-script={SOURCES / 'exports.map'}" if self.system == "Linux" else ""
-        # Stripped also in what CMake tries first: else Zig builds its C++ library twice.
+        # CMake's own trial programs are stripped too: else Zig builds its C++ library twice.
         compiler = (sys.executable, "-m", "ziglang", "c++", "-s", "-target", self.target)
         return {
             "CMAKE_SYSTEM_NAME": self.system,
@@ -84,11 +84,11 @@ def build(name: str, out: Path, folder: Path, jobs: int) -> Path:
         return _built(name, ROOT / "models", {}, out, "kvq_models-*-py3-none-any.whl")
     settings = {
         "wheel.tags": f"py3-none-{name}",
-        "wheel.cmake": "true",  # a wheel without the library is none
+        "wheel.cmake": "true",  # else a failed compilation makes a wheel without the library
         "wheel.exclude": WEIGHTS,
         "build-dir": str(folder / name),
         "build.tool-args": f"-j{jobs}",
-        "install.strip": "false",  # by tools of this machine
+        "install.strip": "false",  # this machine's tools cannot strip other platforms' files
     } | {f"cmake.define.{key}": value for key, value in PLATFORMS[name].definitions.items()}
     return _built(name, ROOT, settings, out, f"kvq_runtime-*-py3-none-{name}.whl")
 
@@ -105,7 +105,7 @@ def _built(name: str, source: Path, settings: dict[str, str], out: Path, wheels:
 
 
 def complaints(wheel: Path, name: str) -> Iterator[str]:
-    """What is wrong with a wheel of platform `name`, or of `MODELS`, one sentence each."""
+    """Yields what is wrong with a wheel of platform `name`, or of `MODELS`, one sentence each."""
     if name == MODELS:
         yield from _models_complaints(wheel)
         return
@@ -155,7 +155,7 @@ def _library_complaints(content: bytes, platform: Platform) -> Iterator[str]:
     declared = {*re.findall(r"^KVQ_EXPORT [^;]*?(\w+)\(", text, re.MULTILINE), "RegisterCustomOps"}
     shown = {function.name for function in binary.exported_functions if function.name}
     if platform.system == "Darwin":
-        # There Zig's linker shows more whatever it is told: its marks and C++'s new and delete.
+        # There Zig's linker always exports its marks and C++'s new and delete as well.
         more = re.compile(r"_(__dso_handle|_mh_dylib_header|_Z(n[aw]|d[al]).*)")
         shown = {name.removeprefix("_") for name in shown if not more.fullmatch(name)}
     if shown != declared:
@@ -181,7 +181,7 @@ def _system_complaints(binary: Any, platform: Platform) -> Iterator[str]:
 
 
 def main() -> int:
-    """Builds and checks the platforms that the command line names; 1 if a wheel is not in order."""
+    """Builds and checks the platforms on the command line; returns 1 if a wheel is not in order."""
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     choices = (*PLATFORMS, MODELS)

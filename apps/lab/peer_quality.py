@@ -1,4 +1,4 @@
-"""How far each engine's quantised KV cache moves its own predictions, and what the cache costs.
+"""Measures how far each engine's quantised KV cache moves its predictions, and what it costs.
 
     python apps/lab/peer_quality.py CHECKPOINT TEXT --context 2048 --out FOLDER
 
@@ -67,7 +67,7 @@ COUNTED = {
 def engine_sessions(
     engine: Engine, names: Mapping[str, tuple[int, int]], policy: str | None, context_tokens: int
 ) -> Openers:
-    """Openers of the engine's sessions: the unquantised one first, then those of `names`."""
+    """Returns openers of the engine's sessions, the unquantised one first, then `names`."""
 
     def opener(setting: CacheSetting) -> Callable[[], Any]:
         return setting.opener(engine.session, context_tokens)
@@ -80,7 +80,7 @@ def engine_sessions(
 
 
 def budget_sessions(engine: Engine, held_bytes: Iterable[float], context_tokens: int) -> Openers:
-    """Openers of sessions within so many bytes per token, whatever else they would need."""
+    """Returns openers of sessions within so many bytes per token."""
     setting = CacheSetting(k_bits=8, v_bits=8, policy="budget")
     return {
         budget_name(size): setting.opener(
@@ -91,12 +91,12 @@ def budget_sessions(engine: Engine, held_bytes: Iterable[float], context_tokens:
 
 
 def budget_name(held_bytes: float) -> str:
-    """What the kvq cache within a peer's bytes per token is called."""
+    """Names the kvq cache within a peer's bytes per token."""
     return f"budget, {held_bytes:.0f} bytes"
 
 
 def allocated_bytes(openers: Openers) -> dict[str, int]:
-    """What each cache reserves when it is opened, but for those that are refused."""
+    """Returns what each cache reserves when it is opened, but for those that are refused."""
     sizes: dict[str, int] = {}
     for name, open_session in openers.items():
         with suppress(BudgetError), open_session() as session:
@@ -120,7 +120,7 @@ def compare(
     config: ModelConfig,
     allocated: Mapping[str, int] = NOTHING_AHEAD,
 ) -> list[Row]:
-    """A row per cache; the first opener is the reference, and a row of its own.
+    """Measures a row per cache; the first opener is the reference, and a row of its own.
 
     `allocated` has the bytes of caches that are allocated before the first token.
     """
@@ -148,12 +148,12 @@ def compare(
 
 
 def _numbers(config: ModelConfig) -> int:
-    """Of a token's keys and values."""
+    """Counts the numbers of a token's keys and values."""
     return 2 * config.num_layers * config.first_attention.kv_width
 
 
 def _columns(measured: Measurement, bytes_per_token: float, numbers: int) -> Row:
-    """`bytes_per_token` of a whole window; `*_next` are of one token more."""
+    """Returns a row: `bytes_per_token` are of a whole window, `*_next` of one token more."""
     return {
         "bytes_per_token": bytes_per_token,
         "bits": 8 * bytes_per_token / numbers,
@@ -173,7 +173,7 @@ HEADER = (
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """What was measured on, the table, and what the bytes are."""
+    """Prints what was measured on, the table, and what the bytes are."""
     subject = report["subject"]
     output.print_table(
         (name, subject[name]) for name in ("checkpoint", "text", "context", "windows", "versions")
@@ -201,7 +201,7 @@ def _cells(row: Row, kvq: Mapping[str, Row]) -> tuple[str, ...]:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The whole comparison; `folder` keeps the exported weights and every engine's rows."""
+    """Measures everything; `folder` keeps the exported weights and every engine's rows."""
     context_tokens, threads = arguments.context, arguments.threads
     bundle = exported(arguments.checkpoint, folder / "bundle", threads)
     config = bundle.config
@@ -252,7 +252,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def exported(checkpoint: str, path: Path, threads: int) -> Bundle:
-    """The weights of two engines: 8 bits for kvq, f16 for llama.cpp; made once."""
+    """Exports the weights of two engines once: 8 bits for kvq, f16 for llama.cpp."""
     if path.exists():
         return Bundle.open(path, verify="size")
     output.print_note("exporting the weights: 8 bits for kvq, f16 for llama.cpp")
@@ -268,7 +268,7 @@ def exported(checkpoint: str, path: Path, threads: int) -> Bundle:
 
 
 def resumed(path: Path, subject: Mapping[str, Any]) -> dict[str, Any]:
-    """What an earlier run measured. Raises `UsageError` where that was something else."""
+    """Reads what an earlier run measured. Raises `UsageError` if that was something else."""
     if not path.exists():
         return {"subject": dict(subject), "rows": []}
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -290,7 +290,7 @@ def _versions() -> str:
 
 
 def main() -> int:
-    """Runs the comparison, prints it and keeps it; the exit code."""
+    """Runs the comparison, prints it and keeps it; returns the exit code."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("checkpoint", help="Hugging Face folder")
     parser.add_argument("text", help="UTF-8 file the checkpoint was not trained on")

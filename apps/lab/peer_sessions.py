@@ -27,14 +27,14 @@ HALF_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheBytes:
-    """Bytes of a peer's cache, under the names a session's statistics have."""
+    """Holds the bytes of a peer's cache, under the names a session's statistics have."""
 
     kv_bytes_peak: int
     bytes_per_token: float
 
 
 class TransformersSession:
-    """A transformers model and one of its caches: what `divergence` needs of a session."""
+    """Runs a transformers model with one of its caches, as `divergence` needs a session."""
 
     def __init__(self, model: Any, cache: Any) -> None:
         self._model = model
@@ -46,7 +46,7 @@ class TransformersSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is held beyond the object's own arrays."""
+        """Does nothing: only the object's arrays hold memory."""
 
     def prefill(self, ids: Sequence[int]) -> None:
         """Runs the prompt."""
@@ -58,7 +58,7 @@ class TransformersSession:
             yield self._forward(ids[start : start + SCORE_CHUNK_TOKENS])
 
     def _forward(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits float32 [n, V] of `ids`, in two passes where the first can end on a group."""
+        """Computes logits float32 [n, V], in two passes where the first can end on a group."""
         rest = min(len(ids), (self._tokens + len(ids)) % GROUP_TOKENS)
         parts = [part for part in (ids[: len(ids) - rest], ids[len(ids) - rest :]) if part]
         return np.concatenate([self._pass(part) for part in parts])
@@ -75,7 +75,7 @@ class TransformersSession:
         return out.logits[0].numpy()
 
     def stats(self) -> CacheBytes:
-        """One more token costs what the quantised ones do on average, or all do."""
+        """Counts bytes; one more token costs what the quantised ones do on average, or all do."""
         residual, quantized = self._layer_bytes()
         layer = self._cache.layers[0]
         in_floats = layer.keys.shape[-2] if layer.keys.numel() else 0
@@ -83,7 +83,7 @@ class TransformersSession:
         return CacheBytes(kv_bytes_peak=self._peak_bytes, bytes_per_token=size / tokens)
 
     def _layer_bytes(self) -> tuple[int, int]:
-        """Bytes of floating-point tokens and of quantised ones, all layers."""
+        """Counts the bytes of floating-point tokens and of quantised ones, all layers."""
         residual = quantized = 0
         for layer in self._cache.layers:
             residual += (layer.keys.numel() + layer.values.numel()) * HALF_BYTES
@@ -94,7 +94,7 @@ class TransformersSession:
 
 
 def _quantized_bytes(tensor: Any) -> int:
-    """Bytes of packed codes and of their constants: HQQ's pair, or Quanto's tensor."""
+    """Counts the bytes of packed codes and constants: HQQ's pair, or Quanto's tensor."""
     if isinstance(tensor, tuple):
         codes, meta = tensor
         constants = meta["scale"], meta["zero"]
@@ -115,7 +115,7 @@ PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 
 
 def transformers_sessions(checkpoint: str, threads: int) -> Openers:
-    """Openers of the unquantised cache and of every back-end that is installed."""
+    """Returns openers of the unquantised cache and of every back-end that is installed."""
     import torch
     import transformers
 
@@ -148,7 +148,7 @@ def transformers_sessions(checkpoint: str, threads: int) -> Openers:
 
 
 def is_installed(package: str) -> bool:
-    """Whether there is such a module, also of a package that may be missing itself."""
+    """Returns whether there is such a module, also of a package that may be missing itself."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:

@@ -20,7 +20,7 @@ SMALL = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Recorder:
-    """A text in an editor; each action becomes events (kind, cursor after it, edits)."""
+    """Records a text in an editor: actions become events (kind, cursor after it, edits)."""
 
     def __init__(self, text: str, seed: int) -> None:
         self.text = text
@@ -30,13 +30,13 @@ class Recorder:
         self._before: list[tuple[str, int]] = []
 
     def after(self, anchor: str) -> "Recorder":
-        """The cursor goes behind the first `anchor`; the next event begins there."""
+        """Moves the cursor behind the first `anchor`; the next event begins there."""
         self.cursor = self.text.index(anchor) + len(anchor)
         self._note("jump", [])
         return self
 
     def type(self, text: str) -> "Recorder":
-        """Key by key; an editor indents after a line end, and what is wrong is taken back."""
+        """Types key by key; an editor indents after a line end. Wrong letters are taken back."""
         for number, key in enumerate(KEY.findall(text), 1):
             if key in SMALL and number % WRONG_EVERY == 0:
                 self._put("key", self.cursor, 0, self._chance.choice(SMALL))
@@ -45,18 +45,18 @@ class Recorder:
         return self
 
     def paste(self, text: str) -> "Recorder":
-        """All of `text` at once."""
+        """Inserts all of `text` at once."""
         self._put("paste", self.cursor, 0, text)
         return self
 
     def delete(self, first: str, stop: str) -> "Recorder":
-        """What stands from the first `first` up to the next `stop`; the cursor stays there."""
+        """Deletes from the first `first` up to the next `stop`; the cursor stays there."""
         start = self.text.index(first)
         self._put("delete", start, self.text.index(stop, start) - start, "")
         return self
 
     def rename(self, old: str, new: str) -> "Recorder":
-        """A name, wherever it stands, as a language server does it."""
+        """Renames wherever the name stands, as a language server does it."""
         places = [match.start() for match in re.finditer(rf"\b{old}\b", self.text)]
         edits = [[place, len(old), new] for place in reversed(places)]
         self._before.append((self.text, self.cursor))
@@ -65,7 +65,7 @@ class Recorder:
         return self
 
     def undo(self) -> "Recorder":
-        """The text before the last edit."""
+        """Brings back the text before the last edit."""
         text, cursor = self._before.pop()
         start = next(
             (i for i, (a, b) in enumerate(zip(self.text, text, strict=False)) if a != b),
@@ -96,7 +96,7 @@ class Recorder:
 
 
 def record(folder: Path = TEXTS) -> None:
-    """All sessions."""
+    """Writes all sessions."""
     text = PROGRAM.read_text("utf-8")
     typing = Recorder(text, 1).after("return tool.queue[0] if tool.queue else None\n")
     typing.type(

@@ -196,7 +196,7 @@ def _by_layer(progress: Progress, layers: int) -> Callable[[str], None]:
 
 
 def _return_large_arrays() -> None:
-    """Has the memory of freed arrays go back to the system at once; does nothing without glibc.
+    """Returns the memory of freed arrays to the system at once; does nothing without glibc.
 
     Otherwise glibc keeps arrays of up to 32 MiB in the heap of every thread, a fifth of an export's
     peak.

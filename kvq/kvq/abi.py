@@ -16,6 +16,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +32,8 @@ class Regions(NamedTuple):
     """Holds the bytes of each region that lies before an arena's pages, in their order."""
 
     state: int
-    forms: int
-    entering: int
+    page_encodings: int
+    new_page_widths: int
     views: int
     entries: int
     constant_owners: int
@@ -55,50 +56,30 @@ class Regions(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """All of them, each up to where the next may begin."""
+        """Adds them up, each up to where the next may begin."""
         return sum(map(aligned, self))
 
 
-class NativeConfig(Structure):
-    """`kvq_config`: what a cache is asked to hold."""
+def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Returns the fields of a structure that are of one type, in the order of `names`."""
+    return tuple((name, kind) for name in names.split())
 
-    _fields_ = tuple(
-        (name, c_int32)
-        for name in (
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "k_bits",
-            "v_bits",
-            "sink_tokens",
-            "tail_tokens",
-            "tail_rows",
-            "chunk_tokens",
-            "context_tokens",
-            "splits",
-            "probes",
-            "draft_tokens",
-            "value_groups",
-            "page_version",
-            "conv_layers",
-            "conv_width",
-            "conv_taps",
-            "conv_checkpoints",
-            "delta_layers",
-            "delta_key_heads",
-            "delta_value_heads",
-            "delta_key_dim",
-            "delta_value_dim",
-            "delta_taps",
-            "delta_states",
-            "delta_fold",
-        )
+
+class NativeConfig(Structure):
+    """Mirrors `kvq_config`: what a cache is asked to hold."""
+
+    _fields_ = _fields(
+        c_int32,
+        "layers heads kv_heads head_dim k_bits v_bits sink_tokens tail_tokens tail_rows "
+        "chunk_tokens context_tokens splits probes draft_tokens value_groups page_version "
+        "conv_layers conv_width conv_taps conv_checkpoints "
+        "delta_layers delta_key_heads delta_value_heads delta_key_dim delta_value_dim delta_taps "
+        "delta_states delta_fold",
     )
 
 
 class NativeLayout(Structure):
-    """`kvq_layout`: where the regions of an arena lie."""
+    """Mirrors `kvq_layout`: where the regions of an arena lie."""
 
     _fields_ = (
         ("fixed_bytes", c_int64),
@@ -113,27 +94,17 @@ class NativeLayout(Structure):
 
 
 class NativeStats(Structure):
-    """`kvq_stats`: what a cache holds."""
+    """Mirrors `kvq_stats`: what a cache holds."""
 
     _fields_ = (
-        ("columns", c_int32),
-        ("views", c_int32),
-        ("tokens", c_int32),
-        ("tail_rows", c_int32),
-        ("branch_rows", c_int32),
-        ("reserved", c_int32),
-        ("used_bytes", c_int64),
-        ("peak_bytes", c_int64),
-        ("pages_seen", c_int64),
-        ("pages_read", c_int64),
-        ("device_bytes", c_int64),
-        ("offloaded_bytes", c_int64),
-        ("streamed_bytes", c_int64),
+        *_fields(c_int32, "columns views tokens tail_rows branch_rows reserved"),
+        *_fields(c_int64, "used_bytes peak_bytes pages_seen pages_read"),
+        *_fields(c_int64, "device_bytes offloaded_bytes streamed_bytes"),
     )
 
 
 class NativeDevice(Structure):
-    """`kvq_device`: what a device is, or why it cannot be used."""
+    """Mirrors `kvq_device`: what a device is, or why it cannot be used."""
 
     _fields_ = (
         ("name", c_char * 128),
@@ -147,41 +118,29 @@ class NativeDevice(Structure):
 
 
 class NativeRead(Structure):
-    """`kvq_read`: how little of the pages a pass may read."""
+    """Mirrors `kvq_read`: how little of the pages a pass may read."""
 
     _fields_ = (("share", c_float), ("octaves", c_float))
 
 
 class NativeAttention(Structure):
-    """`kvq_attention`: one layer of one pass."""
+    """Mirrors `kvq_attention`: one layer of one pass. Fields are named as in `AttentionParams`."""
 
     _fields_ = (
-        ("layer", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("rope_factor", c_float),
-        ("norm_eps", c_float),
-        ("window_tokens", c_int32),
-        ("rotary_pairs", c_int32),
+        *_fields(c_int32, "layer num_heads num_kv_heads head_dim"),
+        *_fields(c_float, "scale softcap rope_factor norm_eps"),
+        *_fields(c_int32, "window_tokens rotary_pairs"),
     )
 
 
 class NativeResidencyStats(Structure):
-    """`kvq_residency_stats`: what of a model's experts is in memory."""
+    """Mirrors `kvq_residency_stats`: what of a model's experts is in memory."""
 
-    _fields_ = (
-        ("budget_bytes", c_int64),
-        ("held_bytes", c_int64),
-        ("chosen", c_int64),
-        ("fetched", c_int64),
-    )
+    _fields_ = _fields(c_int64, "budget_bytes held_bytes chosen fetched")
 
 
 class NativeProcessor(Structure):
-    """`kvq_processor`: what a processor says of itself.
+    """Mirrors `kvq_processor`: what a processor says of itself.
 
     Its maker, as CPUID spells it, and the size of its second-level cache; empty and 0 where it does
     not say.
@@ -191,7 +150,7 @@ class NativeProcessor(Structure):
 
 
 class NativeBuiltIn(Structure):
-    """`kvq_built_in`: what products do where nobody has measured.
+    """Mirrors `kvq_built_in`: what products do where nobody has measured.
 
     `second_level`: one row's weights are fetched into the second-level cache alone. They are
     fetched `ahead_bytes` before their use; for panels up to `panel_bytes`, the same place of the
@@ -207,6 +166,7 @@ class NativeBuiltIn(Structure):
     )
 
 
+_OF_PARAMS = attrgetter(*(field[0] for field in NativeAttention._fields_[:-1]))
 _FLOATS, _INTS, _INT32S = POINTER(c_float), POINTER(c_int64), POINTER(c_int32)
 _BYTES, _HALVES, _STATS = POINTER(c_uint8), POINTER(c_uint16), POINTER(NativeStats)
 _CONFIG = POINTER(NativeConfig)
@@ -284,16 +244,5 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def as_attention(params: AttentionParams, rotary_pairs: int) -> NativeAttention:
-    """What one call of `kvq_cache_attend` is told about its layer."""
-    return NativeAttention(
-        params.layer,
-        params.num_heads,
-        params.num_kv_heads,
-        params.head_dim,
-        params.scale,
-        params.softcap,
-        params.rope_factor,
-        params.norm_eps,
-        params.window_tokens,
-        rotary_pairs,
-    )
+    """Returns what a call of `kvq_cache_attend` needs to know of its layer."""
+    return NativeAttention(*_OF_PARAMS(params), rotary_pairs)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.class_cache import CacheUsage, ClassCache, KeyForm
+from kvq.class_cache import CacheUsage, ClassCache, KeyTransform
 from kvq.config import AttentionParams, Budget, KvPlan
 from kvq.errors import CacheError, SnapshotError, UsageError, argument
 from kvq.geometry import require_budget
@@ -36,8 +36,8 @@ class CacheSpec:
     """Describes the cache that a sequence asks for.
 
     Attributes:
-        parts: One `ClassSpec` per class of layers. They differ in `shape`, `windows`, `forms` and
-            `readers` alone; the first may have `conv` or `delta`.
+        parts: One `ClassSpec` per class of layers. They differ in `shape`, `windows`,
+            `page_encodings` and `kv_shared_layers` alone; the first may have `conv` or `delta`.
         budget: The budget of all classes together. Each class gets the smallest number of bytes
             that opens it. Classes whose layers all have a sliding window then get what holds their
             whole context, since that does not grow with the context. What is left goes to the
@@ -73,32 +73,32 @@ class CacheSpec:
 
     @property
     def plan(self) -> KvPlan:
-        """Widths and floating-point tokens, the same of every class."""
+        """Returns the widths and floating-point tokens, the same of every class."""
         return self.parts[0].plan
 
     @property
     def policy(self) -> str:
-        """Name of the policy of every class."""
+        """Names the policy of every class."""
         return self.parts[0].policy
 
     @property
     def read(self) -> str:
-        """Name of the selector of every class."""
+        """Names the selector of every class."""
         return self.parts[0].read
 
     @property
     def offload_bytes(self) -> int:
-        """Bytes of the second tier; 0 where there is none."""
+        """Returns the bytes of the second tier; 0 where there is none."""
         return self.parts[0].offload_bytes
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens the cache will ever hold."""
+        """Returns the most tokens that the cache will ever hold."""
         return self.parts[0].context_tokens
 
     @cached_property
     def budget_bytes(self) -> int:
-        """Bytes that the budget means."""
+        """Returns the bytes that the budget means."""
         if self.budget.num_bytes is not None:
             return self.budget.num_bytes
         if self.budget.fraction is not None:
@@ -111,17 +111,17 @@ class CacheSpec:
 
     @property
     def float_bytes(self) -> int:
-        """Bytes of the whole context at 16 bits; of a layer with a window those it sees."""
+        """Returns the whole context's bytes at 16 bits; of a layer with a window those it sees."""
         return sum(part.float_bytes for part in self.parts)
 
     @cached_property
     def minimum_bytes(self) -> int:
-        """Smallest budget that opens a cache of this context."""
+        """Returns the smallest budget that opens a cache of this context."""
         return sum(part.minimum_bytes for part in self.parts)
 
     @cached_property
     def whole_bytes(self) -> int:
-        """Smallest budget that holds the whole context without losing a bit."""
+        """Returns the smallest budget that holds the whole context without losing a bit."""
         return sum(part.whole_bytes for part in self.parts)
 
     def bytes_for_tokens(self, tokens: int) -> int:
@@ -179,51 +179,54 @@ class CacheSpec:
             for i in chosen:
                 shares[i] += shared * lacks[i] // lacking
             left = self.budget_bytes - sum(shares)
-        # The last class gets what no class needs and what division leaves over.
+        # The last class gets what no class lacks and the remainders of the divisions.
         shares[-1] += left
         return shares
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arena:
-    """The memory of a sequence's cache, in exactly the bytes of the budget; see `ClassArena`."""
+    """Describes the memory of a sequence's cache, in exactly the bytes of the budget.
+
+    It has a `ClassArena` for each class of layers.
+    """
 
     spec: CacheSpec
     parts: tuple[ClassArena, ...]
 
     @property
     def plan(self) -> KvPlan:
-        """Plan of the class that holds fewest tokens in floating point."""
+        """Returns the plan of the class that holds fewest tokens in floating point."""
         return min((part.plan for part in self.parts), key=lambda plan: plan.tail_tokens)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all classes."""
+        """Returns the bytes of all classes."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens the cache will ever hold."""
+        """Returns the most tokens that the cache will ever hold."""
         return self.parts[0].context_tokens
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of a prompt that go through the model at once."""
+        """Returns the most tokens of a prompt that go through the model at once."""
         return min(part.chunk_tokens for part in self.parts)
 
     @property
     def draft_tokens(self) -> int:
-        """Most rows of a branch."""
+        """Returns the most rows of a branch."""
         return self.parts[0].draft_tokens
 
     @property
     def whole_tokens(self) -> int:
-        """Most tokens of which no class gives anything up."""
+        """Returns the most tokens of which no class gives anything up."""
         return min(part.whole_tokens for part in self.parts)
 
     @property
     def fewest_bits(self) -> tuple[int, int]:
-        """K and V bits that pages are narrowed to before tokens are given up."""
+        """Returns the key and value bits that pages fall to before tokens are given up."""
         return self.parts[0].fewest_bits
 
     def tokens_at(self, k_bits: int, v_bits: int) -> int:
@@ -232,22 +235,22 @@ class Arena:
 
     @property
     def probes(self) -> bool:
-        """Whether any class keeps evidence for its policy."""
+        """Returns whether any class keeps evidence for its policy."""
         return any(part.probes for part in self.parts)
 
     @property
     def evidence(self) -> str:
-        """In words, what each class keeps for its policy to decide by."""
+        """Says in words what each class keeps for its policy to decide by."""
         return "; ".join(part.evidence for part in self.parts)
 
     @property
     def offload_bytes(self) -> int:
-        """Bytes of the second tier: of the host's memory, or of a file."""
+        """Returns the bytes of the second tier: of the host's memory, or of a file."""
         return sum(part.offload_bytes for part in self.parts)
 
     @property
     def keeps_places(self) -> bool:
-        """Whether convolutions or delta nets keep checkpoints to go back to."""
+        """Returns whether convolutions or delta nets keep checkpoints to go back to."""
         return any(part.keeps_places for part in self.parts)
 
     def first(self, count: int) -> "Arena":
@@ -265,7 +268,7 @@ class Arena:
 
 
 class Cache:
-    """The quantised KV cache of one sequence, in exactly the bytes of `arena`.
+    """Caches the keys and values of one sequence, quantised, in exactly the bytes of `arena`.
 
     A forward pass is `begin(n)` and one `attend` per layer, by the graph or directly. Its rows form
     a branch. Further passes may extend it, until `commit` keeps a path of it or `rewind` forgets
@@ -336,28 +339,37 @@ class Cache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use now."""
+        """Returns the bytes in use now."""
         return sum(map(_USED_BYTES, self.parts))
 
     @property
     def peak_bytes(self) -> int:
-        """No fewer bytes than were ever in use at once; never above `budget_bytes`."""
+        """Returns no fewer bytes than were ever in use at once, and never above `budget_bytes`."""
         return sum(part.peak_bytes for part in self.parts)
 
     @property
     def read_share(self) -> float:
-        """Share of the pages that decoding steps have read, of those they could see; 1 at first."""
+        """Returns which share of the pages in sight steps have read so far; 1 before any."""
         seen = sum(part.storage.pages_seen for part in self.parts)
         return sum(part.storage.pages_read for part in self.parts) / seen if seen else 1.0
 
     @property
     def draft_room(self) -> int:
-        """Rows a pass may bring now so that each sees what it would see alone; 1 or more."""
+        """Returns how many rows a pass may bring so that each sees what it would see alone.
+
+        It is 1 or more. A row that closes a page is a pass of its own: rows before it must not see
+        what gives way for the page, and those after it see the page and no longer what it was made
+        from.
+        """
         return min(part.draft_room for part in self.parts)
 
     @property
     def tree_room(self) -> int:
-        """Rows of `draft_room` that may form a tree; see `ClassCache.tree_room`."""
+        """Returns how many rows of `draft_room` may be a tree: those read in one tile of 64 rows.
+
+        Within it a row's result does not depend on where it stands, so that a path through a tree
+        has, bit for bit, what it would have alone.
+        """
         return min(part.tree_room for part in self.parts)
 
     def begin(
@@ -367,18 +379,37 @@ class Cache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> None:
-        """Adds a pass of `tokens` rows to the branch; see `ClassCache.begin`.
+        """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
 
-        Where one class refuses, no class has begun.
+        It makes room for what they may become: the policy lowers and evicts pages. Rows are
+        numbered from 0 in the order they were added. A row sees the committed tokens, its ancestors
+        and itself. Only a chain into an empty branch may bring more rows, up to `chunk_tokens`: a
+        chunk of a prompt. Where one class of layers refuses, no class has begun.
+
+        Args:
+            tokens: Rows of the pass.
+            parents: For each new row the number of the row that it follows; -1 is the last
+                committed token. None: a chain that goes on from the newest row.
+            view: "full", or "hi" to read 8-bit pages by their high nibbles (QuantSpec, arXiv
+                2502.10424).
+            at: Token that the first row is, in a gap that `edit` left and that holds all rows of
+                the branch. None: the pass goes on from the end, or as the open branch does.
+            kv_only_layers: Layers in which the rows are stored but attend to nothing: `attend`
+                returns zeros. The policy learns nothing from such a pass.
+
+        Raises:
+            BudgetError: The rows exceed the context, a pass, the branch or the budget.
+            CacheError: The rows, parents or layers are not possible here.
+            UsageError: The view is not known.
         """
-        if silent and len(self.parts) > 1:
+        if kv_only_layers and len(self.parts) > 1:
             raise CacheError("layers of several classes cannot be left out of a pass")
         begun: list[ClassCache] = []
         try:
             for part in self.parts:
-                part.begin(tokens, parents, view=view, at=at, silent=silent)
+                part.begin(tokens, parents, view=view, at=at, kv_only_layers=kv_only_layers)
                 begun.append(part)
         except Exception:
             for part in begun:
@@ -397,14 +428,49 @@ class Cache:
         shared: bool = False,
         sink_logits: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """Computes the attention of one layer; see `ClassCache.attend`."""
+        """Computes a layer's attention over the cache and the new tokens, and stores these.
+
+        Args:
+            params: Constants of the layer.
+            qkv: float32 [T, (H + 2 Hk) * D]: query, key and value heads, not yet rotated; with
+                `shared` the query heads alone.
+            positions: int64 [T]: the position of each row.
+            inv_freq: float32 [rotary_dim / 2]: angle per position of each rotated pair.
+            q_norm: float32 [D]: weights of the RMS norm of queries; None for no norm.
+            k_norm: float32 [D]: the same of keys.
+            shared: Whether the layer reuses the keys and values of the layer that `params` names.
+                Call it after every other layer's `attend` of the pass. Default False.
+            sink_logits: float32 [H]: a learned logit of no token that shares in each head's softmax
+                (`kvq.reference.stored.attention_weights`). The policy's evidence leaves it out.
+
+        Returns:
+            The heads' outputs, float32 [T, H * D].
+
+        Raises:
+            CacheError: A shape is wrong, or a key or value is beyond float16.
+        """
         arrays = (params, qkv, positions, inv_freq, q_norm, k_norm)
         return self._of(params).attend(*arrays, shared=shared, sink_logits=sink_logits)
 
     def convolve(
         self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """Computes a short convolution, whose rows the first class keeps."""
+        """Computes a short convolution of the pass's new rows; see `kvq.reference.conv`.
+
+        Every convolution is called once per pass, in order, before, between or after those layers
+        that attend. The first class of layers keeps its rows.
+
+        Args:
+            layer: Number of the convolution, from 0.
+            bcx: float32 [T, 3 width]: B, C and x side by side.
+            weight: float32 [width, taps].
+
+        Returns:
+            float32 [T, width].
+
+        Raises:
+            CacheError: A shape is wrong, or B * x is not finite.
+        """
         return self.parts[0].convolve(layer, bcx, weight)
 
     def recur(
@@ -414,7 +480,22 @@ class Cache:
         gates: NDArray[np.float32],
         weights: "DeltaWeights",
     ) -> NDArray[np.float32]:
-        """Computes a gated delta net, whose states the first class keeps."""
+        """Computes a delta net of the pass's new rows; see `kvq.reference.delta`.
+
+        It is called as `convolve` is. The first class of layers keeps its states.
+
+        Args:
+            layer: Number of the delta net, from 0.
+            rows: float32 [T, conv_width + value_width]: queries, keys, values and gate.
+            gates: float32 [T, 2 * value_heads]: b, then a.
+            weights: Weights of the net.
+
+        Returns:
+            float32 [T, value_width].
+
+        Raises:
+            CacheError: A shape is wrong, or a number is not finite.
+        """
         return self.parts[0].recur(layer, rows, gates, weights)
 
     def _of(self, params: AttentionParams) -> ClassCache:
@@ -423,7 +504,15 @@ class Cache:
         return self.parts[params.cache]
 
     def commit(self, rows: int | Sequence[int]) -> None:
-        """Ends the branch and keeps a path of it; see `ClassCache.commit`."""
+        """Ends the branch: keeps a path of it, forgets every other row, closes full pages.
+
+        Args:
+            rows: Row numbers, root first, each the parent of the next; or how many of the first
+                rows, which must be a chain. 0 forgets all.
+
+        Raises:
+            CacheError: The rows are no such path.
+        """
         for part in self.parts:
             part.commit(rows)
 
@@ -433,9 +522,12 @@ class Cache:
             part.rewind(rows)
 
     def trim(self, tokens: int) -> None:
-        """Rolls back to the first `tokens` tokens, or as far as the class that goes back furthest.
+        """Rolls back to the first `tokens` tokens, or to fewer.
 
-        See `ClassCache.trim`.
+        It goes back to none where some layer no longer holds what the next token sees in its
+        window, and all classes go back as far as the one that goes furthest. Convolutions and
+        delta nets go back exactly by a few tokens, and otherwise to the nearest earlier
+        checkpoint, see `mark`.
         """
         while any(part.tokens > tokens for part in self.parts):
             for part in self.parts:
@@ -444,7 +536,11 @@ class Cache:
                 tokens = min(tokens, part.tokens)
 
     def mark(self, tokens: int) -> None:
-        """Asks the cache to keep a checkpoint after `tokens` tokens; see `ClassCache.mark`."""
+        """Asks for a checkpoint after the first `tokens` tokens, which may be still to come.
+
+        Convolutions and delta nets keep the two places longest that were marked, or gone back to,
+        last. Nothing happens where there are none of either, see `keeps_places`.
+        """
         self.parts[0].mark(tokens)
 
     def why_not_edit(self) -> str | None:
@@ -452,9 +548,22 @@ class Cache:
         return self.parts[0].why_not_edit()
 
     def edit(self, start: int, stop: int, count: int) -> None:
-        """Removes tokens `start` to `stop` and leaves a gap for `count`; see `ClassCache.edit`.
+        """Removes tokens `start` to `stop` and moves what follows, leaving a gap for `count`.
 
-        Where one class refuses, all keep only what stands before `start`.
+        This is positional integrity encoding (PIE, arXiv 2407.03157), which changes metadata only:
+        no page's bytes change and no key is rotated. A page that holds tokens of both sides gets
+        two *views*, each with a mask and a shift, and queries are turned back by the shift.
+        `begin(n, at=start)` fills the gap; until then nobody sees its tokens.
+
+        Args:
+            start: First token that goes.
+            stop: First token behind it that stays.
+            count: Tokens of the gap.
+
+        Raises:
+            CacheError: A sink would move, the context would overflow, the budget has no more views,
+                or some layer no longer holds what is seen from `start`. Of several classes all
+                then keep only what stands before `start`.
         """
         try:
             for part in self.parts:
@@ -465,7 +574,13 @@ class Cache:
             raise
 
     def crowded(self, tokens: int) -> list[tuple[int, int]]:
-        """Returns what to encode again so that `tokens` more rows fit; see `ClassCache.crowded`."""
+        """Returns what to encode again if edits have left too little room for `tokens` more rows.
+
+        Returns:
+            Runs (first token, token after the last) in the page that has the fewest tokens left:
+            once they are gaps, the page is free. The list is empty if there is room or no page has
+            lost a token. In a budget that gives pages up anyway, a page must be half gone.
+        """
         for part in self.parts:
             if runs := part.crowded(tokens):
                 return runs
@@ -476,11 +591,26 @@ class Cache:
         keys: NDArray[np.float32],
         values: NDArray[np.float32],
         positions: NDArray[np.int64],
-        layers: Sequence[KeyForm],
+        layers: Sequence[KeyTransform],
         *,
         at: int | None = None,
     ) -> None:
-        """Adds tokens whose keys and values were made elsewhere; see `ClassCache.append`."""
+        """Adds T tokens whose keys and values were made elsewhere, in every layer, and commits.
+
+        The policy learns nothing from them. After an error the cache is unchanged.
+
+        Args:
+            keys: float32 [L, T, Hk, D], before each layer's key norm and rotation; T is up to
+                `chunk_tokens`.
+            values: float32 [L, T, Hk, D].
+            positions: int64 [T]: the position of each token.
+            layers: How each layer turns keys into what is stored.
+            at: As `begin` takes it.
+
+        Raises:
+            BudgetError: There is no room.
+            CacheError: A shape is wrong or a number is not finite.
+        """
         first, *rest = self.parts
         if rest:
             raise CacheError("keys and values of several classes of layers cannot be appended")

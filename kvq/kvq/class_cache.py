@@ -6,7 +6,7 @@ Knows no model: rotary frequencies and scales arrive with every call.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,10 +76,13 @@ class Tally(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KeyForm:
-    """How a layer makes of keys what it stores: its constants, its rotary frequencies, its norm.
+class KeyTransform:
+    """Says how a layer turns its keys into the keys that a cache stores: norm, then rotation.
 
-    inv_freq float32 [rotary_dim / 2]; k_norm float32 [D] or None.
+    Attributes:
+        params: Constants of the layer.
+        inv_freq: float32 [rotary_dim / 2]: angle per position of each pair of rotated channels.
+        k_norm: float32 [D]: weights of the RMS norm of keys; None where there is none.
     """
 
     params: AttentionParams
@@ -88,13 +91,11 @@ class KeyForm:
 
 
 class ClassCache:
-    """A quantised KV cache in exactly the bytes of `arena`, which `ClassSpec.resolved` makes.
+    """Caches the keys and values of one class of layers in exactly the bytes of `arena`.
 
     A forward pass is `begin(n)` and one `attend` per layer (by the graph or directly). Its rows
     form a branch, which further passes may extend, until `commit` keeps a path of it or `rewind`
-    forgets it. `weight_norms` and `retrieval`: as `Evidence` has them. `feedback` float32
-    [L, Hk, D, D]: by which keys are rounded, see `kvq.reference.stored.carried`. `storage` is the
-    class that holds the pages and computes with them, see `kvq.devices.storage_on`.
+    forgets it. The arguments are those of `Cache`, of one class each.
     """
 
     # The number by which a `kvq::Attention` node names the cache.
@@ -126,33 +127,29 @@ class ClassCache:
         self.context_tokens = arena.context_tokens
         # Most tokens one forward pass may bring.
         self.chunk_tokens = arena.pass_tokens
-        # Whether places to go back to can be marked: any place can be gone back to where not.
+        # Whether convolutions or delta nets keep checkpoints; without them any rollback is exact.
         self.keeps_places = arena.keeps_places
-        # What one more token costs at the plan's widths, all layers.
+        # Bytes that one more token costs at the plan's widths, all layers.
         self.bytes_per_token = bytes_per_token(arena.shape, arena.plan, arena.value_groups)
         self.policy = policy_named(spec.policy)
         self.windows = np.array(spec.windows or [0] * arena.shape.num_layers, np.int64)
-        # Of every layer the first tokens that have gone with its window.
-        self._behind = np.zeros(len(self.windows), np.int64)
+        # How many first tokens each layer gave up because its window had passed them, int64 [L].
+        self._passed_tokens = np.zeros(len(self.windows), np.int64)
         self._weight_norms = weight_norms
         self._retrieval = retrieval
         self.storage = storage(arena)
         self.storage.read_by(rule_named(spec.read))
         if feedback is not None:
-            self.storage.feed_back(feedback)
+            self.storage.set_rounding_feedback(feedback)
 
     @property
     def read_share(self) -> float:
-        """Of the pages that steps could see so far the share they have read; 1 before any."""
+        """Returns which share of the pages in sight steps have read so far; 1 before any."""
         return self.storage.pages_read / self.storage.pages_seen if self.storage.pages_seen else 1.0
 
     @property
     def draft_room(self) -> int:
-        """Rows a pass may bring now so that each sees what it would see alone; 1 or more.
-
-        A row that closes a page is a pass of its own: rows before it must not see what gives way
-        for the page, and those after it see the page and no longer what it was made from.
-        """
+        """Returns the rows of a pass that `kvq.cache.Cache.draft_room` describes."""
         if not self.plan.quantized:
             return self.arena.draft_tokens
         floats = self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS
@@ -160,11 +157,7 @@ class ClassCache:
 
     @property
     def tree_room(self) -> int:
-        """Rows of `draft_room` that may be a tree: those that are read with one tile of 64 rows.
-
-        Within it a row's result does not depend on where it stands, so that a path through a tree
-        has, bit for bit, what it would have alone.
-        """
+        """Returns the rows of a tree that `kvq.cache.Cache.tree_room` describes."""
         return min(self.draft_room, PAGE_TOKENS - self.storage.tail_rows % PAGE_TOKENS)
 
     def begin(
@@ -174,29 +167,19 @@ class ClassCache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> None:
-        """Adds a pass of `tokens` rows to the branch, which holds `arena.draft_tokens` at most.
-
-        Makes room for what they may become, demoting and evicting pages by the policy. Rows are
-        numbered from 0 in the order they were added; `parents[i]` is the row that the i-th new one
-        follows, -1 the last committed token; None: a chain that goes on from the newest row. A row
-        sees the committed tokens, its ancestors and itself. Only a chain into an empty branch may
-        bring more rows, up to `chunk_tokens`: a chunk of a prompt. `view="hi"` reads 8-bit pages by
-        their high nibbles (QuantSpec, 2502.10424). `at`: the first row is this token of a gap that
-        `edit` left and that holds all rows of the branch; None: it goes on from the end, or as the
-        open branch does. In the layers of `silent` the rows ask nothing: their keys and values are
-        stored and what `attend` gives is zeros; the policy learns nothing from such a pass.
-        """
+        """Adds a pass to the branch, as `kvq.cache.Cache.begin` says."""
         self._check_rows(tokens, parents, view, at)
-        if silent:
-            self._check_silent(silent)
-        if not self.storage.begin(tokens, parents, view=view, at=at, silent=silent):
+        if kv_only_layers:
+            self._check_kv_only(kv_only_layers)
+        choices: dict[str, Any] = {"view": view, "at": at, "kv_only_layers": kv_only_layers}
+        if not self.storage.begin(tokens, parents, **choices):
             self._make_room(tokens)
-            if not self.storage.begin(tokens, parents, view=view, at=at, silent=silent):
+            if not self.storage.begin(tokens, parents, **choices):
                 raise CacheError(f"no room was made for {tokens} tokens")
 
-    def _check_silent(self, layers: Sequence[int]) -> None:
+    def _check_kv_only(self, layers: Sequence[int]) -> None:
         if mixers := self._stateful_mixers:
             raise CacheError(f"layers beside {mixers} cannot be left out of a pass")
         if any(not 0 <= layer < self.shape.num_layers for layer in layers):
@@ -209,18 +192,18 @@ class ClassCache:
         """
         short, columns = self._missing(tokens)
         if (short or columns) and not self.arena.probes:
-            short, columns = self._give_up_sparse(tokens)
+            short, columns = self._evict_sparsest_pages(tokens)
         if short or columns:
             closing = self.arena.closing_pages(self.storage.tail_rows, self.branch_rows + tokens)
             evidence = replace(
-                self.evidence(), closing_pages=closing, new_page_widths=self.entering()
+                self.evidence(), closing_pages=closing, new_page_widths=self.new_page_widths()
             )
             relief = self.policy.free_space(evidence, short, columns)
             self.storage.demote(relief.actions)
             if relief.new_page_widths is not None:
-                self.storage.demote_entering(relief.new_page_widths)
+                self.storage.lower_new_page_widths(relief.new_page_widths)
             if relief.close_gap:
-                self.storage.shift_sinks(self._gap)
+                self.storage.shift_sinks(self._gap_after_sinks)
             short, columns = self.storage.missing(tokens)
         if short or columns:
             raise BudgetError(
@@ -229,9 +212,10 @@ class ClassCache:
             )
 
     def _missing(self, tokens: int) -> tuple[int, int]:
-        """(bytes, columns) that `tokens` more rows lack, once no page is held that none will see.
+        """Returns the bytes and columns that `tokens` more rows lack.
 
-        Pages that their layer's window has passed stay for rollbacks as long as there is room.
+        Pages that their layer's window has passed stay for rollbacks as long as there is room; here
+        they go first.
         """
         missing = self.storage.missing(tokens)
         if not any(missing) or not any(self.arena.windows):
@@ -241,18 +225,18 @@ class ClassCache:
         windows = self.windows[:, None]
         passed = (windows > 0) & (ends < self._boundary - windows)
         gone = np.where(passed, facts[:, 2] + PAGE_TOKENS, 0).max(axis=1, initial=0)
-        self._behind = np.maximum(self._behind, gone)
+        self._passed_tokens = np.maximum(self._passed_tokens, gone)
         self.storage.demote(evictions((widths[..., 0] > 0) & passed[:, None, :]))
         return self.storage.missing(tokens)
 
-    def _forgot(self, token: int) -> bool:
-        """Whether a layer's window left behind what a row at `token` sees."""
+    def _lacks_window_of(self, token: int) -> bool:
+        """Returns whether some layer no longer holds what a row at `token` sees in its window."""
         sees = token - self.windows + 1
-        return bool(((self.windows > 0) & (self._behind > np.maximum(sees, 0))).any())
+        return bool(((self.windows > 0) & (self._passed_tokens > np.maximum(sees, 0))).any())
 
     @property
-    def _gap(self) -> int:
-        """Tokens that are gone between the sinks and what follows them."""
+    def _gap_after_sinks(self) -> int:
+        """Counts the tokens that are gone between the sinks and what follows them."""
         sinks = self.plan.sink_tokens
         behind = [*self.storage.columns()[0][:1, 2], *self.storage.places()[sinks : sinks + 1, 0]]
         return int(behind[0]) - sinks if behind else 0
@@ -277,7 +261,7 @@ class ClassCache:
         check_pass(first, rows, tokens, self.context_tokens, self.chunk_tokens)
 
     def evidence(self) -> Evidence:
-        """What the policy decides by. One observation more in the pages' history of attention.
+        """Collects what the policy decides by, and adds an observation to each page's history.
 
         A draft makes room for the page it closes up to its length early, and must decide what
         decoding one by one decides: close to a page's end, attention is as of where that begins.
@@ -299,7 +283,7 @@ class ClassCache:
 
     @property
     def _boundary(self) -> int:
-        """Now; or, where a draft could close the next page, the first moment one could."""
+        """Returns the tokens so far or, if a draft could close a page, when one first could."""
         floats = self.plan.sink_tokens + self.plan.tail_tokens
         draft = self.arena.draft_tokens
         past = (self.tokens - floats + draft) % PAGE_TOKENS
@@ -331,15 +315,9 @@ class ClassCache:
         shared: bool = False,
         sink_logits: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """One layer's attention over the cache and the new tokens; stores their keys and values.
-
-        qkv float32 [T, (H + 2 Hk) * D]: unrotated q, k, v heads; positions int64 [T]; inv_freq
-        float32 [rotary_dim / 2]; norms float32 [D]. Returns float32 [T, H * D]. `shared`: `look` of
-        all rows, whose queries alone are in qkv. `sink_logits` float32 [H]: see
-        `reference.attention_weights`; the policy's evidence is of what tokens share alone.
-        """
+        """Computes a layer's attention, as `kvq.cache.Cache.attend` says."""
         if shared:
-            return self.look(params, qkv, np.arange(len(qkv)), inv_freq, q_norm)
+            return self.attend_shared(params, qkv, np.arange(len(qkv)), inv_freq, q_norm)
         self._check_shapes(params, qkv, positions, inv_freq, (q_norm, k_norm))
         if sink_logits is not None and sink_logits.shape != (params.num_heads,):
             raise CacheError(f"sink logits {sink_logits.shape} are not one of each head")
@@ -348,13 +326,7 @@ class ClassCache:
     def convolve(
         self, layer: int, bcx: NDArray[np.float32], weight: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """What a convolution gives of the pass's new rows; see `kvq.reference.conv`.
-
-        `layer` counts convolutions. bcx float32 [T, 3 width]: B, C and x side by side; weight
-        [width, taps]; returns float32 [T, width]. Every layer once per pass, one after the other;
-        before, between or behind those that attend. Raises `CacheError` for other shapes and where
-        B * x is not finite.
-        """
+        """Computes a short convolution, as `kvq.cache.Cache.convolve` says."""
         conv = self.arena.conv
         if conv is None or not 0 <= layer < conv.num_layers:
             raise CacheError(f"convolution {layer} is none of {conv}")
@@ -369,12 +341,7 @@ class ClassCache:
         gates: NDArray[np.float32],
         weights: "DeltaWeights",
     ) -> NDArray[np.float32]:
-        """What a delta net gives of the pass's new rows; see `kvq.reference.delta`.
-
-        `layer` counts delta nets. rows float32 [T, conv_width + value_width]: queries, keys, values
-        and gate side by side; gates [T, 2 * value_heads]; returns float32 [T, value_width]. When
-        layers see a pass, and what is refused: as `convolve`.
-        """
+        """Computes a delta net, as `kvq.cache.Cache.recur` says."""
         delta = self.arena.delta
         if delta is None or not 0 <= layer < delta.num_layers:
             raise CacheError(f"delta net {layer} is none of {delta}")
@@ -384,7 +351,7 @@ class ClassCache:
             raise CacheError(f"rows {rows.shape} and gates {gates.shape} are not those of {delta}")
         return self.storage.recur(layer, rows, gates, weights)
 
-    def look(
+    def attend_shared(
         self,
         params: AttentionParams,
         queries: NDArray[np.float32],
@@ -392,33 +359,27 @@ class ClassCache:
         inv_freq: NDArray[np.float32],
         q_norm: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """Attention of a layer that has no keys and values and reads those of `params.layer`.
+        """Computes attention of a layer that reuses the keys and values of layer `params.layer`.
 
-        After every layer's `attend` of the pass; a chunk's rows can be read of the last layer only.
-        queries float32 [R, H * D], unrotated, of the pass's `rows` int64 [R]; returns as many. The
-        policy learns nothing from them. Raises `CacheError`.
+        It comes after every layer's `attend` of the pass; of a chunk only the last layer's can be
+        reused. queries float32 [R, H * D], not yet rotated, are of the pass's `rows` int64 [R];
+        returns as many. The policy learns nothing from them. Raises `CacheError`.
         """
         self._check_params(params, inv_freq, (q_norm,))
         if queries.shape != (len(rows), params.num_heads * params.head_dim):
             raise CacheError(f"queries of shape {queries.shape} are not those of {len(rows)} rows")
-        return self.storage.look(params, queries, rows, inv_freq, q_norm)
+        return self.storage.attend_shared(params, queries, rows, inv_freq, q_norm)
 
     def append(
         self,
         keys: NDArray[np.float32],
         values: NDArray[np.float32],
         positions: NDArray[np.int64],
-        layers: Sequence[KeyForm],
+        layers: Sequence[KeyTransform],
         *,
         at: int | None = None,
     ) -> None:
-        """Adds T tokens whose keys and values were made elsewhere, in every layer, and commits.
-
-        keys and values float32 [L, T, Hk, D], before the layer's key norm and rotation, which
-        `layers` give; positions int64 [T]; T up to `chunk_tokens`; `at`: as `begin` takes it. The
-        policy learns nothing from them. Unchanged on an error: `CacheError` for another shape or a
-        number that is not finite, `BudgetError` where there is no room.
-        """
+        """Adds tokens in every layer and commits them, as `kvq.cache.Cache.append` says."""
         from kvq.reference.stored import stored_rows
 
         shape, tokens = self.shape, len(positions)
@@ -431,11 +392,12 @@ class ClassCache:
         for layer, k, v in zip(layers, keys, values, strict=True):
             rows.append(np.concatenate([queries, k, v], axis=1).reshape(tokens, width))
             self._check_shapes(layer.params, rows[-1], positions, layer.inv_freq, (layer.k_norm,))
-            # A chunk closes a layer's pages as it passes: there is no way back from the second one.
+            # Numbers are checked before the pass: it closes pages layer by layer, and a refusal in
+            # the second layer could not open those of the first again.
             largest = max(np.abs(k).max(initial=0), np.abs(v).max(initial=0))
             if layer.k_norm is not None or not largest * layer.params.rope_factor < _SMALL:
                 stored_rows(layer.params, k, v, positions, layer.inv_freq, layer.k_norm)
-        self.begin(tokens, at=at, silent=range(shape.num_layers))
+        self.begin(tokens, at=at, kv_only_layers=range(shape.num_layers))
         try:
             for layer, qkv in zip(layers, rows, strict=True):
                 self.attend(
@@ -454,7 +416,7 @@ class ClassCache:
         inv_freq: NDArray[np.float32],
         norms: tuple[NDArray[np.float32] | None, ...],
     ) -> None:
-        """Native code trusts what it is given, so a wrong shape must not get there."""
+        """Refuses arrays of a wrong shape, since native code trusts what it gets."""
         self._check_params(params, inv_freq, norms)
         expected = (len(positions), (params.num_heads + 2 * params.num_kv_heads) * params.head_dim)
         if qkv.shape != expected or positions.ndim != 1:
@@ -478,11 +440,7 @@ class ClassCache:
             raise CacheError(f"a norm's weights are not of shape ({params.head_dim},)")
 
     def commit(self, rows: int | Sequence[int]) -> None:
-        """Ends the branch: keeps a path of it, forgets every other row, closes full pages.
-
-        `rows`: row numbers, root first, each the parent of the next; or how many of the first rows,
-        which must be a chain. 0 forgets all.
-        """
+        """Ends the branch and keeps a path of it, as `kvq.cache.Cache.commit` says."""
         self.storage.commit(rows)
         assert self.storage.used_bytes <= self.budget_bytes
 
@@ -491,50 +449,33 @@ class ClassCache:
         self.storage.rewind(rows)
 
     def trim(self, tokens: int) -> None:
-        """Rolls back to the first `tokens` tokens, or to fewer.
-
-        None where a layer's window has left behind what the next token sees again. Convolutions and
-        delta nets go back exactly by a few tokens, and further to the nearest earlier place they
-        remember, see `mark`.
-        """
-        if tokens < self.tokens and self._forgot(tokens):
+        """Rolls back, as `kvq.cache.Cache.trim` says."""
+        if tokens < self.tokens and self._lacks_window_of(tokens):
             tokens = 0
         self.storage.trim(tokens)
-        self._behind[:] = np.minimum(self._behind, self.tokens)
+        self._passed_tokens[:] = np.minimum(self._passed_tokens, self.tokens)
 
     def mark(self, tokens: int) -> None:
-        """Somebody will go back to the first `tokens` tokens, which may be still to come.
-
-        Convolutions and delta nets remember the two places that were marked, or gone back to, last
-        before others. Nothing happens where there are none of either, see `keeps_places`.
-        """
+        """Asks for a checkpoint, as `kvq.cache.Cache.mark` says."""
         if self.keeps_places:
             self.storage.mark(tokens)
 
     def why_not_edit(self) -> str | None:
-        """Why nothing in the middle can be replaced, or None."""
+        """Returns why nothing in the middle can be replaced, or None."""
         if not (mixers := self._stateful_mixers):
             return None
         return f"the model's {mixers} remember what stood before each token"
 
     @property
     def _stateful_mixers(self) -> str | None:
-        """What remembers tokens beside attention, or None."""
+        """Names the layers beside attention that remember tokens, or returns None."""
         if self.arena.delta is not None:
             return "delta nets"
         return None if self.arena.conv is None else "convolutions"
 
     def edit(self, start: int, stop: int, count: int) -> None:
-        """Removes tokens `start` to `stop` and moves what follows, leaving a gap for `count`.
-
-        Positional integrity encoding (PIE, 2407.03157): metadata only. No page's bytes change, no
-        key is rotated; a page that tokens of both sides lie in gets two *views*, each with a mask
-        and a shift of its own, and queries are turned back by the shift. `begin(n, at=start)`
-        fills the gap; until then its tokens are seen by nobody. Raises `CacheError` where a sink
-        would move, the context would overflow, the views the budget has room for are used up, or a
-        layer's window has left behind what is seen from `start`.
-        """
-        if self._forgot(start):
+        """Leaves a gap in place of tokens, as `kvq.cache.Cache.edit` says."""
+        if self._lacks_window_of(start):
             raise CacheError(
                 f"layers with a window have given up tokens that are seen from token {start} on; a "
                 "session opened for edits keeps them"
@@ -543,11 +484,11 @@ class ClassCache:
             raise CacheError(reason)
         self.storage.edit(start, stop, count)
 
-    def _give_up_sparse(self, tokens: int) -> tuple[int, int]:
-        """Evicts pages that edits have left least of; (bytes, columns) that are missing then.
+    def _evict_sparsest_pages(self, tokens: int) -> tuple[int, int]:
+        """Evicts pages that edits have left least of; returns what is missing then.
 
         A budget that holds the context gathers no evidence for a policy, and is short only of what
-        `crowded` would have told to encode again.
+        `crowded` would have encoded again.
         """
         while any(missing := self.storage.missing(tokens)):
             left = self._tokens_left()
@@ -560,18 +501,13 @@ class ClassCache:
         return missing
 
     def _tokens_left(self) -> NDArray[np.int64]:
-        """Int64 [C]: of each page's 64 tokens those that any view shows; 64 where none does."""
+        """Counts each page's tokens that some view shows, int64 [C]; 64 where none does."""
         masks = np.ascontiguousarray(self.storage.columns()[0][:, 3:]).view(np.uint8)
         left = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
         return np.where(left == 0, PAGE_TOKENS, left)
 
     def crowded(self, tokens: int) -> list[tuple[int, int]]:
-        """What to encode again where edits have left too little room for `tokens` more rows.
-
-        Runs (first, after the last) of the tokens in the page that has the fewest left: once they
-        are gaps the page is free. None where there is room, and none where no page has lost any;
-        in a budget that gives pages up anyway, only those of a page that is half gone.
-        """
+        """Returns what to encode again, as `kvq.cache.Cache.crowded` says."""
         if not any(self._missing(max(0, min(tokens, self.context_tokens)))):
             return []
         left = self._tokens_left()
@@ -596,12 +532,12 @@ class ClassCache:
             )
         self.storage.demote(actions)
 
-    def demote_entering(self, widths: NDArray[np.uint8]) -> None:
+    def lower_new_page_widths(self, widths: NDArray[np.uint8]) -> None:
         """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
         expected = (self.shape.num_layers, self.shape.num_kv_heads, 2)
         if widths.shape != expected:
             raise CacheError(f"widths of shape {widths.shape} are not {expected}")
-        self.storage.demote_entering(widths)
+        self.storage.lower_new_page_widths(widths)
 
     def shift(self, column: int, delta: int) -> None:
         """Moves a page by `delta` positions; the query turns back, the keys stay."""
@@ -612,19 +548,20 @@ class ClassCache:
         self.storage.mask(column, mask)
 
     def views(self) -> NDArray[np.int64]:
-        """Int64 [V, 5]: column, pos0, delta, first token and mask of every view of every page.
+        """Returns every view of every page, int64 [V, 5].
 
-        Slot i of a page is token first + i where bit i of the mask is set: its key was rotated to
-        position pos0 + i and stands delta further now.
+        Its columns are column, pos0, delta, first token and mask. Slot i of a page is token
+        first + i where bit i of the mask is set: its key was rotated to position pos0 + i and
+        stands delta further now.
         """
         return self.storage.views()
 
     def places(self) -> NDArray[np.int64]:
-        """Int64 [n, 3]: token, position now and how far it has moved, of the tail's rows."""
+        """Returns token, position and shift of the tail's rows, int64 [n, 3]."""
         return self.storage.places()
 
     def columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Facts int64 [C, 4] (pos0, delta, first token, mask) and widths uint8 [L, Hk, C, 2].
+        """Returns facts int64 [C, 4] (pos0, delta, first token, mask), widths uint8 [L, Hk, C, 2].
 
         Of a page with several views the first three are those of the view that stands last, the
         mask is what any of them shows.
@@ -636,51 +573,51 @@ class ClassCache:
         return CacheUsage.of([self.tally()], self.read_share)
 
     def tally(self) -> "Tally":
-        """What `usage` is computed from."""
+        """Counts what `usage` is computed from."""
         facts, widths = self.storage.columns()
         masks = np.ascontiguousarray(facts[:, 3:]).view(np.uint8)
         visible = np.unpackbits(masks, axis=1).sum(axis=1, dtype=np.int64)
         streams, tail = self.arena.streams, self.storage.tail_rows
         stored = streams * tail + int(((widths[..., 0] > 0) @ visible).sum())
-        behind = np.maximum(0, self._behind - self.plan.sink_tokens).sum() * self.shape.num_kv_heads
+        passed = np.maximum(0, self._passed_tokens - self.plan.sink_tokens).sum()
         bits = FLOAT_WIDTH * streams * tail + np.einsum("lhcs,c->s", widths, visible)
         channels = self.shape.head_dim
         return Tally(
             stored=stored * channels,
-            seen=int(streams * self.tokens - behind) * channels,
+            seen=int(streams * self.tokens - passed * self.shape.num_kv_heads) * channels,
             k_bits=int(bits[0]) * channels,
             v_bits=int(bits[1]) * channels,
             offloaded_bytes=self.storage.offloaded_bytes,
             streamed_bytes=self.storage.streamed_bytes,
         )
 
-    def entering(self) -> NDArray[np.uint8]:
-        """Widths uint8 [L, Hk, 2] that the next pages close at: the plan's until they fall."""
-        return self.storage.entering()
+    def new_page_widths(self) -> NDArray[np.uint8]:
+        """Returns the widths uint8 [L, Hk, 2] that the next pages close at: at first the plan's."""
+        return self.storage.new_page_widths()
 
     def page(self, layer: int, head: int, column: int) -> bytes:
-        """Stored bytes of one page: constants, then planes."""
+        """Returns the stored bytes of one page: constants, then planes."""
         return self.storage.page(layer, head, column)
 
     def tail(
         self, layer: int, head: int
     ) -> tuple[NDArray[np.float16], NDArray[np.float16], NDArray[np.int32]]:
-        """Floating-point rows (k, v) float16 [n, D] and their positions int32 [n]."""
+        """Returns floating-point rows, k and v float16 [n, D], and their positions int32 [n]."""
         return self.storage.tail(layer, head)
 
     def state(self) -> bytes:
-        """A snapshot of everything held; `load_state` of an equal cache restores it."""
+        """Returns a snapshot of everything held; `load_state` of an equal cache restores it."""
         return self.storage.state()
 
     def load_state(self, state: bytes) -> None:
         """Restores a snapshot. Raises `SnapshotError` if it belongs to another arena."""
         self.storage.load_state(state)
-        self._behind = self._gone_out_of_sight()
+        self._passed_tokens = self._count_passed_tokens()
 
-    def _gone_out_of_sight(self) -> NDArray[np.int64]:
-        """Int64 [L]: the first tokens that layers with a window neither hold nor see.
+    def _count_passed_tokens(self) -> NDArray[np.int64]:
+        """Returns how many first tokens each layer with a window neither holds nor sees, int64 [L].
 
-        Some may be gone by the policy: a rollback will compute them again, which it need not.
+        The policy may have evicted some of them. A rollback then computes more again than it must.
         """
         sinks = self.plan.sink_tokens
         facts, widths = self.storage.columns()

@@ -1,4 +1,4 @@
-"""What a cache is asked to be: shape, plan of widths, budget. Knows no model and no file."""
+"""Describes a cache that is to be opened: shape, widths, budget. Knows no model and no file."""
 
 import re
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ DEFAULT_READ = "blasst"
 
 
 class PageForm(IntFlag):
-    """How the pages of one (layer, KV head) are encoded; which suits it is measured at export.
+    """Names how the pages of one (layer, KV head) are encoded; an export measures which suits it.
 
     `ROTATED_KEYS`: keys are stored as their Hadamard transform, which spreads what single channels
     have too much of over all (QuaRot, arXiv 2404.00456); queries are transformed to meet them.
@@ -44,7 +44,17 @@ class PageForm(IntFlag):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheShape:
-    """Sizes every layer shares: layers, query heads, KV heads and channels per head."""
+    """Describes the layers of one class: their number, and the sizes that all of them share.
+
+    Attributes:
+        num_layers: Layers that have keys and values.
+        num_heads: Query heads, a multiple of the KV heads.
+        num_kv_heads: KV heads: heads of keys and values, each for as many query heads.
+        head_dim: Channels per head, a multiple of 16 up to 512.
+
+    Raises:
+        UsageError: The sizes are not possible.
+    """
 
     num_layers: int
     num_heads: int
@@ -65,18 +75,18 @@ class CacheShape:
 
     @property
     def streams(self) -> int:
-        """(layer, KV head) pairs."""
+        """Counts the streams: pairs of a layer and a KV head."""
         return self.num_layers * self.num_kv_heads
 
     @property
     def float_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token at 16 bits, all layers."""
+        """Returns the bytes of one token's keys and values at 16 bits, all layers."""
         return self.streams * self.head_dim * 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvShape:
-    """Layers of short convolutions: each of `width` channels over a row and `taps` - 1 before it.
+    """Describes short convolutions of `width` channels over a row and `taps` - 1 before it.
 
     They have no keys and values; what they remember are rows float32 [width].
     """
@@ -94,13 +104,13 @@ class ConvShape:
 
     @property
     def before(self) -> int:
-        """Rows before its own that a row needs."""
+        """Counts the rows before its own that a row needs."""
         return self.taps - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaShape:
-    """Layers that are gated delta nets: each of `value_heads`, which share `key_heads` evenly.
+    """Describes gated delta nets, each of `value_heads`, which share `key_heads` evenly.
 
     A value head keeps a matrix float32 [key_dim, value_dim]; queries, keys and values come of
     convolutions over a row and `taps` - 1 before it. See `kvq.reference.delta`.
@@ -132,38 +142,45 @@ class DeltaShape:
 
     @property
     def before(self) -> int:
-        """Rows before its own that a row needs."""
+        """Counts the rows before its own that a row needs."""
         return self.taps - 1
 
     @property
     def conv_width(self) -> int:
-        """Channels of the convolutions: queries, keys and values."""
+        """Counts the channels of the convolutions: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_width
 
     @property
     def value_width(self) -> int:
-        """Channels of all value heads."""
+        """Counts the channels of all value heads."""
         return self.value_heads * self.value_dim
 
     @property
     def state_width(self) -> int:
-        """Numbers of the matrices of a layer."""
+        """Counts the numbers in a layer's matrices."""
         return self.value_heads * self.key_dim * self.value_dim
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one state of all layers, with the rows that convolutions see before it."""
+        """Returns the bytes of one state of all layers, with the rows before it that it needs."""
         return self.num_layers * (self.state_width + self.before * self.conv_width) * 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvPlan:
-    """Widths a page is closed at, and how many tokens stay in floating point.
+    """Says at which widths a page is closed, and how many tokens stay in floating point.
 
-    `k_bits` and `v_bits` are each 8, 6, 4 or 2, or both 16: nothing is quantised then and every
-    token stays in the floating-point tail. The first `sink_tokens` always do, and the newest
-    that do not fill a page yet; in a cache with bytes for its whole context also the `tail_tokens`
-    before these.
+    Attributes:
+        k_bits: Bits of a key's number: 8, 6, 4 or 2. With 16 for both nothing is quantised, and
+            every token stays in floating point. Default 4.
+        v_bits: The same of values. Default 4.
+        sink_tokens: First tokens of the text, which always stay in floating point, 0 to 64.
+            Default 4.
+        tail_tokens: Tokens that stay so before the newest, which do not fill a page yet; 0 to 64.
+            Only a cache with bytes for its whole context keeps them. Default 64.
+
+    Raises:
+        UsageError: A number is not possible.
     """
 
     k_bits: int = 4
@@ -179,7 +196,7 @@ class KvPlan:
 
     @property
     def quantized(self) -> bool:
-        """Whether pages are closed at all."""
+        """Returns whether pages are closed at all."""
         return self.k_bits != FLOAT_WIDTH
 
 
@@ -198,9 +215,9 @@ def check_widths(k_bits: int, v_bits: int) -> None:
 
 
 def parse_kv(text: str, prefix: str = f"{argument('kv')} ") -> tuple[int, int]:
-    """`"4:2"` or `"4,2"` -> (4, 2); `"8"` -> (8, 8); `"fp"` -> (16, 16).
+    """Returns key and value bits: `"4:2"` or `"4,2"` is (4, 2), `"8"` (8, 8), `"fp"` (16, 16).
 
-    Raises `UsageError`; `asked` is what was typed before `text`.
+    Raises `UsageError`; `prefix` is what was typed before `text`.
     """
     if text.strip().lower() in ("fp", "f16", "fp16"):
         return FLOAT_WIDTH, FLOAT_WIDTH
@@ -221,7 +238,13 @@ def parse_kv(text: str, prefix: str = f"{argument('kv')} ") -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """A KV budget as the user gave it; exactly one field is set."""
+    """Holds a KV budget as the user gave it; one field is set, or none for 8192 tokens.
+
+    Attributes:
+        num_bytes: Bytes of the whole cache: pages, tables, floating-point rows and scratch.
+        tokens: Tokens that the cache is to hold without losing a bit.
+        fraction: Share of the bytes that the whole context would take at 16 bits.
+    """
 
     num_bytes: int | None = None
     tokens: int | None = None
@@ -235,7 +258,7 @@ _UNITS = {
 
 
 def parse_budget(text: str | int) -> Budget:
-    """`"64MiB"`, `"4096tok"`, `"25%"` or a number of bytes.
+    """Reads a budget: `"64MiB"`, `"4096tok"`, `"25%"` or a number of bytes.
 
     A share is one of the fp16 bytes of the whole context that a session is opened with.
     Raises `UsageError` for anything else, zero and negative values included.
@@ -258,17 +281,17 @@ def parse_budget(text: str | int) -> Budget:
 
 
 def parse_offload(text: str | int) -> int:
-    """Bytes of the host's memory, as `"8GiB"` or a number. Raises `UsageError` for all else."""
+    """Returns bytes of the host's memory, from `"8GiB"` or a number. Raises `UsageError`."""
     return parse_bytes(argument("kv_offload"), text)
 
 
 def parse_weights(text: str | int) -> int:
-    """Bytes of experts in memory, as `"4GiB"` or a number. Raises `UsageError` for all else."""
+    """Returns bytes of experts in memory, from `"4GiB"` or a number. Raises `UsageError`."""
     return parse_bytes(argument("weights_budget"), text)
 
 
 def parse_bytes(flag: str, text: str | int) -> int:
-    """What `flag` was given, as `"8GiB"` or a number. Raises `UsageError` for all else."""
+    """Returns the bytes that `flag` was given, from `"8GiB"` or a number. Raises `UsageError`."""
     try:
         num_bytes = parse_budget(text).num_bytes
     except UsageError:
@@ -280,11 +303,20 @@ def parse_bytes(flag: str, text: str | int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionParams:
-    """What one attention layer computes; the attributes of a `kvq::Attention` node.
+    """Holds the constants of one attention layer, the attributes of a `kvq::Attention` node.
 
-    `layer` counts those of its class, whose cache is the `cache`th of a sequence (`kvq.cache`).
-    `scale` multiplies q.k; `softcap` c > 0 gives c*tanh(s/c); `window_tokens` w > 0 lets a query
-    at position p see keys at positions > p - w; `rope_factor` multiplies cos and sin.
+    Attributes:
+        layer: Number of the layer in its class, from 0.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        head_dim: Channels per head.
+        scale: Factor of the products q.k.
+        softcap: Above 0, a logit s becomes softcap * tanh(s / softcap). Default 0, off.
+        window_tokens: Above 0, a query at position p sees keys at positions above
+            p - window_tokens. Default 0, all of them.
+        rope_factor: Factor of the rotation's cos and sin. Default 1.
+        norm_eps: Added to the mean square that an RMS norm divides by. Default 1e-6.
+        cache: Number of the class among the sequence's caches (`kvq.cache`). Default 0.
     """
 
     layer: int

@@ -20,7 +20,7 @@ from kvq.errors import BackendError, CacheError, argument
 # Files beside the native library, or paths.
 LIBRARIES = {"cuda": "libkvq_cuda.so"}
 DRIVER = "libcuda.so.1"
-# The CUDA that the library and onnxruntime-gpu are made with, as a driver tells its version.
+# The CUDA that the library and onnxruntime-gpu are made with, in a driver's own numbering.
 OLDEST_DRIVER = 13_000
 OLDEST_CAPABILITY = 80  # of the GPUs that the library has code for, as in CMakeLists.txt
 MOST_BEST = 256  # logits of a row that `best` finds, as in csrc/cuda/best.h
@@ -28,7 +28,7 @@ MOST_BEST = 256  # logits of a row that `best` finds, as in csrc/cuda/best.h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """An opened device; `number` is what the native library names it by.
+    """Describes an opened device; the native library names it by `number`.
 
     `stream` is the CUDA stream that all its work is queued on, `capability` 90 for sm_90. Bytes are
     those when it was opened. Its cache has kernels for heads of `head_dims` channels.
@@ -44,7 +44,7 @@ class Device:
     head_dims: tuple[int, ...]
 
     def copy_seconds(self, num_bytes: int, times: int) -> float:
-        """How long it takes to copy `num_bytes` on the device, the mean of `times` in a row.
+        """Measures the seconds of a copy of `num_bytes` on the device, as a mean of `times`.
 
         Each byte is read and written. Raises `BackendError` where there is no room for two buffers.
         """
@@ -70,7 +70,7 @@ class Device:
 
 @cache
 def opened(name: str) -> Device:
-    """The device called `name`, one of `LIBRARIES`, opened on first use for as long as we live.
+    """Opens the device called `name`, one of `LIBRARIES`, on first use and for good.
 
     Raises `BackendError` with the reason if it cannot be used.
     """
@@ -150,7 +150,7 @@ def storage_on(device: str) -> type[native.NativeCache]:
 def best(
     device: Device, address: int, shape: tuple[int, int], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Places and values [R, count] of the `count` largest numbers of each row, largest first.
+    """Returns places and values [R, count] of each row's `count` largest numbers, largest first.
 
     `address` is where float32 rows of `shape` [R, V] lie on the device, R at least 1; what its
     stream was given before is done first. Of equal numbers the first are taken, and what is not a
@@ -167,7 +167,7 @@ def best(
 
 
 def why_not(name: str) -> str:
-    """Why the device cannot be used; empty if it can."""
+    """Returns why the device cannot be used; empty if it can."""
     try:
         opened(name)
     except BackendError as error:
@@ -176,7 +176,7 @@ def why_not(name: str) -> str:
 
 
 def driver_missing() -> str:
-    """Why CUDA's driver finds no GPU here, asked of the driver itself; empty if it does."""
+    """Asks CUDA's driver itself and returns why it finds no GPU here; empty if it does."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:

@@ -1,17 +1,5 @@
 """All errors that a user can cause; any other exception is a bug.
 
-    KvqError
-    ├── UsageError               a flag or argument has a bad value
-    ├── DataError                a text or evaluation file cannot be used
-    ├── ModelError
-    │   ├── UnsupportedModelError   an architecture or value no family knows
-    │   └── CheckpointError         a checkpoint is damaged or incomplete
-    ├── BundleError              a bundle is damaged, newer, or not a bundle
-    ├── BudgetError              the byte budget cannot hold what was asked
-    ├── CacheError               the cache refuses numbers or a state it cannot hold
-    ├── SnapshotError            a saved session cannot be used here
-    └── BackendError             a dependency or a feature is missing
-
 An error holds data: what it is `about`, the `value`, and what is `possible`. Its message says what
 was asked, what is possible and what to do. It names arguments by marks (`argument`). Whoever shows
 the message replaces the marks by names that the reader knows: `str(error)` by those of Python, the

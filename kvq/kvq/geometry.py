@@ -29,20 +29,20 @@ from kvq.formats import (
 )
 from kvq.native_library import library
 
-# What a layer's window has passed is kept this much longer: a rollback by no more loses nothing.
+# Tokens that a layer keeps behind its window, so that a rollback by no more loses nothing.
 WINDOW_MARGIN_TOKENS = 4 * PAGE_TOKENS
 # Of `kvq_config.probes`: KVQ_SAMPLES.
 SAMPLES = 1 << 20
-# Of the bytes for pages their table may take so many, where a policy decides by what attention
-# looks at: heads then give up different pages of one column, and those that look back keep nearly
-# all. A row goes only with every page in it: a table too short takes from these what they keep.
+# Share of the bytes for pages that the page table may take, where a policy decides by attention.
+# Heads then give up different pages of a column, and a column goes only with all its pages: in a
+# table with too few columns, heads that look far back would lose pages that they should keep.
 TABLE_SHARE = 0.05
-# Delta nets: states that are needed, that by which the next token is computed and the one before
-# it; and of how many places further back they are kept, in a budget that holds the whole context.
+# States that a delta net needs: the one that the next token is computed with, and the one before
+# it. A budget for the whole context keeps those of `DELTA_PLACES` earlier places as well.
 LEAST_DELTA_STATES = 2
 DELTA_PLACES = 4
-# Of a budget that cannot hold its context a chunk's rows on their way take at most this share, or
-# as much as those of `SHORT_CHUNK_TOKENS`: what they take is the pages'.
+# Largest share that a chunk's rows take of a budget that cannot hold its context, unless chunks
+# have no more than `SHORT_CHUNK_TOKENS`: what they take is lost for pages.
 CHUNK_SHARE = 1 / 32
 SHORT_CHUNK_TOKENS = 128
 # Every region ends at a multiple of `ALIGNMENT`; this much room is lost to that at most.
@@ -51,17 +51,13 @@ SLACK_BYTES = 8 * ALIGNMENT
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What decides how an arena's bytes divide, whatever their number.
+    """Holds what decides how an arena's bytes divide, whatever their number.
 
-    `chunk_tokens`: tokens of a prompt that go through the model at once. `draft_tokens`: rows of
-    the tail kept free for a branch. `splits`: parts a KV head's pages are divided into for
-    threads. `probes`: query rows are kept, for policies that ask what attention looks at,
-    `samples`: not of the newest tokens alone but of the whole text as well.
-    `value_groups`: what a page has room for scales of, see `kvq.formats.value_groups`. `windows`:
-    the sliding window of every layer whose pages go when it has passed them, 0 for one that sees
-    all; empty: no page goes. `conv`: the convolutions beside the layers that attend, `delta`: the
-    delta nets, of which `delta_states` states are kept. `readers`: layers of no keys that read
-    those of the last layer, and whose queries are probes like its own.
+    Most fields are those of `kvq.sizing.ClassSpec`. `splits`: parts that a KV head's pages are
+    divided into for threads. `probes`: query rows are kept, for policies that ask what attention
+    looks at; `samples`: of the whole text as well as of the newest tokens. `value_groups`: see
+    `kvq.formats.value_groups`. `windows`: those of the layers whose pages go when the window has
+    passed them; empty: no page goes. `delta_states`: states that are kept of each delta net.
     """
 
     shape: CacheShape
@@ -77,60 +73,60 @@ class Geometry:
     conv: ConvShape | None = None
     delta: DeltaShape | None = None
     delta_states: int = LEAST_DELTA_STATES + DELTA_PLACES
-    readers: int = 0
+    kv_shared_layers: int = 0
 
     @property
-    def heard_readers(self) -> int:
-        """Readers whose queries are kept."""
-        return self.readers if self.probes else 0
+    def probed_shared_layers(self) -> int:
+        """Counts the layers that reuse keys and values and whose queries are kept."""
+        return self.kv_shared_layers if self.probes else 0
 
     @property
     def probe_kinds(self) -> int:
-        """Whose queries are kept, and of which tokens, as `kvq_config.probes` says it."""
-        return self.probes + self.heard_readers + SAMPLES * self.samples
+        """Says whose queries are kept, and of which tokens, as `kvq_config.probes` does."""
+        return self.probes + self.probed_shared_layers + SAMPLES * self.samples
 
     @property
     def keeps_places(self) -> bool:
-        """Whether convolutions or delta nets beside attention keep places to go back to."""
+        """Returns whether convolutions or delta nets beside attention keep checkpoints."""
         return self.conv is not None or self.delta is not None
 
     @property
     def pass_tokens(self) -> int:
-        """Most tokens one forward pass may bring: a chunk, or a draft."""
+        """Returns the most tokens of one forward pass: a chunk, or a draft."""
         return max(self.chunk_tokens, self.draft_tokens)
 
     @property
     def tail_rows(self) -> int:
-        """Floating-point rows of a stream, sinks and the room for a draft included."""
+        """Counts the floating-point rows of a stream, with sinks and the room for a draft."""
         if not self.plan.quantized:
             return max(self.context_tokens, self.draft_tokens)
         return self.plan.sink_tokens + self.plan.tail_tokens + PAGE_TOKENS + self.draft_tokens
 
     @property
     def streams(self) -> int:
-        """(layer, KV head) pairs."""
+        """Counts the streams: pairs of a layer and a KV head."""
         return self.shape.streams
 
     @property
-    def wanted_columns(self) -> int:
-        """Pages per stream that the whole context needs."""
+    def context_columns(self) -> int:
+        """Counts the pages per stream that the whole context needs."""
         paged = self.context_tokens - self.plan.sink_tokens - self.plan.tail_tokens
         return _pages(paged) if self.plan.quantized and paged > 0 else 0
 
     @property
     def minimum_bytes(self) -> int:
-        """Smallest budget that opens: sinks, tail, scratch and the pages a draft can close."""
+        """Returns the smallest budget: sinks, tail, scratch and the pages a draft can close."""
         return self.bytes_for_columns(self._columns_closed_by(self.draft_tokens))
 
     def held_pages(self, columns: int) -> int:
-        """Most pages that are held of so many per stream: of a layer with a window the newest."""
+        """Counts the pages held of so many per stream: of a layer with a window the newest."""
         if not self.windows:
             return columns * self.streams
         newest = (self.window_columns(window) if window else columns for window in self.windows)
         return self.shape.num_kv_heads * sum(min(columns, most) for most in newest)
 
     def window_columns(self, window_tokens: int) -> int:
-        """Most pages per stream of a layer with such a window.
+        """Returns the most pages per stream of a layer with such a window.
 
         They hold what the first row of a pass sees, what a rollback may want again, and the pass;
         at both ends a page is there in part. A draft is looked at as of its first row.
@@ -139,14 +135,14 @@ class Geometry:
         return _pages(behind + self.pass_tokens) + 2
 
     def columns_within(self, num_bytes: int, k_bits: int, v_bits: int, row_bytes: int = 0) -> int:
-        """Most pages per stream, up to what the context needs, that fit `num_bytes`.
+        """Returns the most pages per stream that fit `num_bytes`, up to what the context needs.
 
         Each also takes `row_bytes` per stream of all.
         """
         page = self._page_bytes(k_bits, v_bits)
         return (
             bisect_right(
-                range(self.wanted_columns + 1),
+                range(self.context_columns + 1),
                 num_bytes,
                 key=lambda columns: columns * row_bytes + self.held_pages(columns) * page,
             )
@@ -154,7 +150,7 @@ class Geometry:
         )
 
     def closing_pages(self, tail_rows: int, tokens: int) -> int:
-        """Pages per stream that close when `tokens` more join `tail_rows` floating-point rows."""
+        """Counts the pages per stream that close when `tokens` more join `tail_rows` rows."""
         rows = tail_rows + tokens - self.plan.sink_tokens - self.plan.tail_tokens
         return max(0, rows) // PAGE_TOKENS if self.plan.quantized else 0
 
@@ -167,33 +163,36 @@ class Geometry:
         return _regions(self, columns, pool_bytes)
 
     def bytes_for_columns(self, columns: int) -> int:
-        """Smallest budget in which `columns` pages per stream fit at the plan's widths."""
+        """Returns the smallest budget that fits `columns` pages per stream at the plan's widths."""
         least = columns * self._row_bytes + self.pages_bytes(columns) if columns else 0
         # The table of granule owners takes 4 bytes for each granule of the room it lies in itself.
         table = 4 * (least // (granule_bytes(self.shape.head_dim) - 4) + 1)
         return self.regions_for(0, 0).num_bytes + least + table + SLACK_BYTES
 
     def divide(self, num_bytes: int) -> tuple[int, Regions]:
-        """(page columns the table holds, regions before the pages). Raises `BudgetError`."""
+        """Returns the columns of the page table, and the regions before the pages.
+
+        Raises `BudgetError`.
+        """
         require_budget(num_bytes, self.minimum_bytes)
         room = num_bytes - self.regions_for(0, 0).num_bytes - SLACK_BYTES
         columns = 0
-        if self.wanted_columns:
+        if self.context_columns:
             free = room - room // granule_bytes(self.shape.head_dim) * 4
-            # No more rows than leave the pages a draft can close at full width.
+            # The table leaves room for the pages that a draft can close, at full width.
             first = self.pages_bytes(self._columns_closed_by(self.draft_tokens))
-            columns_wanted = self.columns_within(free, 2, 2, self._row_bytes)
+            most_columns = self.columns_within(free, 2, 2, self._row_bytes)
             if self.probes:
-                columns_wanted = max(columns_wanted, int(free * TABLE_SHARE) // self._row_bytes)
-            columns = min(columns_wanted, self.wanted_columns, (free - first) // self._row_bytes)
+                most_columns = max(most_columns, int(free * TABLE_SHARE) // self._row_bytes)
+            columns = min(most_columns, self.context_columns, (free - first) // self._row_bytes)
         return columns, self.regions_for(columns, room)
 
     def room_for_pages(self, num_bytes: int) -> int:
-        """Bytes that `num_bytes` leave for pages. Raises `BudgetError`."""
+        """Returns the bytes that `num_bytes` leave for pages. Raises `BudgetError`."""
         return num_bytes - self.divide(num_bytes)[1].num_bytes
 
-    def takes_chunk(self, num_bytes: int) -> bool:
-        """Whether the pages one chunk closes fit `num_bytes`; those of a shortest one always do."""
+    def fits_chunk(self, num_bytes: int) -> bool:
+        """Decides whether the pages that a chunk closes fit; those of a shortest one always do."""
         if self.chunk_tokens <= PAGE_TOKENS:
             return True
         if num_bytes < self.minimum_bytes:
@@ -201,8 +200,8 @@ class Geometry:
         columns = self._columns_closed_by(self.pass_tokens)
         return not columns or self.room_for_pages(num_bytes) >= self.pages_bytes(columns)
 
-    def crowds(self, num_bytes: int) -> bool:
-        """Whether a chunk's rows take more of so many bytes than a shorter chunk is worth.
+    def chunk_is_too_long(self, num_bytes: int) -> bool:
+        """Decides whether a chunk's rows take so many of the bytes that a shorter one is better.
 
         Measured at an eighth of the fp16 bytes of 2048 tokens: with 128 tokens in place of 256
         Qwen2.5-Coder loses .78 as much (x/ 1.09), SmolLM2 .90 (x/ 1.05); their prompts take .97
@@ -213,24 +212,24 @@ class Geometry:
         return self.chunk_tokens > SHORT_CHUNK_TOKENS and rows > num_bytes * CHUNK_SHARE
 
     def with_shorter_chunk(self) -> "Geometry":
-        """With half the tokens in a chunk, a page of them at least."""
+        """Returns a copy with half the tokens in a chunk, a page of them at least."""
         return replace(self, chunk_tokens=max(PAGE_TOKENS, self.chunk_tokens // 2))
 
     @property
     def _row_bytes(self) -> int:
-        """Bytes of one column of the page table."""
+        """Returns the bytes of one column of the page table."""
         return sum(self.regions_for(1, 0)) - sum(self.regions_for(0, 0))
 
     def _page_bytes(self, k_bits: int, v_bits: int) -> int:
         return page_bytes(self.shape.head_dim, k_bits, v_bits, self.value_groups)
 
     def pages_bytes(self, columns: int) -> int:
-        """Bytes of what is held of so many pages per stream at the plan's widths."""
+        """Returns the bytes of what is held of so many pages per stream at the plan's widths."""
         return self.held_pages(columns) * self._page_bytes(self.plan.k_bits, self.plan.v_bits)
 
     def _columns_closed_by(self, tokens: int) -> int:
-        """Most pages per stream that a pass of so many tokens closes."""
-        return min(_pages(tokens), self.wanted_columns)
+        """Returns the most pages per stream that a pass of so many tokens closes."""
+        return min(_pages(tokens), self.context_columns)
 
 
 def require_budget(num_bytes: int, minimum_bytes: int) -> None:
@@ -244,7 +243,7 @@ def require_budget(num_bytes: int, minimum_bytes: int) -> None:
 
 
 def _pages(tokens: int) -> int:
-    """Pages that so many tokens fill or begin."""
+    """Counts the pages that so many tokens fill or begin."""
     return -(-tokens // PAGE_TOKENS)
 
 

@@ -22,6 +22,12 @@ def named(label: str, text: str, table: Mapping[str, str]) -> Any:
     return kind(**_options(f"{label} {text!r}", kind, options))
 
 
+def require(holds: bool, about: str, value: str, possible: str) -> None:
+    """Raises `UsageError` about an argument, its value and what is possible, unless it `holds`."""
+    if not holds:
+        raise UsageError(about=about, value=value, possible=possible)
+
+
 def _options(label: str, kind: Any, options: str) -> dict[str, Any]:
     """Returns the options with the types of the dataclass's fields (int, float or str)."""
     known = {field.name: field.type for field in fields(kind)}

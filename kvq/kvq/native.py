@@ -46,7 +46,7 @@ def pack(
     axis: int | None = None,
     feedback: NDArray[np.float32] | None = None,
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """(planes, grid) of one page's keys (0) or values (1), float32 [64, D], at `bits`.
+    """Encodes one page's keys (side 0) or values (1), float32 [64, D]; returns planes and grid.
 
     `axis`: the one a group of the grid lies along; by default the tokens for keys. `feedback`
     float32 [D, D]: see `kvq.reference.stored.carried`.
@@ -63,7 +63,7 @@ def pack(
 
 
 def layout(geometry: Geometry, num_bytes: int, columns: int) -> dict[str, Any]:
-    """The library's own count of an arena's bytes, to be compared with `kvq.geometry`'s."""
+    """Returns the library's count of an arena's bytes, to be compared with `kvq.geometry`'s."""
     config, out = as_config(geometry), NativeLayout()
     library().kvq_layout_of(ctypes.byref(config), num_bytes, columns, ctypes.byref(out))
     sizes = {field[0]: getattr(out, field[0]) for field in NativeLayout._fields_}
@@ -76,7 +76,7 @@ def figure(path: str) -> int:
 
 
 class NativeCache:
-    """The cache in native code; every method is one call of the C ABI.
+    """Holds a cache in native code; every method is one call of the C ABI.
 
     Calls may come from several threads: they take turns. `close` during a call lets it end. Counts
     and bytes are what the last call that changed them returned.
@@ -101,16 +101,16 @@ class NativeCache:
         self._library = library()
         self._stats = NativeStats()
         self._counted = ctypes.byref(self._stats)
-        # The same, for whoever asks an open cache.
+        # The same while the cache is open; every use raises `CacheError` once it is closed.
         self._open_stats: NativeStats = self._stats
-        handle, forms = c_int64(), np.array(arena.spec.forms, np.uint8)
+        handle, encodings = c_int64(), np.array(arena.spec.page_encodings, np.uint8)
         with _second_tier(arena.file_bytes) as file:
             _check(
                 self._library.kvq_cache_open(
                     ctypes.byref(as_config(arena)),
                     arena.num_bytes,
                     arena.max_columns,
-                    pointer(forms) if len(forms) else None,
+                    pointer(encodings) if len(encodings) else None,
                     self._device_number(),
                     arena.resident_columns,
                     file,
@@ -137,8 +137,9 @@ class NativeCache:
         numbers = NativeRead(share=rule.share, octaves=rule.octaves)
         self._call("read", ctypes.byref(numbers))
 
-    def feed_back(self, feedback: NDArray[np.float32]) -> None:
-        self._feedback = np.ascontiguousarray(feedback, np.float32)  # which native code only reads
+    def set_rounding_feedback(self, feedback: NDArray[np.float32]) -> None:
+        # Native code keeps no copy, so the array must live as long as the cache.
+        self._feedback = np.ascontiguousarray(feedback, np.float32)
         self._call("feed_back", pointer(self._feedback))
 
     def missing(self, tokens: int) -> tuple[int, int]:
@@ -153,16 +154,16 @@ class NativeCache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> bool:
         """Adds rows to the branch; returns False where room must be made for them first."""
         rows = None if parents is None else _int32_array(parents)
         first = -1 if at is None else at
-        quiet = None
-        if silent:
+        kv_only = None
+        if kv_only_layers:
             layers = self.arena.shape.num_layers
-            quiet = (c_uint8 * layers)(*(layer in silent for layer in range(layers)))
-        if self._call("begin", tokens, rows, VIEWS[view], first, quiet, allowed=_SHORT):
+            kv_only = (c_uint8 * layers)(*(layer in kv_only_layers for layer in range(layers)))
+        if self._call("begin", tokens, rows, VIEWS[view], first, kv_only, allowed=_SHORT):
             return False
         self._stats.branch_rows += tokens
         return True
@@ -214,7 +215,7 @@ class NativeCache:
         self._call("recur", layer, len(rows), *arrays)
         return out
 
-    def look(
+    def attend_shared(
         self,
         params: AttentionParams,
         queries: NDArray[np.float32],
@@ -266,7 +267,7 @@ class NativeCache:
             raise _refusal(status)
         return status
 
-    def demote_entering(self, widths: NDArray[np.uint8]) -> None:
+    def lower_new_page_widths(self, widths: NDArray[np.uint8]) -> None:
         widths = np.ascontiguousarray(widths, np.uint8)
         self._call("demote_entering", pointer(widths))
 
@@ -297,7 +298,7 @@ class NativeCache:
         self._call("places", len(places), pointer(places))
         return places
 
-    def entering(self) -> NDArray[np.uint8]:
+    def new_page_widths(self) -> NDArray[np.uint8]:
         shape = self.arena.shape
         widths = np.zeros((shape.num_layers, shape.num_kv_heads, 2), np.uint8)
         self._call("entering", pointer(widths))
@@ -358,7 +359,7 @@ class NativeCache:
 
 
 def pointer(x: NDArray[Any]) -> Any:
-    """What C is given of a contiguous array, which it keeps alive: ctypes names no type for it."""
+    """Returns C's pointer to a contiguous array, which it keeps alive; ctypes names no type."""
     return x.ctypes.data_as(POINTERS[x.dtype])
 
 
@@ -373,7 +374,7 @@ def _refusal(status: int) -> CacheError:
 
 @contextmanager
 def _second_tier(num_bytes: int) -> Generator[int]:
-    """A file of so many bytes for pages, for as long as it takes to open a cache over it."""
+    """Yields a file of so many bytes for pages, while a cache is opened over it."""
     folder = cache_folder()
     if num_bytes and sys.platform != "linux":
         raise BackendError(
@@ -393,7 +394,7 @@ def _second_tier(num_bytes: int) -> Generator[int]:
 
 
 def _int32_array(numbers: Sequence[int]) -> "ctypes.Array[c_int32]":
-    """`numbers` for C. Raises `CacheError` where ctypes would wrap one without a word."""
+    """Returns `numbers` for C. Raises `CacheError` where ctypes would wrap one without a word."""
     for number in numbers:
         if not -_MOST <= number < _MOST:
             raise _beyond(number)

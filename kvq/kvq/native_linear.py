@@ -1,6 +1,7 @@
 """Products with stored weights through the C ABI: what exports and measurements call.
 
-A running model reaches the same code through the ONNX Runtime ops. Meaning: `reference_linear`.
+A running model reaches the same code through the ONNX Runtime ops. `kvq.reference.linear` and
+`kvq.reference.experts` define what they compute.
 """
 
 import ctypes
@@ -24,13 +25,13 @@ VIEWS: tuple[View, ...] = ("full", "hi")
 
 
 class NativeMatrix(ctypes.Structure):
-    """`kvq_matrix`: the shape of a stored matrix."""
+    """Mirrors `kvq_matrix`: the shape of a stored matrix."""
 
     _fields_ = tuple((name, c_int32) for name in ("rows", "columns", "bits", "block", "grid"))
 
 
 class NativeLinear(ctypes.Structure):
-    """`kvq_linear`: one product."""
+    """Mirrors `kvq_linear`: one product."""
 
     _fields_ = (
         ("matrix", NativeMatrix),
@@ -55,12 +56,12 @@ def linear(
     exact_rows: int = 0,
     first_row: int = 0,
 ) -> Float:
-    """`residual + bias + input @ weight.T`, float32 [M, rows], on the calling thread.
+    """Computes `residual + bias + input @ weight.T`, float32 [M, rows], on the calling thread.
 
     The input is x [M, columns], its RMS norm with weight `norm`, or with an activation
-    `activation(x[:, :columns]) * x[:, columns:]` of x [M, 2 * columns]. `exact_rows` as in
-    `reference_linear.linear_in_two_passes`, 0 for all; rows of the matrix before `first_row` are
-    not read, their results are the residual or 0. Raises `BackendError`.
+    `activation(x[:, :columns]) * x[:, columns:]` of x [M, 2 * columns]. `exact_rows` is the `count`
+    of `kvq.reference.linear.linear_in_two_passes`, 0 for all; rows of the matrix before `first_row`
+    are not read, their results are the residual or 0. Raises `BackendError`.
     """
     out = np.empty((len(x), form.rows), np.float32)
     x = np.ascontiguousarray(x, np.float32)
@@ -74,14 +75,14 @@ def linear(
 
 
 def weight_bytes_read() -> int:
-    """Bytes of weights all products of this process have read."""
+    """Counts the bytes of weights that all products of this process have read."""
     call = native_library.library().kvq_weight_bytes_read
     call.restype = c_int64
     return int(call())
 
 
 def matrix(form: PanelFormat) -> NativeMatrix:
-    """The shape of a matrix as the library is told it."""
+    """Returns the shape of a matrix in the library's terms."""
     return NativeMatrix(form.rows, form.columns, form.bits, form.block, form.grid)
 
 

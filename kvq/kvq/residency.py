@@ -1,4 +1,4 @@
-"""How much memory the experts of a model may take: a bound on what of a mapped file stays in it.
+"""Bounds the memory of a model's experts: how much of a mapped file stays in it.
 
 Knows no model and no file; `kvq/csrc/linear/residency.h` does the work, inside passes.
 """
@@ -15,7 +15,7 @@ from kvq.errors import BackendError, argument
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resident:
-    """What has happened so far: `held_bytes` of experts are in memory, of `budget_bytes` at most.
+    """Counts what has happened: `held_bytes` of experts are in memory, at most `budget_bytes`.
 
     Passes have chosen `chosen` experts, counted once for each layer and pass, and `fetched` of
     these were not in memory.
@@ -28,12 +28,12 @@ class Resident:
 
     @property
     def hit_share(self) -> float:
-        """Of the experts that were chosen, those that were in memory; 1 before any was."""
+        """Returns which share of the chosen experts was in memory; 1 before any was chosen."""
         return 1 - self.fetched / self.chosen if self.chosen else 1.0
 
 
 class Residency:
-    """Those experts of one model that stay in memory, within `budget_bytes`.
+    """Bounds the memory of one model's experts to `budget_bytes`.
 
     Before an expert is read, others leave memory until there is room for it, the one that newer
     passes chose least often first. One expert by itself may take more than the budget, and while it
@@ -52,20 +52,20 @@ class Residency:
         self.handle = handle.value
 
     def stats(self) -> Resident:
-        """What is in memory now, and how often that was enough. Raises `BackendError`: closed."""
+        """Returns what is in memory, and how often it sufficed. Raises `BackendError`: closed."""
         stats = NativeResidencyStats()
         if self._library.kvq_residency_stats_of(self.handle, ctypes.byref(stats)):
             raise BackendError("this model is closed; open it again with Engine.open")
         return Resident(**{name: getattr(stats, name) for name in Resident.__slots__})
 
     def close(self) -> None:
-        """Bounds nothing any more; passes that name it fail."""
+        """Ends the bound; passes that name it fail."""
         self._library.kvq_residency_close(self.handle)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBytes:
-    """Bytes of a model's experts: all that are `stored`, and those of one token, `chosen`.
+    """Counts the bytes of a model's experts: all that are `stored`, and one token's, `chosen`.
 
     `largest` is the most that one of them may take in memory, the least that can be a budget.
     """
@@ -75,10 +75,10 @@ class ExpertBytes:
     largest: int
 
     def to_json(self) -> dict[str, int]:
-        """As reports have it."""
+        """Returns the bytes as reports have them."""
         return {"bytes": self.stored, "token_bytes": self.chosen, "least_budget": self.largest}
 
 
 def most_in_memory(parts: Iterable[int]) -> int:
-    """What an expert may take in memory whose matrices have so many bytes, wherever they lie."""
+    """Returns what an expert with matrices of so many bytes may take, wherever they lie."""
     return sum(-(-part // PAGESIZE) * PAGESIZE + PAGESIZE for part in parts)

@@ -1,6 +1,6 @@
-"""How many bytes a cache needs, and what one of given bytes can hold: asked and held.
+"""Computes how many bytes a cache needs, and what a cache of given bytes can hold.
 
-How they divide is `geometry`'s. Knows policies by name and holds no data.
+`geometry` divides them into regions. Knows policies by name and holds no data.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,19 +30,20 @@ from kvq.selectors import rule_named
 # Without a budget there is room for this many tokens, or for the context if that is shorter.
 DEFAULT_TOKENS = 8192
 SHORTEST_CONTEXT_TOKENS = 2
-# In a budget less than the whole context's, delta nets keep as many places as this share of what it
-# has beyond the least has room for.
+# Share of a smaller budget, beyond the least that opens, that delta nets may fill with checkpoints.
 PLACES_SHARE = 1 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassArena(Geometry):
-    """The memory of one cache: what is held, in exactly `num_bytes`, of what `spec` asks for.
+    """Describes the memory of one cache: what `num_bytes` hold of what `spec` asks for.
 
-    `max_columns`: pages per stream the table has room for. `regions`: what lies before the pages.
-    `resident_columns`: of an arena in two tiers the newest so many lie on the device, with all that
-    is no page, and the others on the host; 0: there is one tier.
-    `file_bytes`: the last so many of a processor's arena, where the oldest pages lie, are a file's.
+    Attributes:
+        max_columns: Pages per stream that the table has room for.
+        regions: Bytes of each region before the pages.
+        resident_columns: Columns of an arena in two tiers that lie on the device, the newest, in
+            `device_bytes` with all that is no page; 0: there is one tier.
+        file_bytes: The last bytes of a processor's arena, of the oldest pages, that are a file's.
     """
 
     spec: "ClassSpec"
@@ -54,50 +55,53 @@ class ClassArena(Geometry):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes left for pages."""
+        """Returns the bytes left for pages."""
         return self.num_bytes - self.regions.num_bytes
 
     @property
     def evidence(self) -> str:
-        """In words, what is kept for policies to decide by, and of how many pages a stream."""
+        """Says in words what is kept for policies to decide by, and of how many pages a stream.
+
+        Saved sessions have this text.
+        """
         if not self.probes:
             return "nothing"
         heads, spread = kept_heads(self.shape), "new and old" if self.samples else "new"
         return (
-            f"{heads} query heads of {spread} tokens, {self.heard_readers} readers, "
+            f"{heads} query heads of {spread} tokens, {self.probed_shared_layers} readers, "
             f"{self.max_columns} columns"
         )
 
     @property
     def whole_tokens(self) -> int:
-        """Most tokens held at the plan's widths; of more, bits or tokens are given up."""
+        """Returns the most tokens held at the plan's widths, before bits or tokens are given up."""
         return self.tokens_at(self.plan.k_bits, self.plan.v_bits)
 
     @property
     def fewest_bits(self) -> tuple[int, int]:
-        """K and V bits that pages are narrowed to before tokens are given up."""
+        """Returns the key and value bits that pages fall to before tokens are given up."""
         plan = (self.plan.k_bits, self.plan.v_bits)
         fewest = policy_named(self.spec.policy).fewest_bits if self.plan.quantized else None
         return plan if fewest is None else (min(plan[0], fewest[0]), min(plan[1], fewest[1]))
 
     def tokens_at(self, k_bits: int, v_bits: int) -> int:
-        """Most tokens held while all pages have these widths."""
+        """Returns the most tokens held while all pages have these widths."""
         if not self.plan.quantized:
             return self.context_tokens
         within = self.columns_within(self.pool_bytes, k_bits, v_bits)
         columns = min(self.max_columns, within)
-        if columns >= self.wanted_columns:
+        if columns >= self.context_columns:
             return self.context_tokens
         return self.plan.sink_tokens + self.plan.tail_tokens + columns * PAGE_TOKENS
 
     @property
     def offload_bytes(self) -> int:
-        """Bytes of the second tier: of the host's memory, or of a file."""
+        """Returns the bytes of the second tier: of the host's memory, or of a file."""
         spilled = self.max_columns - self.resident_columns if self.resident_columns else 0
         return self.file_bytes or spilled * self.streams * self._plane_bytes
 
     def bytes_with_resident(self, columns: int) -> int:
-        """Bytes on a device: all constants, planes of so many columns, twice a layer's others."""
+        """Returns a device's bytes: constants, planes of `columns`, and twice a layer's others."""
         heads, spilled = self.shape.num_kv_heads, self.max_columns - columns
         planes = (columns * self.streams + 2 * spilled * heads) * self._plane_bytes
         return self.regions.num_bytes + self.max_columns * self.streams * self._constants + planes
@@ -108,11 +112,11 @@ class ClassArena(Geometry):
 
     @property
     def _plane_bytes(self) -> int:
-        """Bytes of one page's planes at the plan's widths."""
+        """Returns the bytes of one page's planes at the plan's widths."""
         return self._page_bytes(self.plan.k_bits, self.plan.v_bits) - self._constants
 
     def in_tiers(self, device_bytes: int) -> "ClassArena":
-        """With as many columns on a device as so many bytes there take.
+        """Returns the arena with as many columns on a device as so many bytes there take.
 
         At least what one pass closes stays there. Raises `BudgetError`.
         """
@@ -131,9 +135,9 @@ class ClassArena(Geometry):
         return replace(self, resident_columns=min(least + more, self.max_columns - 1))
 
     def over_file(self, memory_bytes: int) -> "ClassArena":
-        """With so many bytes in memory and the others, all of them planes of pages, in a file.
+        """Returns the arena with so many bytes in memory and the others, all planes, in a file.
 
-        What is asked of every page, the constants, stays in memory. Raises `BudgetError`.
+        Constants, which are read of every page, stay in memory. Raises `BudgetError`.
         """
         least = self.num_bytes - self.max_columns * self.streams * self._plane_bytes
         if memory_bytes < least:
@@ -147,20 +151,33 @@ class ClassArena(Geometry):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassSpec:
-    """What is asked of a cache.
+    """Describes the cache that one class of layers asks for.
 
-    `context_tokens`: most tokens it will ever hold. `budget`: empty for `DEFAULT_TOKENS`.
-    `chunk_tokens`: tokens of a prompt at once, fewer in a small context or budget. `windows`: the
-    sliding window of every layer, 0 for none; empty: none has one. `edits`: the text will be edited
-    in the middle, where queries look again at what a window has passed: all of it is kept.
-    `observed`: keep probe queries for evidence; None: if the policy asks for attention and the
-    budget cannot hold the whole context. `forms`: how the
-    pages of every layer's KV heads are encoded, layer by layer; empty: all plain. `read`:
-    what is read of the pages, as `--kv-read` writes it. `offload_bytes`: of the host's memory,
-    for the pages of the context that the budget of a device does not hold; 0: they lose bits.
-    `offload_file`: they are a file's, behind a processor's memory.
-    `conv`: convolutions beside the layers that attend, whose rows are held here too. `delta`:
-    likewise delta nets. `readers`: layers that own nothing and read the last one's pages.
+    Attributes:
+        context_tokens: Most tokens it will ever hold.
+        budget: Its budget; empty for `DEFAULT_TOKENS` tokens.
+        chunk_tokens: Tokens of a prompt at once, fewer in a small context or budget. Default 256.
+        draft_tokens: Rows of a branch, 1 to 128. Default 8.
+        threads: Threads that share a pass. Default 1.
+        policy: What gives way when space is short, as `--kv-policy` writes it.
+        windows: Sliding window of every layer in tokens, 0 for none; empty: none has one.
+        edits: Whether the text will be edited in the middle, where queries look again at what a
+            window has passed: all of it is kept.
+        observed: Whether to keep probe queries as evidence. None: if the policy asks for attention
+            and the budget cannot hold the whole context.
+        page_encodings: How the pages of every layer's KV heads are encoded, layer by layer; empty:
+            all plain.
+        read: What is read of the pages, as `--kv-read` writes it.
+        offload_bytes: Bytes of a second tier for the pages that the budget does not hold; 0: there
+            is none, and pages lose bits.
+        offload_file: Whether the second tier is a file behind a processor's memory, not the host's
+            memory behind a device's.
+        conv: Convolutions beside the layers that attend, whose rows are held here too.
+        delta: Delta nets beside them, likewise.
+        kv_shared_layers: Layers without keys and values, which reuse those of the last one.
+
+    Raises:
+        UsageError: A value, or a combination of them, is not possible.
     """
 
     shape: CacheShape
@@ -174,18 +191,20 @@ class ClassSpec:
     windows: tuple[int, ...] = ()
     edits: bool = False
     observed: bool | None = None
-    forms: tuple[PageForm, ...] = ()
+    page_encodings: tuple[PageForm, ...] = ()
     read: str = DEFAULT_READ
     offload_bytes: int = 0
     offload_file: bool = False
     conv: ConvShape | None = None
     delta: DeltaShape | None = None
-    readers: int = 0
+    kv_shared_layers: int = 0
 
     def __post_init__(self) -> None:
         streams = self.shape.streams
-        if self.forms and len(self.forms) != streams:
-            raise UsageError(f"{len(self.forms)} forms of pages were given for {streams} heads")
+        if self.page_encodings and len(self.page_encodings) != streams:
+            raise UsageError(
+                f"{len(self.page_encodings)} encodings of pages were given for {streams} heads"
+            )
         if self.windows and len(self.windows) != self.shape.num_layers:
             raise UsageError(
                 f"{len(self.windows)} windows were given for {self.shape.num_layers} layers"
@@ -198,11 +217,11 @@ class ClassSpec:
         if self.conv is not None and self.delta is not None:
             raise UsageError("a cache has convolutions or delta nets beside attention, not both")
 
-        # Evaluated for its refusals.
+        # Called because it refuses what is not possible.
         _ = rule_named(self.read)
 
     def resolved(self) -> ClassArena:
-        """What is held of it. Raises `BudgetError` naming the smallest budget that opens."""
+        """Divides the budget. Raises `BudgetError` naming the smallest budget that opens."""
         num_bytes = self.budget_bytes
         whole = num_bytes >= self.whole_bytes
         if self.offload_bytes and not whole:
@@ -210,14 +229,16 @@ class ClassSpec:
         probes = self.observed
         if probes is None:
             require_budget(num_bytes, self.minimum_bytes)
-            # Where the whole context fits nothing is ever short, and nobody looks.
+            # Where the whole context fits, space is never short and no policy runs.
             probes = self._asks_attention and not whole
         places = DELTA_PLACES if whole else self._affordable_places(num_bytes)
         geometry = self.geometry(tight=not whole, probes=probes, places=places)
         while places and num_bytes < geometry.minimum_bytes:
             places -= 1
             geometry = self.geometry(tight=not whole, probes=probes, places=places)
-        while not geometry.takes_chunk(num_bytes) or (not whole and geometry.crowds(num_bytes)):
+        while not geometry.fits_chunk(num_bytes) or (
+            not whole and geometry.chunk_is_too_long(num_bytes)
+        ):
             geometry = geometry.with_shorter_chunk()
         columns, regions = geometry.divide(num_bytes)
         return ClassArena(
@@ -225,7 +246,7 @@ class ClassSpec:
         )
 
     def _in_tiers(self) -> ClassArena:
-        """The whole context, in a first tier and behind it. Raises `BudgetError`."""
+        """Divides the whole context between a first tier and a second. Raises `BudgetError`."""
         if not self.plan.quantized:
             raise UsageError(
                 f"{argument('kv_offload')} moves quantised pages; {argument('kv', 'fp')} has "
@@ -250,13 +271,13 @@ class ClassSpec:
         return arena
 
     def _affordable_places(self, num_bytes: int) -> int:
-        """Of how many places delta nets keep states in a budget less than the whole context's."""
+        """Counts the places whose states fit a budget less than the whole context's."""
         state_bytes = self.delta.state_bytes if self.delta else 0
         free = max(0, num_bytes - self.minimum_bytes)
         return min(DELTA_PLACES, int(free * PLACES_SHARE) // state_bytes) if state_bytes else 0
 
     def geometry(self, *, tight: bool, probes: bool, places: int) -> Geometry:
-        """The arena's, before its bytes. `tight`: of a cache that cannot hold its whole context.
+        """Returns the arena's geometry; `tight`: of a cache that cannot hold its whole context.
 
         Delta nets keep the states of so many `places` beside the newest.
         """
@@ -269,18 +290,18 @@ class ClassSpec:
             splits=1 if self.threads == 1 else -(-2 * self.threads // self.shape.num_kv_heads),
             probes=probes and self.plan.quantized,
             samples=probes and self.plan.quantized and self._asks_samples,
-            value_groups=value_groups(self.shape.head_dim, self.forms),
+            value_groups=value_groups(self.shape.head_dim, self.page_encodings),
             # A second tier has room for all, and gives up no page.
             windows=() if self.edits or self.offload_bytes else self.windows,
             conv=self.conv,
             delta=self.delta,
             delta_states=LEAST_DELTA_STATES + places,
-            readers=self.readers,
+            kv_shared_layers=self.kv_shared_layers,
         )
 
     @cached_property
     def budget_bytes(self) -> int:
-        """Bytes the budget means."""
+        """Returns the bytes that the budget means."""
         budget = self.budget
         if budget.num_bytes is not None:
             return budget.num_bytes
@@ -290,14 +311,14 @@ class ClassSpec:
 
     @property
     def float_bytes(self) -> int:
-        """Bytes of the whole context at 16 bits, of a layer with a window those it sees."""
+        """Returns the whole context's bytes at 16 bits; of a layer with a window those it sees."""
         layers = self.shape.num_layers
         seen = seen_tokens(layers, self.windows, self.context_tokens)
         return seen * self.shape.float_bytes_per_token // layers
 
     @cached_property
     def minimum_bytes(self) -> int:
-        """Smallest budget that opens a cache of this context.
+        """Returns the smallest budget that opens a cache of this context.
 
         Holding a short context whole can cost less than the probes of a policy that asks for
         attention.
@@ -308,16 +329,16 @@ class ClassSpec:
 
     @cached_property
     def whole_bytes(self) -> int:
-        """Smallest budget that holds the whole context without losing a bit."""
-        return self.whole_geometry.bytes_for_columns(self.whole_geometry.wanted_columns)
+        """Returns the smallest budget that holds the whole context without losing a bit."""
+        return self.whole_geometry.bytes_for_columns(self.whole_geometry.context_columns)
 
     @property
     def whole_geometry(self) -> Geometry:
-        """The geometry of an arena that holds the whole context."""
+        """Returns the geometry of an arena that holds the whole context."""
         return self.geometry(tight=False, probes=False, places=DELTA_PLACES)
 
     def bytes_for_tokens(self, tokens: int) -> int:
-        """Smallest budget that holds `tokens` tokens, or the whole context, without losing a bit.
+        """Returns the smallest budget that holds `tokens` tokens without losing a bit.
 
         A cache whose context is longer than that spends more on its page table, and on probes if
         its policy asks for attention.
@@ -326,7 +347,7 @@ class ClassSpec:
             return self.whole_bytes
         if not self.plan.quantized:
             return replace(self, context_tokens=tokens).whole_bytes
-        # As many places as are kept in the bytes that are found with them.
+        # More bytes allow more places, which take bytes: the first number that fits its own bytes.
         candidates = (self._tight_bytes(tokens, places) for places in range(DELTA_PLACES + 1))
         enough = (
             num_bytes
@@ -337,15 +358,15 @@ class ClassSpec:
         return min(next(enough), self.whole_bytes)
 
     def _tight_bytes(self, tokens: int, places: int) -> int:
-        """Smallest budget that holds `tokens` tokens of a longer context and so many places."""
+        """Returns the smallest budget for `tokens` of a longer context and so many places."""
         geometry = self.geometry(tight=True, probes=self._asks_attention, places=places)
-        columns = replace(geometry, context_tokens=tokens).wanted_columns
+        columns = replace(geometry, context_tokens=tokens).context_columns
         pages = geometry.pages_bytes(columns)
         while True:
             num_bytes = geometry.bytes_for_columns(columns)
             while (short := pages - geometry.room_for_pages(num_bytes)) > 0:
                 num_bytes += short
-            if not geometry.crowds(num_bytes):
+            if not geometry.chunk_is_too_long(num_bytes):
                 return num_bytes
             geometry = geometry.with_shorter_chunk()
 
@@ -363,7 +384,7 @@ class ClassSpec:
 
 
 def tight_plan(plan: KvPlan) -> KvPlan:
-    """The plan of a cache whose budget cannot hold its context: no float tail beyond a page.
+    """Returns the plan where the budget cannot hold the context: no float tail beyond a page.
 
     64 tokens in float16 take the bytes of 256 at K4V4. Measured on the embedded model (2048 tokens,
     `budget`): 0.0051 nats with them and 0.0031 without at a quarter of the fp16 bytes, 0.066 and

@@ -270,14 +270,14 @@ class PerLayer:
 class CacheClass:
     """Describes layers whose keys and values share one cache: `layers` of the model, of one shape.
 
-    `windows` are their sliding windows, 0 for a layer that sees all. `readers` is how many layers
-    of the model have no keys and read those of the last layer here.
+    `windows` are their sliding windows, 0 for a layer that sees all. `kv_shared_layers` counts the
+    layers of the model that have no keys and values and reuse those of the last layer here.
     """
 
     shape: CacheShape
     layers: tuple[int, ...]
     windows: tuple[int, ...]
-    readers: int = 0
+    kv_shared_layers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -514,7 +514,7 @@ class ModelConfig:
                 ),
                 layers=tuple(layers),
                 windows=tuple(windows[layer] for layer in layers),
-                readers=sum(mixer.kv_from == layers[-1] for mixer in attending),
+                kv_shared_layers=sum(mixer.kv_from == layers[-1] for mixer in attending),
             )
             for (heads, kv_heads, head_dim, _), layers in members.items()
         )

@@ -209,7 +209,7 @@ def _noise_of_rows(form: PageForm, qkv: np.ndarray) -> np.ndarray:
         chunk_tokens=PAGE_TOKENS,
         policy="oldest",
         observed=True,
-        forms=(form,),
+        page_encodings=(form,),
     )
     cache = ClassCache(spec.resolved())
     layer = AttentionParams(layer=0, num_heads=1, num_kv_heads=1, head_dim=dim, scale=dim**-0.5)

@@ -1,10 +1,15 @@
-"""Names say the thing: none is a pronoun or participle, no two modules or classes share one."""
+"""Names say the thing: none is a pronoun or participle, no two modules or classes share one.
+
+A docstring says what its class or function does: it begins with a verb.
+"""
 
 import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
@@ -26,6 +31,14 @@ LUA_NAMES = re.compile(
 )
 # `SessionStats.held` is public: what a session's cache holds.
 ALLOWED = {("runtime/kvq_runtime/session/metrics.py", "held")}
+
+# A verb in the third person, and words of that form that are none.
+VERB = re.compile(r"[A-Z][a-z]*s")
+NO_VERBS = {
+    "Its", "This", "Those", "As", "Less", "Always", "Has", "Bytes", "Tokens", "Rows", "Logits",
+    "Pages", "Bits", "Columns", "Seconds", "Medians", "Openers", "Cells", "Texts", "Prompts",
+    "Policies", "Powers",
+}  # fmt: skip
 
 # Classes that share their name with another, and why.
 SAME_NAME = {
@@ -98,6 +111,42 @@ def test_names_are_read_wherever_they_are_bound() -> None:
     )
     names = {name.lower() for _, name in defined_names(ast.parse(code))}
     assert names == {"one", "own", "held", "found", "told", "asked", "taken", "others"}
+
+
+def verbless_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields the first word of each docstring that does not begin with a verb, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            word = (ast.get_docstring(node) or "Returns").split()[0].rstrip(".,:;")
+            if not VERB.fullmatch(word) or word in NO_VERBS:
+                yield node.lineno, word
+
+
+def test_every_docstring_begins_with_a_verb() -> None:
+    scripts = [ROOT / "kvq/build_wheels.py", *sorted((ROOT / "apps/lab").glob("*.py"))]
+    verbless = [
+        (path.relative_to(ROOT).as_posix(), line, word)
+        for path in (*modules(), *scripts)
+        for line, word in verbless_docstrings(ast.parse(path.read_text()))
+    ]
+    assert verbless == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "begins"),
+    [
+        ("Counts what it holds.", []),
+        ("Evicts: the oldest page goes.", []),
+        ("What a cache holds.", ["What"]),
+        ("`count` pages.", ["`count`"]),
+        ("Bytes of a page.", ["Bytes"]),
+        ("Has the pages counted.", ["Has"]),
+        ("See `Cache.begin`.", ["See"]),
+    ],
+)
+def test_a_docstring_that_begins_with_no_verb_is_seen(docstring: str, begins: list[str]) -> None:
+    code = f'class A:\n    """{docstring}"""\n    def f(): pass\n'
+    assert [word for _, word in verbless_docstrings(ast.parse(code))] == begins
 
 
 def test_no_two_modules_of_a_package_have_one_file_name() -> None:

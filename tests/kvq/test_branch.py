@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from caches import budget_for_tokens, minimum_budget, open_cache
 from kvq import native_library
-from kvq.class_cache import ClassCache, KeyForm
+from kvq.class_cache import ClassCache, KeyTransform
 from kvq.config import CacheShape, KvPlan
 from kvq.errors import BudgetError, CacheError, UsageError
 from kvq.reference.stored import ancestry
@@ -401,18 +401,18 @@ def test_a_rewound_chain_leaves_the_evidence_of_decoding() -> None:
         cache.close()
 
 
-def silent_pass(cache: ClassCache, tokens: int, silent: Sequence[int], first: int) -> list[Float]:
+def kv_only_pass(cache: ClassCache, tokens: int, kv_only: Sequence[int], first: int) -> list[Float]:
     """Normed rows at `first` on, committed; what four more rows then get in every layer."""
     rng = np.random.default_rng(5)
     norm = rng.random(32, np.float32) + 1
     outputs: list[Float] = []
     for rows, count in ((packed(rng, tokens), tokens), (packed(rng, 4), 4)):
-        cache.begin(count, silent=silent if count == tokens else ())
+        cache.begin(count, kv_only_layers=kv_only if count == tokens else ())
         at = first + np.arange(count)
         parts = zip(layers(), rows, strict=True)
         outputs = [cache.attend(params, part, at, INV_FREQ, norm, norm) for params, part in parts]
         if count == tokens:
-            assert [bool(out.any()) for out in outputs] == [0 not in silent, 1 not in silent]
+            assert [bool(out.any()) for out in outputs] == [0 not in kv_only, 1 not in kv_only]
         cache.commit(count)
         first += count
     return outputs
@@ -423,8 +423,8 @@ def test_rows_that_ask_nothing_are_stored_as_those_that_ask(tokens: int) -> None
     """A branch, and a chunk that closes pages layer by layer."""
     caches = [filled(150), filled(150), filled(150, use_native=False)]
     outputs = [
-        silent_pass(cache, tokens, silent, 150)
-        for cache, silent in zip(caches, [(), (1,), (1,)], strict=True)
+        kv_only_pass(cache, tokens, kv_only, 150)
+        for cache, kv_only in zip(caches, [(), (1,), (1,)], strict=True)
     ]
     for layer in (0, 1):
         np.testing.assert_array_equal(outputs[1][layer], outputs[0][layer])
@@ -433,14 +433,14 @@ def test_rows_that_ask_nothing_are_stored_as_those_that_ask(tokens: int) -> None
         for part, expected in zip(cache.tail(1, 0), caches[0].tail(1, 0), strict=True):
             np.testing.assert_array_equal(part, expected)
     with pytest.raises(CacheError, match="layers \\(2,\\) are not among 2"):
-        caches[0].begin(1, silent=(2,))
+        caches[0].begin(1, kv_only_layers=(2,))
 
 
 def test_stored_keys_are_normed_and_stand_at_their_positions() -> None:
     """KVP-7: an offset common to all positions changes the keys and no attention."""
     caches = [filled(0, use_native=use_native) for use_native in (True, True, False)]
     near, far, numpy = (
-        silent_pass(cache, 30, (0, 1), first)
+        kv_only_pass(cache, 30, (0, 1), first)
         for cache, first in zip(caches, (0, 1000, 1000), strict=True)
     )
     keys = [cache.tail(1, 0)[0].astype(np.float32) for cache in caches]
@@ -468,14 +468,16 @@ def test_keys_and_values_made_elsewhere_are_stored_as_a_pass_stores_its_own(
             keys, values = (
                 np.stack([part[:, side : side + 2] for part in kept]) for side in (0, 2)
             )
-            forms = [KeyForm(params=params, inv_freq=INV_FREQ, k_norm=norm) for params in layers()]
+            transforms = [
+                KeyTransform(params=params, inv_freq=INV_FREQ, k_norm=norm) for params in layers()
+            ]
             with pytest.raises(CacheError, match="are not the"):
-                cache.append(keys[:, :-1], values, at, forms)
+                cache.append(keys[:, :-1], values, at, transforms)
             bad = np.where(np.arange(90)[:, None, None] == 40, np.nan, keys)
             with pytest.raises(CacheError, match="not finite"):
-                cache.append(bad.astype(np.float32), values, at, forms)
+                cache.append(bad.astype(np.float32), values, at, transforms)
             assert (cache.tokens, cache.branch_rows) == (70, 0)
-            cache.append(keys, values, at, forms)
+            cache.append(keys, values, at, transforms)
         else:
             cache.begin(90)
             for params, part in zip(layers(), rows, strict=True):
@@ -495,7 +497,7 @@ def test_a_chunk_made_elsewhere_that_cannot_be_stored_changes_nothing(use_native
     before = cache.state()
     keys, values = np.random.default_rng(3).standard_normal((2, 2, 150, 2, 32)).astype(np.float32)
     good, at = (
-        [KeyForm(params=params, inv_freq=INV_FREQ) for params in layers()],
+        [KeyTransform(params=params, inv_freq=INV_FREQ) for params in layers()],
         70 + np.arange(150),
     )
     for bad in (np.nan, np.inf, 1e5, -1e5):
@@ -503,7 +505,7 @@ def test_a_chunk_made_elsewhere_that_cannot_be_stored_changes_nothing(use_native
             cache.append(np.where(np.indices(keys.shape)[0] == 1, bad, keys), values, at, good)
     with pytest.raises(BudgetError, match="takes 1 to"):
         cache.append(keys[:, :0], values[:, :0], at[:0], good)
-    wide = KeyForm(params=layers()[1], inv_freq=frequencies(17))
+    wide = KeyTransform(params=layers()[1], inv_freq=frequencies(17))
     with pytest.raises(CacheError, match="frequencies do not fit"):
         cache.append(keys, values, at, [good[0], wide])
     assert cache.state() == before

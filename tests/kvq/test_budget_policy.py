@@ -123,7 +123,7 @@ def test_a_page_nobody_asked_for_yet_keeps_two_bits_by_the_prior() -> None:
     assert {tuple(a[3:]) for a in free_space(facts, short, policy="budget:prior=0")} == {(0, 0)}
     kept = after(facts.widths, free_space(facts, short, policy="budget:prior=0.5"))
     assert kept.all()
-    with pytest.raises(UsageError, match="is no chance; give 0 to 1"):
+    with pytest.raises(UsageError, match=r"prior=2\.0 is not possible: a chance from 0 to 1"):
         policy_named("budget:prior=2")
 
 

@@ -284,7 +284,7 @@ def test_actions_that_do_not_fit_a_page_change_nothing(use_native: bool) -> None
         assert cache.state() == before
     for entering in ((8, 8), (0, 0), (3, 2), (8, 0)):  # pages enter at 8:4
         with pytest.raises(CacheError):
-            cache.demote_entering(np.full((2, 1, 2), entering, np.uint8))
+            cache.lower_new_page_widths(np.full((2, 1, 2), entering, np.uint8))
     for call in (
         lambda: cache.shift(columns, 1),
         lambda: cache.shift(-1, 1),

@@ -84,10 +84,10 @@ class ListModel:
     pages: list[ListPage] = field(default_factory=list)
     recent: list[int] = field(default_factory=list)
     tokens: int = 0
-    entering: dict[tuple[int, int], tuple[int, int]] = field(init=False)
+    new_page_widths: dict[tuple[int, int], tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.entering = dict.fromkeys(self.streams(), (self.plan.k_bits, self.plan.v_bits))
+        self.new_page_widths = dict.fromkeys(self.streams(), (self.plan.k_bits, self.plan.v_bits))
 
     def streams(self) -> list[tuple[int, int]]:
         heads = range(self.shape.num_kv_heads)
@@ -100,7 +100,7 @@ class ListModel:
         self.tokens += len(numbers)
         while self.plan.quantized and len(self.recent) >= 64 + self.plan.tail_tokens:
             first = self.tokens - len(self.recent)
-            self.pages.append(ListPage(self.recent[:64], first, dict(self.entering)))
+            self.pages.append(ListPage(self.recent[:64], first, dict(self.new_page_widths)))
             del self.recent[:64]
 
     def trim(self, tokens: int) -> None:
@@ -377,15 +377,15 @@ class Traces(RuleBasedStateMachine):
 
     @precondition(lambda self: self.plan.quantized)
     @rule(share=st.sampled_from([0.5, 0.1]))
-    def demote_entering(self, share: float) -> None:
+    def lower_new_page_widths(self, share: float) -> None:
         """Lowers what pages of some heads will close at."""
-        for stream, page_widths in self.model.entering.items():
+        for stream, page_widths in self.model.new_page_widths.items():
             lower = [w for w in WIDTHS if w[0] <= page_widths[0] and w[1] <= page_widths[1]]
             if self.rng.random() < share:
-                self.model.entering[stream] = lower[int(self.rng.integers(len(lower)))]
-        widths = np.array(list(self.model.entering.values()), np.uint8)
+                self.model.new_page_widths[stream] = lower[int(self.rng.integers(len(lower)))]
+        widths = np.array(list(self.model.new_page_widths.values()), np.uint8)
         for cache in self.pair:
-            cache.demote_entering(widths.reshape(2, -1, 2))
+            cache.lower_new_page_widths(widths.reshape(2, -1, 2))
 
     @precondition(lambda self: self.model.pages)
     @rule(data=st.data(), delta=st.sampled_from([0, 5, -64, 4000]))
@@ -435,8 +435,8 @@ class Traces(RuleBasedStateMachine):
             assert cache.tokens == model.tokens
             facts, widths = cache.columns()
             assert facts.tolist() == model.facts()
-            entering = cache.entering().reshape(-1, 2).tolist()
-            assert entering == list(map(list, model.entering.values()))
+            page_widths = cache.new_page_widths().reshape(-1, 2).tolist()
+            assert page_widths == list(map(list, model.new_page_widths.values()))
             for layer, head in model.streams():
                 page_widths = [list(page.widths[layer, head]) for page in model.pages]
                 assert widths[layer, head].tolist() == page_widths

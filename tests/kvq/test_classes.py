@@ -167,7 +167,7 @@ def test_what_one_class_refuses_no_class_begins() -> None:
         cache.begin(CHUNK)
     assert [part.branch_rows for part in cache.parts] == [0, 1]
     with pytest.raises(CacheError, match="cannot be left out"):
-        cache.begin(1, silent=(0,))
+        cache.begin(1, kv_only_layers=(0,))
     with pytest.raises(CacheError, match="class 2 is none of 2"):
         cache.attend(
             replace(attention(WIDE, 0), cache=2),
@@ -255,7 +255,8 @@ def looks(cache: ClassCache, shape: CacheShape, size: int, rows: list[int], rng:
     norm = np.linspace(0.5, 1.5, shape.head_dim, dtype=np.float32)
     last = attention(shape, shape.num_layers - 1, window_tokens=90, softcap=5.0)
     picked = np.array([row for row in rows if row < size], np.int64)
-    return cache.look(last, queries[: len(picked)], picked, frequencies(shape.head_dim // 2), norm)
+    inv_freq = frequencies(shape.head_dim // 2)
+    return cache.attend_shared(last, queries[: len(picked)], picked, inv_freq, norm)
 
 
 @pytest.mark.skipif(not native_library.available(), reason=native_library.why_not())
@@ -272,7 +273,7 @@ def test_a_reading_layer_finds_what_the_definition_does(shape: CacheShape, forms
         context_tokens=900,
         chunk_tokens=300,
         policy="oldest",
-        forms=(forms,) * streams,
+        page_encodings=(forms,) * streams,
     )
     ours, theirs = (
         ClassCache(spec.resolved()),
@@ -291,7 +292,7 @@ def test_a_reading_layer_finds_what_the_definition_does(shape: CacheShape, forms
             freq = frequencies(shape.head_dim // 2)
             forward(cache, layers, rows, positions, freq, parents=parents)
             outputs.append(looks(cache, shape, size, [0, 2, 2, size - 1], rng))
-            assert cache.look(layers[-1], outputs[0][:0], np.arange(0), freq).shape == (
+            assert cache.attend_shared(layers[-1], outputs[0][:0], np.arange(0), freq).shape == (
                 0,
                 shape.num_heads * shape.head_dim,
             )
@@ -315,7 +316,7 @@ def test_reading_a_layer_with_its_own_queries_gives_its_own_output(engine: str) 
         outs = forward(cache, layers, rows, np.arange(size) + cache.tokens, frequencies(16))
         asking = np.arange(0, size, 2)
         queries = rows[1][asking, : 4 * 32]
-        actual = cache.look(layers[1], queries, asking, frequencies(16))
+        actual = cache.attend_shared(layers[1], queries, asking, frequencies(16))
         np.testing.assert_allclose(actual, outs[1][asking], rtol=0, atol=1e-6)
         cache.commit(size)
 
@@ -329,19 +330,19 @@ def test_nothing_is_read_before_every_layer_has_seen_the_pass(engine: str) -> No
     layers = [attention(NARROW, layer) for layer in range(2)]
     queries, row = np.zeros((1, 128), np.float32), np.array([0])
     with pytest.raises(CacheError):
-        cache.look(layers[1], queries, row, freq)
+        cache.attend_shared(layers[1], queries, row, freq)
     cache.begin(2)
     rows = packed_rows(NARROW, np.random.default_rng(0), 2)
     cache.attend(layers[0], rows[0], np.arange(2), freq)
     with pytest.raises(CacheError):
-        cache.look(layers[0], queries, row, freq)
+        cache.attend_shared(layers[0], queries, row, freq)
     cache.attend(layers[1], rows[1], np.arange(2), freq)
     for wrong in (np.array([2]), np.array([-1]), np.zeros(201, np.int64)):
         with pytest.raises(CacheError):
-            cache.look(layers[1], queries.repeat(len(wrong), axis=0), wrong, freq)
+            cache.attend_shared(layers[1], queries.repeat(len(wrong), axis=0), wrong, freq)
     with pytest.raises(CacheError, match="are not those of 2 rows"):
-        cache.look(layers[1], queries, np.array([0, 1]), freq)
-    assert np.isfinite(cache.look(layers[1], queries, row, freq)).all()
+        cache.attend_shared(layers[1], queries, np.array([0, 1]), freq)
+    assert np.isfinite(cache.attend_shared(layers[1], queries, row, freq)).all()
 
 
 def test_windows_of_a_class_give_way_while_the_others_keep_all() -> None:

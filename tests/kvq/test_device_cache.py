@@ -62,8 +62,8 @@ class Both:
             SHAPE, plan, whole_tokens, context_tokens=CONTEXT, policy="budget"
         )
         cache_spec = spec(
-            SHAPE, plan, CONTEXT, budget=Budget(num_bytes=needed), policy="budget", forms=forms,
-            windows=(0, 150), read=read,
+            SHAPE, plan, CONTEXT, budget=Budget(num_bytes=needed), policy="budget",
+            page_encodings=forms, windows=(0, 150), read=read,
         )  # fmt: skip
         self.arena = cache_spec.resolved()
         self.inv_freq = frequencies(16) if rotated else UNROTATED
@@ -263,7 +263,7 @@ def test_what_is_queued_does_not_grow_with_pages_and_heads(
 
     def run(count: int) -> None:
         positions, rows = cache.tokens + np.arange(count), packed_rows(shape, rng, count)
-        cache.begin(count, silent=layers)
+        cache.begin(count, kv_only_layers=layers)
         for layer in layers:
             cache.attend(attention(shape, layer), rows[layer], positions, UNROTATED)
 

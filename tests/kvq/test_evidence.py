@@ -28,7 +28,8 @@ def opened(k_bits: int, v_bits: int, context_tokens: int = 1024, **options) -> P
     plan = KvPlan(k_bits=k_bits, v_bits=v_bits)
     budget = budget_for_tokens(SHAPE, plan, context_tokens) + (1 << 19)
     forms = tuple(map(PageForm, (0, 3, 1, 2)))
-    return Pair.open(SHAPE, plan, budget, context_tokens, observed=True, forms=forms, **options)
+    options = {"observed": True, "page_encodings": forms, **options}
+    return Pair.open(SHAPE, plan, budget, context_tokens, **options)
 
 
 def rows(seed: int, tokens: int) -> list[np.ndarray]:
@@ -383,7 +384,7 @@ def look(cache: ClassCache, queries_of_readers: Sequence[np.ndarray], rows: Sequ
     picked = np.array(rows, np.int64)
     for number, queries in enumerate(queries_of_readers):
         params = attention(SHAPE, 1, window_tokens=150, scale=0.06 * (1 + number))
-        cache.look(params, queries[picked], picked, frequencies(32))
+        cache.attend_shared(params, queries[picked], picked, frequencies(32))
 
 
 def questions(seed: int, tokens: int, readers: int = 2) -> list[np.ndarray]:
@@ -393,7 +394,7 @@ def questions(seed: int, tokens: int, readers: int = 2) -> list[np.ndarray]:
 
 def test_native_hears_of_readers_what_numpy_hears() -> None:
     """Of chunks that ask for their last row alone, of steps, and of trees that ask in part."""
-    pair = opened(8, 8, readers=2)
+    pair = opened(8, 8, kv_shared_layers=2)
     layers = [attention(SHAPE, 0), attention(SHAPE, 1, window_tokens=150)]
     rng = np.random.default_rng(3)
     passes = [(200, None), (193, None), *[(1, None)] * 82, (7, None)]
@@ -432,7 +433,7 @@ def test_what_readers_see_adds_to_what_the_owner_sees(use_native: bool) -> None:
     observations = []
     for readers in (0, 2):
         cache = open_cache(
-            SHAPE, plan, budget, 1024, observed=True, native=use_native, readers=readers
+            SHAPE, plan, budget, 1024, observed=True, native=use_native, kv_shared_layers=readers
         )
         # Half as sharp: no page has all of the weight, and no history is at its end.
         for start in range(0, 320, 64):
@@ -440,7 +441,7 @@ def test_what_readers_see_adds_to_what_the_owner_sees(use_native: bool) -> None:
             forward(cache, layers, part, np.arange(64) + start, frequencies(32))
             for _ in range(readers):
                 queries = part[1][:, : 6 * 64]
-                cache.look(layers[1], queries, np.arange(64), frequencies(32))
+                cache.attend_shared(layers[1], queries, np.arange(64), frequencies(32))
             cache.commit(64)
         evidence = cache.evidence().attention
         assert evidence is not None
@@ -505,13 +506,14 @@ def test_a_page_that_readers_alone_look_at_is_kept(use_native: bool) -> None:
     queries = np.tile(marks[1], (1200, 2))
     kept = {}
     for readers in (0, 1):
-        budget = budget_for_tokens(shape, plan, 525, context_tokens=1200, readers=readers)
+        budget = budget_for_tokens(shape, plan, 525, context_tokens=1200, kv_shared_layers=readers)
         cache = open_cache(
-            shape, plan, budget, 1200, policy="h2o", native=use_native, readers=readers
+            shape, plan, budget, 1200, policy="h2o", native=use_native, kv_shared_layers=readers
         )
         for start in range(0, 1200, 8):
             forward(cache, [attention(shape)], [packed[start : start + 8]], start + np.arange(8))
-            cache.look(attention(shape), queries[start : start + 8], np.arange(8), UNROTATED)
+            asking = queries[start : start + 8]
+            cache.attend_shared(attention(shape), asking, np.arange(8), UNROTATED)
             cache.commit(8)
         facts, widths = cache.columns()
         kept[readers] = set(facts[(widths[0, :, :, 0] > 0).all(axis=0), 2].tolist())
@@ -528,7 +530,7 @@ def test_a_readers_probe_is_of_the_token_that_stayed(use_native: bool) -> None:
     budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
     layers = [attention(SHAPE, layer) for layer in range(2)]
     drafting, plain = (
-        open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, readers=2)
+        open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, kv_shared_layers=2)
         for _ in range(2)
     )
     truth, wrong = rows(0, 400), rows(1, 400)
@@ -580,7 +582,7 @@ def test_a_snapshot_keeps_probes_and_history(use_native: bool) -> None:
     budget = budget_for_tokens(SHAPE, plan, 1024) + (1 << 19)
     layers = [attention(SHAPE, 0, window_tokens=150), attention(SHAPE, 1)]
     source, other = (
-        open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, readers=2)
+        open_cache(SHAPE, plan, budget, 1024, observed=True, native=use_native, kv_shared_layers=2)
         for _ in range(2)
     )
     packed = rows(4, 400)
@@ -624,7 +626,7 @@ def test_without_probes_there_is_no_evidence_and_no_byte_for_it() -> None:
 def test_python_counts_the_bytes_of_probes_as_the_library_does(
     policy: str, budget: int, readers: int
 ) -> None:
-    options = {"context_tokens": 5000, "threads": 2, "readers": readers, "policy": policy}
+    options = {"context_tokens": 5000, "threads": 2, "kv_shared_layers": readers, "policy": policy}
     probing = geometry(SHAPE, KvPlan(), probes=True, **options)
     assert probing.samples == (policy == "h2o")
     columns, regions = probing.divide(budget)

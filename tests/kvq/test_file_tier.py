@@ -45,7 +45,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resolved(**options: Any) -> ClassArena:
-    return spec(SHAPE, PLAN, CONTEXT, chunk_tokens=256, forms=(1, 2) * 2, **options).resolved()
+    options = {"chunk_tokens": 256, "page_encodings": (1, 2) * 2, **options}
+    return spec(SHAPE, PLAN, CONTEXT, **options).resolved()
 
 
 def over_file(num_bytes: int, offload: int = ALL, **options: Any) -> ClassArena:

@@ -268,7 +268,7 @@ def test_every_form_of_pages_is_the_references(head_dim: int) -> None:
             widths,
             random_heads,
             200,
-            forms=tuple(map(PageForm, range(4))),
+            page_encodings=tuple(map(PageForm, range(4))),
         )
         for head, column in itertools.product(range(4), range(2)):
             assert pair.native.page(0, head, column) == pair.numpy.page(0, head, column)
@@ -286,7 +286,7 @@ def test_rotated_keys_are_met_by_rotated_queries() -> None:
     inv_freq, outputs = frequencies(32), []
     for widths, forms in ((FLOAT_PAIR, ()), ((8, 8), (PageForm(3), PageForm(3)))):
         pair, rng = filled(
-            shape, widths, structured_heads, 300, inv_freq=inv_freq, forms=forms, more=8
+            shape, widths, structured_heads, 300, inv_freq=inv_freq, page_encodings=forms, more=8
         )
         rows = pack_heads(*structured_heads(rng, shape, 8))
         outputs.append(attend_by_reference(pair, rows, inv_freq))

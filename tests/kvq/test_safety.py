@@ -187,7 +187,7 @@ def test_numbers_beyond_32_bits_are_refused_and_not_wrapped(use_native: bool) ->
         lambda: cache.page(0, 0, far),
         lambda: cache.shift(far, 1),
         lambda: cache.demote(np.zeros((3, 4), np.int32)),
-        lambda: cache.demote_entering(np.full((1, 1, 2), 2, np.uint8)),
+        lambda: cache.lower_new_page_widths(np.full((1, 1, 2), 2, np.uint8)),
     )
     for call in idle:
         with pytest.raises(CacheError):

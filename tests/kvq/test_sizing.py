@@ -94,12 +94,12 @@ def test_the_regions_have_the_bytes_that_they_must(
 def test_any_budget_that_opens_has_room_for_what_a_draft_closes(
     arena: Geometry, share: float, extra: int
 ) -> None:
-    assume(arena.wanted_columns)
+    assume(arena.context_columns)
     full = column_bytes(arena, *_widths(arena))
-    closed = min(math.ceil(arena.draft_tokens / 64), arena.wanted_columns)
+    closed = min(math.ceil(arena.draft_tokens / 64), arena.context_columns)
     num_bytes = _some_bytes(arena, share, extra)
     columns, pool = arena.divide(num_bytes)[0], arena.room_for_pages(num_bytes)
-    assert closed <= columns <= arena.wanted_columns
+    assert closed <= columns <= arena.context_columns
     assert pool >= closed * full
     # The table has a row for every page the pool can hold at two bits, or the context needs.
     if any(arena.windows):
@@ -107,16 +107,16 @@ def test_any_budget_that_opens_has_room_for_what_a_draft_closes(
     smallest = column_bytes(arena, 2, 2)
     rows = 2 + (columns + 1) * (44 * arena.streams + 24) // smallest
     at_most = columns + rows + closed * full // smallest
-    assert columns == arena.wanted_columns or at_most >= pool // smallest
+    assert columns == arena.context_columns or at_most >= pool // smallest
 
 
 @MANY
 @given(geometries(), st.integers(1, 10_000))
 def test_columns_asked_for_fit(arena: Geometry, columns: int) -> None:
-    assume(arena.wanted_columns)
-    columns = min(columns, arena.wanted_columns)
+    assume(arena.context_columns)
+    columns = min(columns, arena.context_columns)
     exact = replace(arena, context_tokens=arena.plan.sink_tokens + 64 + 64 * columns)
-    assert exact.wanted_columns == columns
+    assert exact.context_columns == columns
     num_bytes = max(exact.bytes_for_columns(columns), exact.minimum_bytes)
     assert exact.divide(num_bytes)[0] == columns
     assert exact.room_for_pages(num_bytes) >= exact.pages_bytes(columns)
@@ -154,7 +154,7 @@ def test_what_is_held_is_no_more_than_what_was_asked(
     assert opened.spec == bounded
     assert opened.num_bytes == opened.regions.num_bytes + opened.pool_bytes == bounded.budget_bytes
     assert opened.chunk_tokens <= arena.chunk_tokens
-    assert opened.max_columns <= opened.wanted_columns
+    assert opened.max_columns <= opened.context_columns
     # Given bytes for its context a cache is just what was asked; below that it has no tail.
     if opened.num_bytes >= whole:
         # Scratch for a chunk longer than the context would never be used.
@@ -254,13 +254,13 @@ def test_heads_that_give_up_different_pages_share_a_longer_table() -> None:
     assert longer > 2 * columns
     # No longer than the text.
     short = geometry(shape, tight_plan(KvPlan()), context_tokens=2000, probes=True)
-    assert short.divide(10 << 20)[0] == short.wanted_columns
+    assert short.divide(10 << 20)[0] == short.context_columns
 
 
 def test_a_short_context_held_whole_is_cheaper_than_probes() -> None:
     """Of twenty layers that read the last one's keys there are many."""
     shape = CacheShape(num_layers=2, num_heads=16, num_kv_heads=1, head_dim=64)
-    options = {"chunk_tokens": 64, "readers": 20}
+    options = {"chunk_tokens": 64, "kv_shared_layers": 20}
     whole = budget_for_tokens(shape, KvPlan(), 250, **options)
     assert minimum_budget(shape, KvPlan(), 250, policy="h2o", **options) == whole
     cache = open_cache(shape, KvPlan(), whole, 250, policy="h2o", **options)
@@ -394,7 +394,7 @@ def _widths(arena: Geometry) -> tuple[int, int]:
 
 def _some_bytes(arena: Geometry, share: float, extra: int) -> int:
     """The least it opens with, a share of all its pages, and `extra`."""
-    columns = arena.wanted_columns
+    columns = arena.context_columns
     pages = columns * column_bytes(arena, *_widths(arena)) if columns else 0
     return arena.minimum_bytes + int(share * pages) + extra
 

@@ -42,7 +42,7 @@ def shape(layers: int) -> CacheShape:
 
 def whole(layers: int, read: str = "all") -> ClassArena:
     cache_spec = spec(
-        shape(layers), PLAN, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers, read=read
+        shape(layers), PLAN, CONTEXT, chunk_tokens=128, page_encodings=(1, 2) * layers, read=read
     )
     return cache_spec.resolved()
 
@@ -51,7 +51,7 @@ def in_tiers(
     layers: int, num_bytes: int, offload: int = ALL, plan: KvPlan = PLAN, read: str = "all"
 ) -> ClassArena:
     cache_spec = spec(
-        shape(layers), plan, CONTEXT, chunk_tokens=128, forms=(1, 2) * layers, read=read,
+        shape(layers), plan, CONTEXT, chunk_tokens=128, page_encodings=(1, 2) * layers, read=read,
         budget=Budget(num_bytes=num_bytes), offload_bytes=offload,
     )  # fmt: skip
     return cache_spec.resolved()

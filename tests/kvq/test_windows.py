@@ -57,7 +57,7 @@ def test_a_layer_with_a_window_takes_its_window_and_no_context() -> None:
         window_spec().geometry(tight=False, probes=False, places=0),
         window_spec(windows=()),
     )
-    columns = window.wanted_columns
+    columns = window.context_columns
     assert columns > MOST_COLUMNS
     assert window.held_pages(columns) == columns + 2 * MOST_COLUMNS
     assert window.held_pages(3) == 9

@@ -90,8 +90,8 @@ def test_policies_hear_of_every_layer_that_reads(engine: Engine, tmp_path: Path)
         session.prefill(IDS * 2)
         greedy(session, 20)
         windowed, whole = session.sequence.cache.parts
-        assert (windowed.arena.readers, windowed.arena.heard_readers) == (2, 0)
-        assert whole.arena.heard_readers == 1
+        assert (windowed.arena.kv_shared_layers, windowed.arena.probed_shared_layers) == (2, 0)
+        assert whole.arena.probed_shared_layers == 1
         attention = whole.evidence().attention
         assert attention is not None
         # One query gives all pages together less than 1.

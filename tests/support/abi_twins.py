@@ -77,7 +77,9 @@ class Hybrid(Twins[Row]):
         rows = np.flatnonzero(self.draw.random(count) < 0.3)
         queries = self.normal(len(rows), SHAPE.num_heads * SHAPE.head_dim)
         params = attention(SHAPE, SHAPE.num_layers - 1)
-        native, numpy = (cache.look(params, queries, rows, frequencies(8)) for cache in self.caches)
+        native, numpy = (
+            cache.attend_shared(params, queries, rows, frequencies(8)) for cache in self.caches
+        )
         assert np.abs(native - numpy).max(initial=0) <= ATTENDED
 
 

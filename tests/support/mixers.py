@@ -194,7 +194,7 @@ def refuse_edits_and_silence(both: Twins[Any], mixers: str) -> None:
         with pytest.raises(CacheError, match=f"{mixers} remember"):
             cache.edit(8, 9, 1)
         with pytest.raises(CacheError, match=f"beside {mixers}"):
-            cache.begin(1, silent=[0])
+            cache.begin(1, kv_only_layers=[0])
         assert cache.tokens == 20
     with pytest.raises(CacheError):
         both.caches[0].storage.edit(8, 9, 1)

@@ -95,7 +95,7 @@ class RecordedCache(NumpyCache):
         super().__init__(arena)
         self._cases, self.limits = cases, limits
         self._seen = Tolerance(rms=1, top=seen)
-        forms = np.array(arena.spec.forms, np.uint8)
+        forms = np.array(arena.spec.page_encodings, np.uint8)
         cases.add(
             "open",
             as_config(arena),
@@ -125,8 +125,8 @@ class RecordedCache(NumpyCache):
         self._cases.add("attend", *arguments)
         return out
 
-    def feed_back(self, feedback: Float) -> None:
-        super().feed_back(feedback)
+    def set_rounding_feedback(self, feedback: Float) -> None:
+        super().set_rounding_feedback(feedback)
         self._cases.add("feed_back", feedback)
 
     def commit(self, rows: int | Sequence[int]) -> None:
@@ -191,7 +191,7 @@ def opened(
     budget = Budget(num_bytes=budget_for_tokens(shape, plan, context) + (1 << 19))
     streams = shape.num_layers * shape.num_kv_heads
     forms = tuple(PageForm(3 * (s % 2)) for s in range(streams)) if limits is not EXACT else ()
-    cache_spec = spec(shape, plan, context, budget=budget, observed=True, forms=forms)
+    cache_spec = spec(shape, plan, context, budget=budget, observed=True, page_encodings=forms)
     seen = max(EVIDENCE.get(bits, 0) for bits in widths)
     return RecordedCache(cache_spec.resolved(), cases, limits, seen)
 
@@ -265,7 +265,7 @@ def narrowed_keys(cases: Cases) -> None:
         shape = CacheShape(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=dim)
         rng = np.random.default_rng(dim)
         cache = opened(cases, shape, (8, 8), RANDOM[(8, 8)], 400)
-        cache.feed_back(some_feedback(rng, 1, 2, dim))
+        cache.set_rounding_feedback(some_feedback(rng, 1, 2, dim))
         fill(cache, pack_heads(*random_heads(rng, shape, 400)), UNROTATED)
         for lower in ([(0, 6, 8), (1, 4, 4), (2, 2, 8)], [(0, 4, 8), (1, 2, 2)], [(0, 2, 6)]):
             actions = [(0, head, c, k, v) for c, k, v in lower for head in (0, 1)]

@@ -35,12 +35,12 @@ def expected_regions(geometry: Geometry, columns: int, pool_bytes: int) -> Regio
     """Counts the bytes of everything but pages a second time."""
     shape, dim = geometry.shape, geometry.shape.head_dim
     slots = probe_slots(geometry.draft_tokens, samples=geometry.samples) if geometry.probes else 0
-    askers = shape.num_layers + geometry.readers
+    askers = shape.num_layers + geometry.kv_shared_layers
     split_rows = geometry.splits * geometry.draft_tokens * shape.num_heads
     return Regions(
         state=STATE_BYTES,
-        forms=geometry.streams,
-        entering=geometry.streams * 2,
+        page_encodings=geometry.streams,
+        new_page_widths=geometry.streams * 2,
         views=(2 * columns + SPARE_VIEWS) * VIEW_BYTES,
         entries=columns * geometry.streams * ENTRY_BYTES,
         constant_owners=columns * geometry.streams * 4,
@@ -48,7 +48,7 @@ def expected_regions(geometry: Geometry, columns: int, pool_bytes: int) -> Regio
         places=geometry.tail_rows * PLACE_BYTES,
         tail=geometry.streams * geometry.tail_rows * dim * 4,
         branch=geometry.draft_tokens * BRANCH_ROW_BYTES,
-        probes=slots * (1 + geometry.readers) * PROBE_BYTES,
+        probes=slots * (1 + geometry.kv_shared_layers) * PROBE_BYTES,
         probe_rows=slots * askers * shape.num_kv_heads * kept_heads(shape) * dim * 2,
         layers=askers * _layer_bytes(dim) if slots else 0,
         conv_state=CONV_STATE_BYTES + 4 * CONV_CHECKPOINTS if geometry.conv else 0,

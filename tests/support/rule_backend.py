@@ -78,7 +78,7 @@ class RuleCache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> None:
         """See `SequenceCache`. Raises `BudgetError` beyond `capacity_tokens`."""
         first = len(self._rows)

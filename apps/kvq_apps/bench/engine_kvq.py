@@ -56,7 +56,7 @@ class KvqEngine:
         self._attention: AttentionGraph | None = None
         # A graph of attention alone needs layers that are alike, whatever is between them.
         classes = bundle.config.cache_classes
-        if onnx and len(classes) == 1 and not classes[0].readers:
+        if onnx and len(classes) == 1 and not classes[0].kv_shared_layers:
             self._attention = AttentionGraph(bundle, threads=threads, device=device)
 
     def sequence(self, setting: Setting, depth: int, room: int) -> "KvqSequence":

@@ -1,4 +1,4 @@
-"""What we ask of kvq and a user does not: suites about its internals, sweeps, typing, other peers.
+"""Measures what users do not ask for: suites about internals, sweeps, typing, other peers.
 
 Its own flags join `kvq_apps.settings.flags.FLAGS` when it is imported.
 """

@@ -1,4 +1,4 @@
-"""What a changed beginning of an agent's prompt costs: read again, moved, or in another server.
+"""Measures what a changed beginning of an agent's prompt costs: read again, moved, elsewhere.
 
 The same requests go to `kvq serve` twice: once to read a prompt from its change on (`exact`), once
 to keep what follows the change (`moved`). A llama-server may get them too. Each answer is greedy
@@ -35,7 +35,7 @@ _START_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayJob:
-    """`turns` turns with prompts that fit `context`.
+    """Asks for `turns` turns with prompts that fit `context`.
 
     `peer` is the program of a llama-server, which reads `peer_model`.
     """
@@ -54,7 +54,7 @@ class ReplayJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reply:
-    """What a server said of one turn."""
+    """Holds what a server said of one turn."""
 
     read_tokens: int
     first_s: float
@@ -62,7 +62,7 @@ class _Reply:
 
 
 def measure(setup: Setup, job: ReplayJob) -> dict[str, Any]:
-    """A row for each way and form, and one for each way over all. Raises `KvqError`."""
+    """Measures a row for each way and form, and one for each way over all. Raises `KvqError`."""
     turns = agent_turns(job.turns, RESULT_LINES)
     with serving(setup, job.context, _SESSIONS, EXACT) as (server, _):
         if not _takes_tools(server, turns[0]):
@@ -238,7 +238,7 @@ def _free_port() -> int:
 
 
 def print_report(data: dict[str, Any]) -> None:
-    """The same as a table."""
+    """Prints the rows as a table."""
     rows = [
         (row["way"], row["form"], row["turns"], row["read_tokens"], f"{row['read_again']:.1%}",
          f"{row['first_p50_s']:.2f}", f"{row['first_p95_s']:.2f}", f"{row['same']:.0%}")

@@ -16,7 +16,7 @@ from kvq_apps.settings import flags, options
 
 
 def add_flags(parser: ArgumentParser, /) -> None:
-    """The flags of these suites."""
+    """Adds the flags of these suites."""
     flags.add_flags(
         parser.add_argument_group("the laboratory's suites"),
         *flags.PREDICT_FLAGS, "predict", "right", "drafters",
@@ -36,7 +36,7 @@ def check(arguments: Namespace, /) -> None:
 
 
 def _agent(arguments: Namespace) -> int:
-    """The suite `agent`."""
+    """Runs the suite `agent`."""
     refuse(arguments, "device", "kv-policy", "kv-read", "shape")
     from kvq_lab import agent_replay
 
@@ -58,7 +58,7 @@ def _agent(arguments: Namespace) -> int:
 
 
 def _drafts(arguments: Namespace) -> int:
-    """The suite `drafts`."""
+    """Runs the suite `drafts`."""
     refuse(arguments, "peer", "kv-policy", "kv-read")
     from kvq_lab import drafting
 
@@ -75,7 +75,7 @@ def _drafts(arguments: Namespace) -> int:
 
 
 def _edit(arguments: Namespace) -> int:
-    """The suite `edit`."""
+    """Runs the suite `edit`."""
     refuse(arguments, "device", "peer", "kv-policy", "kv-read", "context", "shape")
     from kvq_lab import editing
 
@@ -86,7 +86,7 @@ def _edit(arguments: Namespace) -> int:
 
 
 def _ttft(arguments: Namespace) -> int:
-    """The suite `ttft`."""
+    """Runs the suite `ttft`."""
     refuse(arguments, "device", "peer", "kv-policy", "kv-read")
     from kvq_lab import ttft
 

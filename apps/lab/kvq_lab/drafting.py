@@ -1,4 +1,4 @@
-"""What drafts gain: every drafter on every workload, in turn with plain decoding of the same cache.
+"""Measures what drafts gain: every drafter on every workload, in turn with plain decoding.
 
 A model of random weights (`--shape`) writes nothing worth guessing. There each workload's answer is
 replayed: the model computes every pass as always, and then its choice is replaced by the token that
@@ -59,7 +59,7 @@ ANY_MODELS = tuple(name for name in DRAFTERS if name != "mtp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftJob:
-    """What is measured: `tokens` of each answer at most, `repeat` times; `replay`: see above.
+    """Asks for at most `tokens` of each answer, `repeat` times; `replay`: see above.
 
     Prompts are filled up to each of `contexts` tokens with another text before them, again and
     again where it is shorter; 0: as they are. `right` is the share of right guesses where a
@@ -84,7 +84,7 @@ class DraftJob:
 
 
 class Replay:
-    """A backend whose passes are real, and whose greedy choices are those of `text`."""
+    """Computes the passes of a real backend, but chooses the tokens of `text`."""
 
     def __init__(self, backend: Backend[Any], *, right: float = 1.0) -> None:
         self.text: Sequence[int] = ()
@@ -98,9 +98,9 @@ class Replay:
     def forward(
         self, rows: Sequence[SequencePass[Any]], *, rope_long: bool = False
     ) -> list[NDArray[np.float32]]:
-        """See `Backend.forward`; a row at position p chooses the text's token p + 1.
+        """Runs `Backend.forward`; a row at position p then chooses the text's token p + 1.
 
-        One of less than the whole model does so as often as it is to be right.
+        A pass of less than the whole model does so as often as it is to be right.
         """
         logits = [part.copy() for part in self._backend.forward(rows, rope_long=rope_long)]
         for sequence, part in zip(rows, logits, strict=True):
@@ -114,7 +114,7 @@ class Replay:
 
 @dataclass(kw_only=True, slots=True)
 class _Case:
-    """A drafter, its session after the prompt, and the seconds its answers took."""
+    """Holds a drafter, its session after the prompt, and the seconds its answers took."""
 
     drafter: str
     make: Callable[[], Drafter] | None
@@ -125,7 +125,7 @@ class _Case:
     _steps: Iterator[Step] = field(default_factory=lambda: iter(()))
 
     def begin(self, tokens: int) -> None:
-        """An answer of so many tokens begins, with a drafter that knows the prompt only."""
+        """Begins an answer of so many tokens, with a drafter that knows the prompt only."""
         self.session.restore(self.after_prompt)
         self.session.drafter = None if self.make is None else self.make()
         self._steps = self.session.generate(tokens, sampling=Sampling(temperature=0), stop_ids=())
@@ -133,7 +133,7 @@ class _Case:
         self.answer = ()
 
     def go_on(self) -> bool:
-        """Writes the answer's next tokens; whether there were any."""
+        """Writes the answer's next tokens; returns whether there were any."""
         since = perf_counter()
         steps = list(islice(self._steps, _TURN_TOKENS))
         self.seconds[-1] += perf_counter() - since
@@ -142,7 +142,7 @@ class _Case:
 
 
 def measure(setup: Setup, job: DraftJob) -> dict[str, Any]:
-    """A row for each context, workload and drafter, and times of passes. Raises `KvqError`."""
+    """Measures a row per context, workload and drafter, and passes. Raises `KvqError`."""
     drafters = {name: partial(_made, name) for name in job.drafters}
     with Engine(setup.files, threads=setup.threads, device=setup.device) as engine:
         tokenizer = _embedded_tokenizer() if job.replay else engine.tokenizer
@@ -192,7 +192,7 @@ def _measured(
 
 
 def _pass_times(engine: Engine, context: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Medians of passes of 1 to 16 rows after `context` tokens, in turn, in milliseconds.
+    """Measures passes of 1 to 16 rows after `context` tokens, in turn: medians in milliseconds.
 
     `hi_ms`: of one row on the upper nibbles, what `quantspec` guesses with; None without them.
     """
@@ -236,7 +236,7 @@ def _guess_seconds(session: Session[Any]) -> float:
 def _rows(
     engine: Engine, work: Workload, cases: list[_Case], tokens: int, repeat: int
 ) -> list[dict[str, Any]]:
-    """The rows of one workload: plain decoding and all drafters in turn, `repeat` times."""
+    """Measures one workload: plain decoding and all drafters in turn, `repeat` times."""
     try:
         cases = [case for case in cases if _possible(case)]
         for _ in range(1 + repeat):
@@ -253,7 +253,7 @@ def _rows(
 
 
 def _write_in_turn(cases: list[_Case], tokens: int) -> None:
-    """An answer of each, a few tokens at a time, so that all see the same minutes."""
+    """Writes an answer of each, a few tokens at a time, so that all see the same minutes."""
     for case in cases:
         case.begin(tokens)
     turn, going = 0, True
@@ -264,7 +264,7 @@ def _write_in_turn(cases: list[_Case], tokens: int) -> None:
 
 
 def _spelled(drafter: str, path: str) -> str:
-    """With the model that drafts, where it is to be one and none is named."""
+    """Adds the model that drafts, where it is to be one and none is named."""
     name, _, written = drafter.partition(":")
     if name.rpartition("+")[2] != "model" or "path=" in written:
         return drafter
@@ -278,7 +278,7 @@ def _made(drafter: str) -> Drafter:
 
 
 def _possible(case: _Case) -> bool:
-    """Whether the model can have this drafter; one that cannot is named and left out."""
+    """Returns whether the model can have this drafter; names one that it cannot have."""
     try:
         case.session.drafter = None if case.make is None else case.make()
     except BackendError as error:
@@ -294,7 +294,7 @@ def _opened(
     prompt: list[int],
     options: dict[str, Any],
 ) -> list[_Case]:
-    """A case of each drafter; the prompt is read once."""
+    """Opens a case of each drafter; the prompt is read once."""
     sessions = {name: engine.session(**options) for name in makers}
     first = sessions[PLAIN]
     first.prefill(prompt)
@@ -332,7 +332,7 @@ def _embedded_tokenizer() -> Tokenizer:
 
 
 def print_report(data: dict[str, Any]) -> None:
-    """The same as a table."""
+    """Prints the rows as a table."""
     rows = [
         (
             row["workload"],

@@ -43,7 +43,7 @@ LINE_TOKENS = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenEdit:
-    """Tokens `start` to `stop` of the text as it is then give way to `new_ids`."""
+    """Replaces tokens `start` to `stop` of the text as it is then by `new_ids`."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class TokenEdit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditCase:
-    """A text before, the changes that make it `after`, and what is predicted behind it."""
+    """Holds a text, the changes that make it `after`, and what is predicted behind it."""
 
     kind: str
     before: list[int]
@@ -64,7 +64,7 @@ class EditCase:
 def edit_cases(
     tokenizer: Tokenizer, texts: Sequence[str], *, limit: int, context_tokens: int, seed: int
 ) -> list[EditCase]:
-    """`limit` cases over all kinds and sizes, and rows of edits beside them.
+    """Makes `limit` cases over all kinds and sizes, and rows of edits beside them.
 
     Raises `DataError` where no text has lines enough.
     """
@@ -110,7 +110,7 @@ def _case(
     kinds: Sequence[str],
     sizes: Sequence[int],
 ) -> EditCase:
-    """One window of `lines` and edits of it that bring or remove lines of `other`, or change some.
+    """Makes a case of one window of `lines`; its edits bring, remove or change lines of `other`.
 
     The parts are encoded apart, so that the tokens beside a change do not depend on it.
     """
@@ -154,7 +154,10 @@ Way = Callable[[Session[Any], EditCase], int]
 
 
 def changing(reencode_next: int | None) -> Way:
-    """One edit after the other, each encoded before the next; None: as an edit does by default."""
+    """Makes a way with one edit after the other, each encoded before the next.
+
+    `reencode_next`: as `Session.edit` takes it; None: its default.
+    """
 
     def change(session: Session[Any], case: EditCase) -> int:
         encoded = 0
@@ -168,14 +171,14 @@ def changing(reencode_next: int | None) -> Way:
 
 
 def refreshing(session: Session[Any], case: EditCase) -> int:
-    """The edits alone, and then idle time that encodes every stale token again."""
+    """Makes the edits alone, and then uses idle time to encode every stale token again."""
     encoded, stale = changing(0)(session, case), session.sequence.encoding.staleness.stale
     session.refresh(None)
     return encoded + stale
 
 
 def ignoring(session: Session[Any], case: EditCase) -> int:
-    """The text stays as it was."""
+    """Leaves the text as it was."""
     return 0
 
 
@@ -187,7 +190,7 @@ WAYS: dict[str, Way] = {
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a session says next: log-probabilities [n, V] after each token, and a first line."""
+    """Holds what a session says next: log-probabilities [n, V] of each token, and a first line."""
 
     rows: Floats
     line: str
@@ -196,7 +199,7 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _CaseOutcome:
-    """One case and one way, against another answer: nats [n], and where the best token agrees."""
+    """Compares a case and way with another answer: nats [n], and where the best token agrees."""
 
     case: EditCase
     way: str
@@ -212,9 +215,9 @@ def editing(
     cases: Sequence[EditCase],
     progress: Progress,
 ) -> Measurement:
-    """Mean KL divergence after one edit; of every way a row, and one after ten edits.
+    """Measures the mean KL divergence after one edit; of every way a row, and one after ten edits.
 
-    Compared with an unquantised cache that computed the edited text. `full` is the same at this
+    It compares with an unquantised cache that computed the edited text. `full` is the same at this
     width: what quantising alone costs; `refreshed` too, on the pages that the edit left. `moved`
     encodes what is new alone, `ignored` leaves the text as it was. `edit, to full` compares the
     edit with `full` instead: what it costs at this width.
@@ -232,7 +235,7 @@ def editing(
 
 
 def _table(edits: int, outcomes: Sequence[_CaseOutcome]) -> Iterator[dict[str, object]]:
-    """A row for each way, over the cases of so many edits."""
+    """Yields a row for each way, over the cases of so many edits."""
     chosen = [row for row in outcomes if (row.case.kind == ROW) == (edits > 1)]
     for way in dict.fromkeys(row.way for row in chosen):
         rows = [row for row in chosen if row.way == way]
@@ -258,7 +261,7 @@ def _outcome(case: EditCase, way: str, exact: _Answer, answer: _Answer) -> _Case
 
 
 def _full(open_session: OpenSession, case: EditCase) -> _Answer:
-    """What is said after the edited text, computed from its beginning."""
+    """Returns the answer after the edited text, computed from its beginning."""
     with open_session() as session:
         session.prefill(case.after)
         return _answer(session, case, len(case.after))
@@ -267,7 +270,7 @@ def _full(open_session: OpenSession, case: EditCase) -> _Answer:
 def _answers(
     open_session: OpenSession, case: EditCase, bytes_held: PeakCacheUsage
 ) -> dict[str, _Answer]:
-    """What is said after each of `WAYS`."""
+    """Returns the answer after each of `WAYS`."""
     answers: dict[str, _Answer] = {}
     with open_session() as session:
         session.prefill(case.before)
@@ -288,7 +291,7 @@ def _answer(session: Session[Any], case: EditCase, encoded_tokens: int) -> _Answ
 
 
 def first_line(session: Session[Any]) -> str:
-    """The first line that is not blank, written greedily."""
+    """Writes greedily and returns the first line that is not blank."""
     text = ""
     for step in session.generate(LINE_TOKENS, sampling=Sampling(temperature=0)):
         text = (text + step.text).lstrip("\n")

@@ -1,4 +1,4 @@
-"""What typing costs: recorded sessions replayed against every way to keep a prompt up to date.
+"""Measures what typing costs: recorded sessions replayed for every way to keep a prompt current.
 
 Two parts. *Counts*: the tokens that each way encodes in every session; they need a tokenizer only.
 *Passes* on a model: tokens encoded, time until the next token is known, and how far the prediction
@@ -45,7 +45,7 @@ Changes = Callable[[Ids, Ids], list[Hunk]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditJob:
-    """The first `events` events of each session, compared with a full pass at every `every`th.
+    """Asks for the first `events` events of each session, a full pass beside every `every`th.
 
     `kv` are settings as `--kv` writes them.
     """
@@ -61,7 +61,7 @@ class EditJob:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a prompt is made of a moment, and which changes lead there from the one before."""
+    """Says how a prompt is made of a moment, and which changes lead there from the one before."""
 
     name: str
     prompt: Callable[[Moment], Ids]
@@ -69,12 +69,12 @@ class Way:
 
     @property
     def reencode_next(self) -> int | None:
-        """As `Session.edit` takes it: peers encode nothing again."""
+        """Returns what `Session.edit` takes: peers encode nothing again."""
         return None if self.changes is hunks else 0
 
 
 def ways(tokenizer: Tokenizer) -> list[Way]:
-    """All ways, each new: one of them keeps what was frozen."""
+    """Makes all ways anew, since one of them keeps what was frozen."""
     encode, frozen = BlockTokenizer(tokenizer).encode, FrozenFile()
 
     def ordered(suffix_first: bool) -> Callable[[Moment], Ids]:
@@ -102,18 +102,18 @@ def ways(tokenizer: Tokenizer) -> list[Way]:
 
 
 def _fixed_tokens(tokenizer: Tokenizer) -> int:
-    """Tokens that the prompts of every way begin with, in whichever order."""
+    """Counts the tokens that the prompts of every way begin with, in whichever order."""
     return len(tokenizer.control.start) + 1
 
 
 def from_the_change_on(before: Ids, after: Ids) -> list[Hunk]:
-    """A prefix cache: everything behind the first change anew."""
+    """Encodes everything behind the first change again, as a prefix cache does."""
     start = common_prefix(before, after)
     return [Hunk(start, len(before), after[start:])] if before != after else []
 
 
 def chunks_kept(before: Ids, after: Ids) -> list[Hunk]:
-    """What llama-server's `--cache-reuse` does: equal runs are moved left over what went.
+    """Moves equal runs left over what went, as llama-server's `--cache-reuse` does.
 
     Behind the common prefix the cache is walked through; a run of at least `LEAST_REUSED` tokens
     that is what the prompt goes on with is kept, anything else is dropped. Nothing is inserted.
@@ -153,7 +153,7 @@ def measure(setup: Setup, job: EditJob) -> dict[str, Any]:
 
 
 def counts(name: str, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """A row for each way to follow session `name`, its file already in the cache."""
+    """Yields a row for each way to follow session `name`, its file already in the cache."""
     session = TypingSession.read(name)
     for way in ways(tokenizer):
         before: Ids = []
@@ -168,7 +168,7 @@ def counts(name: str, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 
 
 def _encoded(before: Ids, after: Ids, way: Way) -> int:
-    """Tokens of a pass: new ones, those next to them, and the last one again for its logits."""
+    """Counts a pass's tokens: new ones, those next to them, and the last one for its logits."""
     changes = way.changes(before, after)
     ends_new = bool(changes) and changes[-1].stop == len(before) and bool(changes[-1].new_ids)
     count = sum(len(hunk.new_ids) for hunk in changes) + (not ends_new)
@@ -198,7 +198,7 @@ def _p95(numbers: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What passes after the events of a session came to."""
+    """Collects what passes after the events of a session came to."""
 
     tokens: list[int] = field(default_factory=list[int])
     keys: list[int] = field(default_factory=list[int])
@@ -210,7 +210,7 @@ class _Outcome:
 def _passes(
     engine: Engine, all_ways: list[Way], job: EditJob, progress: ShowProgress
 ) -> list[dict[str, Any]]:
-    """A row for each session, way and width."""
+    """Measures a row for each session, way and width."""
     rows: list[dict[str, Any]] = []
     total = len(SHORT) * len(all_ways)
     for number, name in enumerate(SHORT):
@@ -234,7 +234,7 @@ def _passes(
 def _exact(
     engine: Engine, prompts: list[Ids], every: int, options: dict[str, Any]
 ) -> Mapping[int, NDArray[np.float32]]:
-    """Log-probabilities [1, V] after some of the prompts, each computed from its beginning."""
+    """Computes log-probabilities [1, V] after some of the prompts, each from its beginning."""
     rows: dict[int, NDArray[np.float32]] = {}
     for number in range(every, len(prompts), every):
         with engine.session(**options) as session:
@@ -270,7 +270,7 @@ def _replayed(
 
 
 def _next(session: Session[Any]) -> NDArray[np.float32]:
-    """Log-probabilities float32 [1, V] of what follows the text."""
+    """Computes log-probabilities float32 [1, V] of what follows the text."""
     with session.sequence.forward([], rows=[-1]) as step:
         return log_softmax(step.logits[:1])
 
@@ -291,7 +291,7 @@ def _row(name: str, way: Way, kv: str, outcome: _Outcome) -> dict[str, Any]:
 
 
 def print_report(data: dict[str, Any]) -> None:
-    """The tables for people."""
+    """Prints both parts as tables."""
     cells = [
         (
             row["session"], row["way"], row["tokens"], f"{row['tokens_a_key']:.1f}",

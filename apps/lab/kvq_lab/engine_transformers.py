@@ -38,7 +38,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheKind:
-    """One quantised cache: `bytes_each` number stored, constants included, needs `package`."""
+    """Describes a quantised cache of `package`: `bytes_each` number stored, with constants."""
 
     package: str
     bytes_each: float
@@ -64,7 +64,7 @@ QUANTIZED: Mapping[str, CacheKind] = {
 
 
 class TransformersEngine:
-    """One model in PyTorch's memory; each sequence is a cache of the library's."""
+    """Holds one model in PyTorch's memory; each sequence is a cache of the library's."""
 
     name = "transformers"
 
@@ -86,7 +86,7 @@ class TransformersEngine:
 
     @staticmethod
     def missing(device: str) -> str | None:
-        """Why it cannot run here, or None."""
+        """Returns why it cannot run here, or None."""
         for package in ("torch", "transformers"):
             if importlib.util.find_spec(package) is None:
                 return f"{package} is not installed; {INSTALL}"
@@ -104,7 +104,7 @@ class TransformersEngine:
         )
 
     def cache_bytes(self, setting: Setting, tokens: int) -> int:
-        """What is stored; a step restores a layer's keys and values beside it."""
+        """Counts what is stored; a step restores a layer's keys and values beside it."""
         kind = QUANTIZED.get(setting.kv)
         each = self._dtype.itemsize if kind is None else kind.bytes_each
         row = self._config.first_attention.kv_width
@@ -121,7 +121,7 @@ class TransformersEngine:
         return transformers.QuantizedCache(config=config, **QUANTIZED[kv].options)
 
     def _fill(self, cache: Any, depth: int) -> None:
-        """Random keys and values, of all layers the same."""
+        """Fills the cache with random keys and values, the same in all layers."""
         attention = self._config.first_attention
         shape = (1, attention.kv_heads, depth, attention.head_dim)
         random = self._torch.Generator(self._device).manual_seed(0)
@@ -131,7 +131,7 @@ class TransformersEngine:
                 cache.update(rows.clone(), rows.clone(), layer)
 
     def _possible(self, kv: str) -> bool:
-        """Whether the cache can be used here; one that cannot is named and left out."""
+        """Returns whether the cache can be used here; names one that cannot."""
         package = QUANTIZED[kv].package
         try:
             if importlib.util.find_spec(package) is None:
@@ -145,7 +145,7 @@ class TransformersEngine:
 
 
 class TransformersSequence(BenchSequence):
-    """A cache, and its layers as they were in the beginning."""
+    """Holds a cache, and its layers as they were in the beginning."""
 
     def __init__(self, model: Any, cache: Any, *, kv_bytes: int, device: str) -> None:
         self._torch = import_module("torch")
@@ -167,7 +167,7 @@ class TransformersSequence(BenchSequence):
         self._cache.layers = [copy.copy(layer) for layer in self._beginning]
 
     def step_bytes(self) -> tuple[int, int]:
-        """See `BenchSequence.step_bytes`; of an embedding that is no head a row is read."""
+        """Counts as `BenchSequence.step_bytes` says; an embedding that is no head is not read."""
         parameters = self._model.parameters()
         stored = sum(part.numel() * part.element_size() for part in parameters)
         embedding = self._model.get_input_embeddings().weight
@@ -180,7 +180,7 @@ class TransformersSequence(BenchSequence):
         self._cache.layers = []
 
     def _run(self, ids: NDArray[np.int64], rows: int) -> NDArray[np.float32]:
-        """Logits of the last `rows` tokens; copying them waits for the device."""
+        """Returns logits of the last `rows` tokens; copying them waits for the device."""
         with self._torch.inference_mode():
             tokens = self._torch.from_numpy(ids[None]).to(self._device)
             cache = {cache_argument(self._model): self._cache}
@@ -189,7 +189,7 @@ class TransformersSequence(BenchSequence):
 
 
 def cache_argument(model: Any) -> str:
-    """What a model calls its cache, as an argument and in what it returns: new in 5.24."""
+    """Returns what a model calls its cache, an argument and a result: new in 5.24."""
     known = inspect.signature(model.forward).parameters
     return "cache" if "cache" in known else "past_key_values"
 
@@ -203,7 +203,7 @@ def _refusal(config: ModelConfig) -> str | None:
 
 
 def _model(bundle: Bundle, dtype: Any, device: str) -> Any:
-    """The bundle's model with its own weights, made without values of its own before."""
+    """Returns the bundle's model with its own weights, made without values before."""
     torch, transformers = import_module("torch"), import_module("transformers")
     config = bundle.config
     described = transformers.AutoConfig.for_model(config.model_type, **_fields(config))
@@ -221,7 +221,7 @@ def _model(bundle: Bundle, dtype: Any, device: str) -> Any:
 
 
 def _fields(config: ModelConfig) -> dict[str, Any]:
-    """As config.json has them; rotary tables are put into the model itself."""
+    """Returns the fields of config.json; rotary tables are put into the model itself."""
     mixer, feed = config.layers[0].attention, config.layers[0].feed
     return {
         "vocab_size": config.vocab_size,

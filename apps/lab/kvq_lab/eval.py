@@ -323,7 +323,7 @@ def _sweep(engine: "Engine", arguments: Namespace, files: list[str]) -> int:
 def _sweep_file(
     engine: "Engine", arguments: Namespace, plan: "Sweep", material: "Material", seed: int
 ) -> "SweepFile":
-    """The file that results go to, with all by which another run knows that it may go on."""
+    """Opens the file of results, with all by which another run knows that it may go on."""
     from kvq_apps.evaluation.tasks import TEXT_TASKS
     from kvq_lab.sweep import SweepFile
 
@@ -369,7 +369,7 @@ def _sweep_tasks(written: tuple[str, ...] | None, files: Sequence[str]) -> tuple
 
 
 def _sweep_settings(arguments: Namespace) -> "tuple[CacheSetting, ...]":
-    """Policies as `NAME[:option=value,...][@K:V]`; without widths those of `--kv`, or 8:8."""
+    """Reads policies `NAME[:option=value,...][@K:V]`; without widths those of `--kv`, or 8:8."""
     from kvq.policies import POLICIES
     from kvq_apps.evaluation.cache_setting import CacheSetting
 

@@ -32,7 +32,7 @@ Key = tuple[str, str, str, str | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """What is asked: tasks, caches and shares of the `fp16_bytes` that `context_tokens` need."""
+    """Asks for tasks, caches and shares of the `fp16_bytes` that `context_tokens` need."""
 
     tasks: tuple[str, ...]
     settings: tuple[CacheSetting, ...]
@@ -41,11 +41,11 @@ class Sweep:
     fp16_bytes: int
 
     def budget_bytes(self, budget: Fraction | None) -> int | None:
-        """Bytes of a share; None for the unquantised cache."""
+        """Returns the bytes of a share; None for the unquantised cache."""
         return None if budget is None else int(budget * self.fp16_bytes)
 
     def batches(self) -> Iterator[tuple[str, Fraction | None, tuple[CacheSetting, ...]]]:
-        """Cells that are measured together: (task, budget, caches), the unquantised one first."""
+        """Yields cells measured together: (task, budget, caches), the unquantised one first."""
         for task in self.tasks:
             yield task, None, (UNQUANTIZED,)
             for budget in self.budgets:
@@ -53,10 +53,10 @@ class Sweep:
 
 
 class SweepFile:
-    """The JSON of a sweep: its material and the cells measured so far."""
+    """Holds the JSON of a sweep: its material and the cells measured so far."""
 
     def __init__(self, path: Path, subject: Mapping[str, Any], tasks: Mapping[str, Any]) -> None:
-        """`subject` says what is judged, `tasks` what each task's material is.
+        """Opens a new file or one to go on with: `subject` is judged, `tasks` have the material.
 
         Raises `UsageError` when the file is another sweep's, `DataError` when it cannot be used.
         """
@@ -147,7 +147,7 @@ def cell(
     budget: Fraction | None,
     outcome: Measurement | BudgetError,
 ) -> dict[str, Any]:
-    """What the file holds of one outcome."""
+    """Returns what the file holds of one outcome."""
     place: dict[str, Any] = {
         "task": task,
         "policy": setting.policy or EXACT,
@@ -163,7 +163,7 @@ def cell(
 
 
 def key_of(task: str, setting: CacheSetting, budget: Fraction | None) -> Key:
-    """What a cell is found by in the file."""
+    """Returns what a cell is found by in the file."""
     return task, setting.policy or EXACT, setting.kv, None if budget is None else str(budget)
 
 

@@ -25,12 +25,12 @@ STYLES = ("-", "--", ":")
 
 
 def line_name(cell: Cell) -> str:
-    """`budget 8:8`: what the points of one line share."""
+    """Names a line by what its points share: `budget 8:8`."""
     return cell["policy"] if cell["policy"] == EXACT else f"{cell['policy']} {cell['kv']}"
 
 
 def print_sweep(data: Mapping[str, Any]) -> None:
-    """One line per cache and budget, a column per measure; what was refused on stderr."""
+    """Prints a line per cache and budget, a column per measure; what was refused on stderr."""
     tasks = [task for task in MEASURES if task in data["tasks"]]
     by_place: dict[tuple[str, str | None], dict[str, Cell]] = {}
     for cell in data["cells"]:
@@ -59,10 +59,7 @@ def print_sweep(data: Mapping[str, Any]) -> None:
 
 
 def against_best(cells: Sequence[Cell]) -> dict[tuple[str, str | None], str]:
-    """Of every cache of a budget by how much it diverges more than the best, window by window.
-
-    As `ratio_text` says it.
-    """
+    """Compares every cache of a budget with the best, window by window, as `ratio_text` does."""
     said: dict[tuple[str, str | None], str] = {}
     measured = [cell for cell in cells if cell["task"] == "kld" and "window_nats" in cell]
     for budget in {cell["budget"] for cell in measured} - {None}:
@@ -75,7 +72,7 @@ def against_best(cells: Sequence[Cell]) -> dict[tuple[str, str | None], str]:
 
 
 def ratio_text(window_nats: Sequence[float], base_nats: Sequence[float]) -> str:
-    """How many times the divergence `base_nats`, over the same windows.
+    """Says how many times the divergence `base_nats` this is, over the same windows.
 
     `1.31 x/ 1.05`: the geometric mean of the ratios and its standard error as a factor; with
     `, tie` where it is within two of these of 1.
@@ -90,7 +87,7 @@ def ratio_text(window_nats: Sequence[float], base_nats: Sequence[float]) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of `values`; infinite where there is one alone."""
+    """Returns the standard error of the mean of `values`; infinite where there is one alone."""
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else inf
 
 
@@ -148,7 +145,7 @@ def _draw_panel(
 
 
 def _byte_ticks(low: float, high: float) -> list[float]:
-    """Powers of two between `low` and `high`, or of a root of two, if there is room three."""
+    """Returns powers of two from `low` to `high`, or of a root of two where those are too few."""
     for root in (1, 2, 4, 8):
         ticks = [2.0 ** (power / root) for power in range(8 * root, 50 * root)]
         shown = [tick for tick in ticks if low <= tick <= high]
@@ -163,6 +160,6 @@ def _bytes_held(cells: Iterable[Cell]) -> str:
 
 
 def _values(cells: Mapping[str, Cell], tasks: Sequence[str]) -> list[str]:
-    """Cells of a table; `-` where nothing was measured."""
+    """Returns cells of a table; `-` where nothing was measured."""
     values = [cells.get(task, {}).get(key) for task in tasks for key, _, _ in MEASURES[task]]
     return ["-" if value is None else f"{value:.4g}" for value in values]

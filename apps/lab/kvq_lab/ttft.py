@@ -20,7 +20,7 @@ DECODED = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TtftJob:
-    """Prompts of each of `contexts` tokens, read in both ways `repeat` times."""
+    """Asks for prompts of each of `contexts` tokens, read in both ways `repeat` times."""
 
     contexts: tuple[int, ...] = (2048,)
     predict: str = "50%"
@@ -32,7 +32,7 @@ class TtftJob:
 
 
 def measure(setup: Setup, job: TtftJob) -> dict[str, Any]:
-    """A row for each length of prompt. Raises `KvqError`."""
+    """Measures a row for each length of prompt. Raises `KvqError`."""
     options = {name: value for name, value in setup.session_options.items() if name != "predict"}
     with Engine(setup.files, threads=setup.threads) as engine:
         prediction = prediction_named(job.predict, engine.model)
@@ -51,7 +51,7 @@ def measure(setup: Setup, job: TtftJob) -> dict[str, Any]:
 def _row(
     engine: Engine, job: TtftJob, context: int, options: dict[str, Any], setup: Setup
 ) -> dict[str, Any]:
-    """Medians, and the median of the rounds' ratios. A first round of each is not counted."""
+    """Measures medians, and that of the rounds' ratios. A first round of each is not counted."""
     numbers = np.random.default_rng(context)
     rounds: list[list[tuple[float, float, int]]] = []
     for turn in range(job.repeat + 1):
@@ -76,7 +76,7 @@ def _timed(
     context: int,
     options: dict[str, Any],
 ) -> tuple[float, float, int]:
-    """Seconds to the first token and for the next ones, and how many were predicted."""
+    """Measures the seconds to the first token and for the next ones, and counts predictions."""
     size = engine.model.vocab_size
     ids = numbers.integers(size // 4, size // 2, context).tolist()
     options = {"context_tokens": context + DECODED + 1} | options
@@ -92,7 +92,7 @@ def _timed(
 
 
 def print_report(data: dict[str, Any]) -> None:
-    """The table for people."""
+    """Prints the rows as a table."""
     cells = [
         (
             row["prompt_tokens"], f"{row['exact_ms']:.0f}", f"{row['predicted_ms']:.0f}",

@@ -20,7 +20,7 @@ KEY = re.compile(r"\n[ \t]*|.")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The text around the cursor after an event, or when it is opened.
+    """Holds the text around the cursor after an event, or when it is opened.
 
     `kind` is open, key, jump, paste, delete, undo or rename.
     """
@@ -32,7 +32,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class TypingSession:
-    """What stood in the file, and the events: [kind, cursor after it, [[start, removed, text]]]."""
+    """Holds a file's text, and the events: [kind, cursor after it, [[start, removed, text]]]."""
 
     name: str
     text: str
@@ -40,7 +40,7 @@ class TypingSession:
 
     @classmethod
     def read(cls, name: str) -> "TypingSession":
-        """One of those that ship."""
+        """Reads one of those that ship."""
         recorded = json.loads((TEXTS / f"{name}.json").read_text("utf-8"))
         text = PROGRAM.read_text("utf-8")
         if recorded["copies"] > 1:
@@ -48,7 +48,7 @@ class TypingSession:
         return cls(name, text, recorded["events"])
 
     def moments(self) -> Iterator[Moment]:
-        """The file as it was opened, then after each event."""
+        """Yields the file as it was opened, then after each event."""
         text = self.text
         yield Moment("open", "", text)
         for kind, cursor, edits in self.events:
@@ -58,6 +58,6 @@ class TypingSession:
 
 
 def copies_of(text: str, count: int) -> str:
-    """A long file: `text` again and again, the names of each copy its own."""
+    """Makes a long file: `text` again and again, the names of each copy its own."""
     renamed = [re.sub(r"\b(Shed|Tool|\w+_shed)\b", rf"\g<1>{n}", text) for n in range(count)]
     return "\n\n".join(renamed)

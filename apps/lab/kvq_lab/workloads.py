@@ -19,7 +19,7 @@ _TURN = "\n----\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One kind of work: a prompt and the text that follows it."""
+    """Holds one kind of work: a prompt and the text that follows it."""
 
     name: str
     prompt: str
@@ -27,18 +27,18 @@ class Workload:
 
 
 def workloads() -> tuple[Workload, ...]:
-    """All of them, from what repeats its prompt most to what repeats nothing."""
+    """Makes all of them, from what repeats its prompt most to what repeats nothing."""
     return (_code_edit(), _json_rewriting(), _chat(), _quotes(), _code_completion(), _prose())
 
 
 def other_text() -> str:
-    """A long text that no workload repeats, to come before one: more of the package's sources."""
+    """Returns a long text that no workload repeats, to come before one: more of our sources."""
     names = ("class_cache.py", "reference/linear.py", "native.py")
     return "\n".join(_source("kvq", name) for name in names)
 
 
 def _code_edit() -> Workload:
-    """A file is asked for again with a name changed."""
+    """Asks for a file again with a name changed."""
     code = _source("kvq", "sizing.py")[:_PROMPT_CHARACTERS]
     return Workload(
         name="code edit",
@@ -48,7 +48,7 @@ def _code_edit() -> Workload:
 
 
 def _json_rewriting() -> Workload:
-    """A list of records is asked for as an object of them, with a key more."""
+    """Asks for a list of records as an object of them, with a key more."""
     records = [{"name": name, **row} for name, row in SHAPES.items()]
     by_name: Mapping[str, object] = {
         name: {"checked": True, "parameters": dict(row)} for name, row in SHAPES.items()
@@ -61,13 +61,13 @@ def _json_rewriting() -> Workload:
 
 
 def _chat() -> Workload:
-    """The second answer of a chat, which takes the first one up."""
+    """Asks for the second answer of a chat, which takes the first one up."""
     *before, answer = _text("chat.txt").split(_TURN)
     return Workload(name="chat turns", prompt="\n\n".join(before) + "\n\n", answer=answer)
 
 
 def _quotes() -> Workload:
-    """A summary in sentences of its own around sentences of the text."""
+    """Asks for a summary in sentences of its own around sentences of the text."""
     prose = _text("prose.txt")
     sentences = re.findall(r"[A-Z][^.]+\.", prose.replace("\n", " "))
     lead = ("The text begins: ", "It goes on to say: ", "What follows from this? ", "And lastly: ")
@@ -82,7 +82,7 @@ def _quotes() -> Workload:
 
 
 def _code_completion() -> Workload:
-    """The second half of a file after its first."""
+    """Asks for the second half of a file after its first."""
     code = _source("kvq", "cache.py")
     return Workload(
         name="code completion",
@@ -92,7 +92,7 @@ def _code_completion() -> Workload:
 
 
 def _prose() -> Workload:
-    """The second half of a text that does not repeat itself."""
+    """Asks for the second half of a text that does not repeat itself."""
     prose = _text("prose.txt")
     half = prose.index("\n\n", len(prose) // 2)
     return Workload(name="free prose", prompt=prose[:half], answer=prose[half:])

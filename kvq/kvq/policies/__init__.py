@@ -22,7 +22,7 @@ from kvq.config import PAGE_TOKENS, PAGE_WIDTHS
 from kvq.errors import argument
 from kvq.named import named
 
-# The policies to choose among come first.
+# The first are for use; those after the comment are there to compare with.
 POLICIES = {
     "budget": "kvq.policies.budget:BudgetPolicy",
     "kv-adaquant": "kvq.policies.kv_adaquant:KvAdaQuant",

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.config import PAGE_WIDTHS
-from kvq.errors import UsageError, argument
 from kvq.formats import CODE_SPAN
 from kvq.hull import hull_descent
+from kvq.named import require
 from kvq.policies import FEWEST_BITS, Evidence, Relief
 from kvq.policies.spend import Steps, all_widths, page_bytes_at, present_pages, spend
 
@@ -67,10 +67,8 @@ class BudgetPolicy:
     prior: float = 0.25
 
     def __post_init__(self) -> None:
-        if not 0 <= self.prior <= 1:
-            raise UsageError(
-                f"{argument('policy')} budget: prior={self.prior} is no chance; give 0 to 1"
-            )
+        prior = f"budget: prior={self.prior}"
+        require(0 <= self.prior <= 1, "policy", prior, "a chance from 0 to 1")
 
     def free_space(self, evidence: Evidence, bytes_short: int, columns_short: int) -> Relief:
         pages, all_costs = present_pages(evidence), self.costs(evidence)

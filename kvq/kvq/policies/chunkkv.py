@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.named import require
 from kvq.policies import Evidence
 from kvq.policies.scorer import Scorer
 
@@ -32,10 +32,7 @@ class ChunkKV(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reuse < 1:
-            raise UsageError(
-                about="policy", value=f"chunkkv: reuse={self.reuse}", possible="1 layer or more"
-            )
+        require(self.reuse >= 1, "policy", f"chunkkv: reuse={self.reuse}", "1 layer or more")
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         assert evidence.attention is not None

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.named import require
 from kvq.policies import Evidence
 from kvq.policies.scorer import Scorer
 
@@ -32,10 +32,7 @@ class H2O(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.recent <= 1:
-            raise UsageError(
-                about="policy", value=f"recent={self.recent}", possible="a share from 0 to 1"
-            )
+        require(0 <= self.recent <= 1, "policy", f"recent={self.recent}", "a share from 0 to 1")
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         assert evidence.attention is not None

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.named import require
 from kvq.policies import Evidence
 from kvq.policies.scorer import Scorer
 
@@ -34,14 +34,8 @@ class L2Norm(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.skip < 0:
-            raise UsageError(
-                about="policy", value=f"l2norm: skip={self.skip}", possible="0 layers or more"
-            )
-        if not 0 < self.low < 1:
-            raise UsageError(
-                about="policy", value=f"l2norm: low={self.low}", possible="a share between 0 and 1"
-            )
+        require(self.skip >= 0, "policy", f"l2norm: skip={self.skip}", "0 layers or more")
+        require(0 < self.low < 1, "policy", f"l2norm: low={self.low}", "a share between 0 and 1")
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         return evidence.stack_layers(lambda layer: self._layer_importance(evidence, layer))

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.named import require
 from kvq.policies import FEWEST_BITS, Evidence, Relief
 from kvq.policies.ladder import EVICTED, LADDER, descend, rank_from_top
 from kvq.policies.spend import present_pages
@@ -31,12 +31,8 @@ class Scorer(ABC):
     demote: int = 0
 
     def __post_init__(self) -> None:
-        if self.demote not in (0, 1):
-            raise UsageError(
-                about="policy",
-                value=f"demote={self.demote}",
-                possible="0 evicts at once, 1 lowers widths first",
-            )
+        known = "0 evicts at once, 1 lowers widths first"
+        require(self.demote in (0, 1), "policy", f"demote={self.demote}", known)
 
     @property
     def fewest_bits(self) -> tuple[int, int] | None:

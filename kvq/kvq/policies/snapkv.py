@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.errors import UsageError
+from kvq.named import require
 from kvq.policies import Evidence
 from kvq.policies.scorer import Scorer
 
@@ -33,12 +33,8 @@ class SnapKV(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pool not in range(1, 64, 2):
-            raise UsageError(
-                about="policy",
-                value=f"snapkv: pool={self.pool}",
-                possible="an odd number of pages from 1 (none but the page itself) to 63",
-            )
+        pages = "an odd number of pages from 1 (none but the page itself) to 63"
+        require(self.pool in range(1, 64, 2), "policy", f"snapkv: pool={self.pool}", pages)
 
     def importance(self, evidence: Evidence) -> NDArray[np.floating]:
         assert evidence.attention is not None

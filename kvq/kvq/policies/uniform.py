@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from kvq.config import PAGE_WIDTHS, parse_kv
 from kvq.errors import UsageError
+from kvq.named import require
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import EVICTED, descend_by_age
 
@@ -34,13 +35,9 @@ class Uniform:
             k <= above_k and v <= above_v and (k, v) != (above_k, above_v)
             for (above_k, above_v), (k, v) in pairwise(rungs)
         )
-        if not rungs or not falls or any(rung[0] not in PAGE_WIDTHS for rung in rungs):
-            raise UsageError(
-                about="policy",
-                value=f"uniform: order={self.order}",
-                possible="write K:V pairs of "
-                "8, 6, 4 and 2 bits that only fall, such as 8:4/4:4/4:2/2:2",
-            )
+        known = bool(rungs) and falls and all(k in PAGE_WIDTHS for k, _ in rungs)
+        pairs = "write K:V pairs of 8, 6, 4 and 2 bits that only fall, such as 8:4/4:4/4:2/2:2"
+        require(known, "policy", f"uniform: order={self.order}", pairs)
 
     @property
     def fewest_bits(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvq.config import PAGE_WIDTHS
-from kvq.errors import UsageError, argument
+from kvq.named import require
 from kvq.policies import Evidence, Relief
 from kvq.policies.ladder import descend, rank_from_top
 from kvq.policies.spend import present_pages
@@ -38,17 +38,11 @@ class ZipCache:
     low: int = 2
 
     def __post_init__(self) -> None:
-        if not 0 <= self.salient <= 1:
-            raise UsageError(
-                about="policy",
-                value=f"zipcache: salient={self.salient}",
-                possible="a share from 0 to 1",
-            )
-        if not {self.high, self.low} <= set(PAGE_WIDTHS) or self.high <= self.low:
-            raise UsageError(
-                f"{argument('policy')} zipcache: high={self.high} and low={self.low} are not "
-                "possible: 8, 6, 4 and 2 are, the first above the second"
-            )
+        salient = f"zipcache: salient={self.salient}"
+        require(0 <= self.salient <= 1, "policy", salient, "a share from 0 to 1")
+        falls = {self.high, self.low} <= set(PAGE_WIDTHS) and self.high > self.low
+        widths = f"zipcache: high={self.high}, low={self.low}"
+        require(falls, "policy", widths, "8, 6, 4 and 2 are, the first above the second")
 
     @property
     def fewest_bits(self) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""What every stored form and every kernel means, in numpy."""
+"""Defines every stored form and what every kernel computes, in numpy."""

@@ -12,14 +12,14 @@ Float = NDArray[np.float32]
 
 
 def products(bcx: Float) -> Float:
-    """B * x [T, width] of rows [B | C | x] float32 [T, 3 width]."""
+    """Returns B * x [T, width] of rows [B | C | x] float32 [T, 3 width]."""
     b, _, x = np.split(bcx, 3, axis=1)
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever remembers them looks
+    with np.errstate(over="ignore", invalid="ignore"):  # the cache refuses what is not finite
         return b * x
 
 
 def short_conv(bcx: Float, weight: Float, seen: Float) -> Float:
-    """C * sum over k of weight[:, k] * seen[:, k], from the newest on: float32 [T, width].
+    """Computes C * sum over k of weight[:, k] * seen[:, k], from the newest on, [T, width].
 
     bcx float32 [T, 3 width]; weight [width, taps]; seen [T, taps, width]: of every row the products
     of those before it, oldest first, and its own.
@@ -32,6 +32,6 @@ def short_conv(bcx: Float, weight: Float, seen: Float) -> Float:
 
 
 def seen_rows(rows: Float, taps: int) -> Float:
-    """What each of a text's rows [n, width] sees, oldest first: [n, taps, width], a view."""
+    """Returns what each row of a text [n, width] sees, oldest first: [n, taps, width], a view."""
     padded = np.concatenate([np.zeros((taps - 1, rows.shape[1]), np.float32), rows])
     return np.lib.stride_tricks.sliding_window_view(padded, taps, axis=0).transpose(0, 2, 1)

@@ -34,7 +34,7 @@ SQUARES_EPS = 1e-6
 
 
 class DeltaWeights(NamedTuple):
-    """What a delta net computes with, beside the products before and behind it.
+    """Holds the weights of a delta net, beside the products before and behind it.
 
     `conv` float32 [channels, taps] of queries, keys, values; `decay`, `dt_bias` [value heads];
     `scale` [value channels of a head]; the value heads share `key_heads` evenly.
@@ -48,7 +48,7 @@ class DeltaWeights(NamedTuple):
     norm_eps: float
 
     def belong_to(self, shape: DeltaShape) -> bool:
-        """Whether they are of a net of this shape."""
+        """Returns whether they are of a net of this shape."""
         heads = (shape.value_heads,)
         return (
             self.conv.shape == (shape.conv_width, shape.taps)
@@ -58,7 +58,7 @@ class DeltaWeights(NamedTuple):
         )
 
     def shape(self) -> DeltaShape:
-        """Of one such net."""
+        """Returns the shape of one such net."""
         values = len(self.decay) * len(self.scale)
         return DeltaShape(
             num_layers=1,
@@ -71,7 +71,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaStep(NamedTuple):
-    """What a token brings: q and k [key heads, Dk], v [value heads, Dv], g, beta [value heads]."""
+    """Holds a token's q and k [key heads, Dk], v [value heads, Dv], g and beta [value heads]."""
 
     q: Float
     k: Float
@@ -81,7 +81,7 @@ class DeltaStep(NamedTuple):
 
 
 class DeltaRow(NamedTuple):
-    """What is kept of a token: k [key heads, Dk], u [value heads, Dv], G [value heads]."""
+    """Holds what is kept of a token: k [key heads, Dk], u [value heads, Dv], G [value heads]."""
 
     k: Float
     u: Float
@@ -89,15 +89,15 @@ class DeltaRow(NamedTuple):
 
 
 def sigmoid(x: Float) -> Float:
-    """1 / (1 + exp(-x)), by tanh, which does not overflow."""
+    """Computes 1 / (1 + exp(-x)) by tanh, which does not overflow."""
     half = np.float32(0.5)
     return half * np.tanh(half * x) + half
 
 
 def step_of(shape: DeltaShape, seen: Float, gates: Float, weights: DeltaWeights) -> DeltaStep:
-    """One token's step, of the rows [taps, channels] that end with its own and its gates [b | a].
+    """Computes one token's step from the rows [taps, channels] that end with its own.
 
-    gates float32 [2 * value heads].
+    `gates` are b, then a: float32 [2 * value heads].
     """
     total = seen[-1] * weights.conv[:, -1]
     for k in range(shape.taps - 2, -1, -1):
@@ -106,7 +106,7 @@ def step_of(shape: DeltaShape, seen: Float, gates: Float, weights: DeltaWeights)
     keys = shape.key_heads * shape.key_dim
     q, k = (mixed[at : at + keys].reshape(shape.key_heads, -1) for at in (0, keys))
     beta, a = np.split(gates, 2)
-    with np.errstate(over="ignore"):  # whoever remembers it looks
+    with np.errstate(over="ignore"):  # the cache refuses what is not finite
         g = -np.exp(weights.decay) * np.logaddexp(np.float32(0), a + weights.dt_bias)
     return DeltaStep(
         q=_unit(q) * np.float32(shape.key_dim**-0.5),
@@ -123,7 +123,7 @@ def _unit(x: Float) -> Float:
 
 
 def apply_step(state: Float, rows: Sequence[DeltaRow], step: DeltaStep) -> tuple[DeltaRow, Float]:
-    """The row of a token and what its heads give [value heads, Dv].
+    """Computes the row of a token, and its heads' outputs [value heads, Dv].
 
     `state` [value heads, Dk, Dv] is that of the base, `rows` those of its path from there on.
     """
@@ -146,7 +146,7 @@ def apply_step(state: Float, rows: Sequence[DeltaRow], step: DeltaStep) -> tuple
 
 
 def fold(state: Float, rows: Sequence[DeltaRow]) -> Float:
-    """The state behind `rows`, oldest first, of the one before them."""
+    """Computes the state behind `rows`, oldest first, from the one before them."""
     total = rows[-1].total
     folded: Float = np.exp(total)[:, None, None] * state
     shared = len(total) // len(rows[-1].k)
@@ -157,17 +157,17 @@ def fold(state: Float, rows: Sequence[DeltaRow]) -> Float:
 
 
 def gated(output: Float, z: Float, weights: DeltaWeights) -> Float:
-    """What leaves a delta net: its heads' outputs [..., Dv] normalised, times silu(z)."""
+    """Returns what leaves a delta net: its heads' outputs [..., Dv] normalised, times silu(z)."""
     return normalize(output, weights.scale, weights.norm_eps) * (z * sigmoid(z))
 
 
 def base_of(token: int) -> int:
-    """The token whose state the row of `token` is computed with."""
+    """Returns the token whose state the row of `token` is computed with."""
     return token - token % FOLD_TOKENS
 
 
 class Recurrence:
-    """One delta net over a text from its beginning, token by token, without any base."""
+    """Runs one delta net over a text from its beginning, token by token, without any base."""
 
     def __init__(self, weights: DeltaWeights) -> None:
         self.shape = weights.shape()
@@ -175,7 +175,7 @@ class Recurrence:
         self._seen = np.zeros((self.shape.taps, self.shape.conv_width), np.float32)
 
     def run(self, rows: Float, gates: Float, weights: DeltaWeights) -> Float:
-        """What it gives of the tokens that come next: float32 [T, value heads * Dv].
+        """Returns its outputs for the tokens that come next: float32 [T, value heads * Dv].
 
         rows float32 [T, conv_width + value_width]: q, k, v and z; gates [T, 2 * value heads].
         """

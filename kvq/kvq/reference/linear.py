@@ -1,7 +1,7 @@
-"""What `kvq::Linear` and `kvq::Embed` mean: the bytes of weights, and the arithmetic over them.
+"""Defines `kvq::Linear` and `kvq::Embed`: the bytes of weights, and the arithmetic over them.
 
-Owns the layout of a stored matrix and the definition native kernels are proved against. Knows no
-model and no file; how codes and scales are chosen is the exporter's business.
+Tests compare native kernels with this module. It knows no model and no file; an export chooses
+codes and scales.
 
 **Weights.** A row of K weights is cut into blocks of 32, 64 or 128 (the last one padded); a block
 keeps unsigned codes of 4, 5, 6 or 8 bits, one scale (float16) and, by its grid, an offset:
@@ -75,11 +75,12 @@ Bytes = NDArray[np.uint8]
 View = Literal["full", "hi"]
 Stored = TypeVar("Stored", bound=np.generic)
 
-# The attribute `activation` is a place in this list: none, or what the gate goes through; the last
-# is of both halves (`reference_experts.clamped_swiglu`).
+# Activations of a gate, none first; the attribute `activation` is an index here. The last one takes
+# both halves (`kvq.reference.experts.clamped_swiglu`).
 ACTIVATIONS = ("", "silu", "gelu_tanh", "clamped_swiglu")
 PANEL_ROWS = 16
-# Of a product in two passes: panels that are read whole at first, and the margin of what it left.
+# A product in two passes reads so many panels whole at first. How far these err, times the margin,
+# decides which others it reads.
 FIRST_PANELS = 128
 MARGIN = np.float32(1.5)
 BLOCKS = (32, 64, 128)
@@ -90,21 +91,21 @@ WIDTHS = (4, 5, 6, 8)
 CODE_BITS = (2, 3, *WIDTHS)
 # Scales of 8-bit codes would leave the range in which float16 has all its digits.
 SCALE_UNIT = np.float32(2.0**-8)
-# Of the range of codes, in offsets that are zero points.
+# Parts of the range of codes that a zero point, an offset of uint8, counts in.
 ZERO_PARTS = 256
 TOP_LEVEL = np.float32(127)
 SMALLEST = np.float32(1e-30)
 ALIGNMENT = 64
 NIBBLE = 4
-# Of e2m1 by the four bits: twice the number, as a code around the middle one; what is taken off the
-# exponent of a block, so that it is twice the number that it is multiplied by.
+# Twice the numbers of e2m1 are whole: `E2M1_CODES` has them by the four bits, shifted by
+# `E2M1_MIDDLE` to be no less than 0. The bias takes the factor 2 off a block's exponent again.
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
 E2M1_MIDDLE, E2M1_BIAS, E2M1_TOP = 12, 128, 247
 E2M1_CODES = (E2M1_MIDDLE + np.concatenate([_DOUBLED, -_DOUBLED])).astype(np.uint8)
 
 
 class Grid(IntEnum):
-    """Which weights the codes of a block stand for."""
+    """Names which weights the codes of a block stand for."""
 
     SYMMETRIC = 0
     ZERO_POINT = 1
@@ -130,33 +131,30 @@ class Grid(IntEnum):
 
     @property
     def offset_type(self) -> type[np.uint8] | type[np.float16] | None:
-        """Of a block's offset as a panel keeps it."""
+        """Returns the type of a block's offset as a panel keeps it."""
         return (None, np.uint8, np.float16, None, np.float16, None)[self]
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a block's scale: float16, or an exponent, uint8."""
+        """Returns the bytes of a block's scale: float16, or an exponent, uint8."""
         return 1 if self is Grid.E2M1 else 2
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's constants."""
+        """Returns the bytes of a block's constants."""
         offset = self.offset_type
         return self.scale_bytes + (0 if offset is None else np.dtype(offset).itemsize)
 
 
 # Columns of a sub-block and bits of a code that kernels know.
 _SUPER_FORMATS: Mapping[Grid, tuple[tuple[int, int], ...]] = {
-    Grid.SUPER_MINIMUM: (
-        *((32, 2), (32, 3), (32, 4), (32, 5), (32, 6)),
-        *((16, 2), (16, 4), (16, 6)),
-    ),
+    Grid.SUPER_MINIMUM: ((32, 2), (32, 3), (32, 4), (32, 5), (32, 6), (16, 2), (16, 4), (16, 6)),
     Grid.SUPER_SYMMETRIC: ((16, 3), (16, 4), (16, 6), (16, 8)),
 }
 
 
 class Blocks(NamedTuple):
-    """Some rows of a matrix: codes uint8 [n, blocks * block], one per byte, and their constants.
+    """Holds rows of a matrix: codes uint8 [n, blocks * block], one per byte, and constants.
 
     `scales` [n, blocks] and `offsets` [n, blocks], None of a grid without: as a panel keeps them
     (float16, in SCALE_UNIT; exponents uint8) or as float32 in units of the weights; zero points are
@@ -172,16 +170,10 @@ class Blocks(NamedTuple):
 
     def changed(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "Blocks":
         """Changes every array alike."""
-        return Blocks(
-            change(self.codes),
-            change(self.scales),
-            None if self.offsets is None else change(self.offsets),
-            None if self.sub_scales is None else change(self.sub_scales),
-            None if self.sub_offsets is None else change(self.sub_offsets),
-        )
+        return Blocks._make(None if array is None else change(array) for array in self)
 
     def picked(self, rows: NDArray[np.intp] | slice) -> "Blocks":
-        """Some of the rows."""
+        """Returns some of the rows."""
         return self.changed(lambda array: array[rows])
 
     def without_supers(self) -> "Blocks":
@@ -198,7 +190,7 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFormat:
-    """How a matrix's weights are stored, whatever its shape."""
+    """Says how a matrix's weights are stored, whatever its shape."""
 
     bits: int = 4
     block: int = 64
@@ -206,19 +198,19 @@ class BlockFormat:
 
     @property
     def bits_per_weight(self) -> float:
-        """Constants counted."""
+        """Counts the bits of a weight, its share of the constants among them."""
         if self.grid.has_supers:
             return self.bits + 8 * self.super_bytes / SUPER_BLOCK
         return self.bits + 8 * self.grid.block_bytes / self.block
 
     @property
     def activation_block(self) -> int:
-        """Columns of activations under one scale."""
+        """Counts the columns of activations under one scale."""
         return SUPER_BLOCK if self.grid.has_supers else self.block
 
     @property
     def super_bytes(self) -> float:
-        """Bytes of a super-block's constants in a row, its share of the padding counted."""
+        """Returns the bytes of a super-block's constants in a row, with its share of padding."""
         sides = 2 if self.grid.has_minimum else 1
         number_bytes = _SIX_BITS / 8 if self.block == BLOCKS[0] else 1
         used = PANEL_ROWS * sides * (2 + number_bytes * SUPER_BLOCK / self.block)
@@ -226,7 +218,7 @@ class BlockFormat:
 
     @property
     def possible(self) -> bool:
-        """Whether kernels know it."""
+        """Returns whether kernels know it."""
         if self.grid.has_supers:
             return (self.block, self.bits) in _SUPER_FORMATS[self.grid]
         widths = (NIBBLE,) if self.grid is Grid.E2M1 else WIDTHS
@@ -237,7 +229,7 @@ class BlockFormat:
 
     @classmethod
     def parse(cls, spelled: str) -> "BlockFormat":
-        """The way back of `str`. Raises `ValueError`."""
+        """Reads what `str` writes. Raises `ValueError`."""
         bits, block, grid = spelled.split("/")
         block_format = cls(bits=int(bits), block=int(block), grid=Grid[grid.upper()])
         if not block_format.possible:
@@ -247,7 +239,7 @@ class BlockFormat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PanelFormat:
-    """Shape and format of a stored matrix [rows, columns], and where things lie in a panel."""
+    """Describes a stored matrix [rows, columns] and where things lie in its panels."""
 
     rows: int
     columns: int
@@ -257,7 +249,7 @@ class PanelFormat:
 
     @classmethod
     def of(cls, form: BlockFormat, shape: tuple[int, ...]) -> "PanelFormat":
-        """A matrix of `shape` [rows, columns] stored as `form`."""
+        """Describes a matrix of `shape` [rows, columns] stored as `form`."""
         rows, columns = shape
         return cls(
             rows=rows, columns=columns, bits=form.bits, block=form.block, grid=Grid(form.grid)
@@ -265,70 +257,70 @@ class PanelFormat:
 
     @property
     def format(self) -> BlockFormat:
-        """How it is stored, whatever its shape."""
+        """Returns how it is stored, whatever its shape."""
         return BlockFormat(bits=self.bits, block=self.block, grid=self.grid)
 
     @property
     def panels(self) -> int:
-        """Groups of sixteen rows, the padded last one included."""
+        """Counts the groups of sixteen rows, the padded last one included."""
         return -(-self.rows // PANEL_ROWS)
 
     @property
     def blocks(self) -> int:
-        """Blocks per row, the padded last one included; whole super-blocks of them."""
+        """Counts the blocks per row, with padding up to a whole block or super-block."""
         wide = self.format.activation_block
         return -(-self.columns // wide) * (wide // self.block)
 
     @property
     def supers(self) -> int:
-        """Super-blocks per row, or blocks where there are none."""
+        """Counts the super-blocks per row, or blocks where there are none."""
         return self.blocks * self.block // self.format.activation_block
 
     @property
     def upper_bits(self) -> int:
-        """Bits of a code in the upper plane."""
+        """Counts the bits of a code in the upper plane."""
         return NIBBLE if self.bits >= NIBBLE else 2
 
     @property
     def low_bits(self) -> int:
-        """Bits of a code beside those in the upper plane."""
+        """Counts the bits of a code beside those in the upper plane."""
         return self.bits - self.upper_bits
 
     @property
     def plane_bytes(self) -> int:
-        """Bytes of a panel's upper plane."""
+        """Returns the bytes of a panel's upper plane."""
         return self.blocks * self.block * PANEL_ROWS * self.upper_bits // 8
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes of a panel's scales and offsets and of the padding after them."""
+        """Returns the bytes of a panel's scales and offsets and of the padding after them."""
         used = self.supers * self.super_constants  # of super-blocks whole lines already
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     @property
     def super_constants(self) -> int:
-        """Bytes of the constants of sixteen rows' super-blocks, or blocks."""
+        """Returns the bytes of the constants of sixteen rows' super-blocks, or blocks."""
         if self.grid.has_supers:
             return int(PANEL_ROWS * self.format.super_bytes)
         return PANEL_ROWS * self.grid.block_bytes
 
     @property
     def panel_bytes(self) -> int:
-        """Bytes of a panel."""
+        """Returns the bytes of a panel."""
         return self.low_at + self.plane_bytes * self.low_bits // self.upper_bits
 
     @property
     def low_at(self) -> int:
-        """Where a panel's lower bits begin: bytes of its upper plane and constants."""
+        """Returns where a panel's lower bits begin: behind its upper plane and constants."""
         return self.plane_bytes + self.constant_bytes
 
     def view_bytes(self, view: View) -> int:
-        """Bytes of a panel that a product reads."""
+        """Returns the bytes of a panel that a product reads."""
         return self.low_at if view == "hi" and self.bits > NIBBLE else self.panel_bytes
 
 
 def pack(form: PanelFormat, blocks: Blocks) -> Bytes:
-    """Panels uint8 [panels, panel_bytes] of rows and constants as a panel keeps them.
+    """Packs rows, with constants as a panel keeps them, to panels uint8 [panels, panel_bytes].
 
     Codes of padding must be a zero: `2**(bits - 1)` where the grid is symmetric, or of e2m1.
     """
@@ -354,7 +346,7 @@ def pack(form: PanelFormat, blocks: Blocks) -> Bytes:
 
 
 def unpack(form: PanelFormat, panels: Bytes) -> Blocks:
-    """The P * 16 rows of P panels, constants as a panel keeps them."""
+    """Unpacks the P * 16 rows of P panels, constants as a panel keeps them."""
     plane, fields = _upper_parts(form, panels)
     codes = _codes(np.ascontiguousarray(plane).reshape(len(panels), -1), form, form.upper_bits)
     if form.low_bits:
@@ -373,7 +365,7 @@ def unpack(form: PanelFormat, panels: Bytes) -> Blocks:
 
 
 def _upper_parts(form: PanelFormat, panels: Bytes) -> tuple[Bytes, Bytes]:
-    """Views of panels: the upper bits, and constants [P, supers, bytes]."""
+    """Returns views of panels: the upper bits, and constants [P, supers, bytes]."""
     if form.grid.has_supers:
         each = form.super_constants + form.plane_bytes // form.supers
         supers = panels[:, : form.low_at].reshape(len(panels), form.supers, each)
@@ -384,12 +376,12 @@ def _upper_parts(form: PanelFormat, panels: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def restore(form: PanelFormat, panels: Bytes) -> Float:
-    """The weights of P panels, float32 [P * 16, columns], rows of padding included."""
+    """Restores the weights of P panels, float32 [P * 16, columns], with rows of padding."""
     return dequantize(in_weights(unpack(form, panels)), form.bits)[:, : form.columns]
 
 
 def in_weights(blocks: Blocks) -> Blocks:
-    """The same weights with constants in their units; of e2m1 the levels and a minimum."""
+    """Returns the blocks with constants in the weights' units; of e2m1 levels and a minimum."""
     if blocks.scales.dtype == np.uint8:
         scales = unit_scales(blocks.scales) * SCALE_UNIT
         return Blocks(E2M1_CODES[blocks.codes], scales, -np.float32(E2M1_MIDDLE) * scales)
@@ -400,19 +392,19 @@ def in_weights(blocks: Blocks) -> Blocks:
 
 
 def unit_scales(scales: NDArray[np.float16] | Bytes | Float) -> Float:
-    """Scales as a panel keeps them, as float32 in SCALE_UNIT."""
+    """Turns scales as a panel keeps them into float32 in SCALE_UNIT."""
     if scales.dtype != np.uint8:
         return scales.astype(np.float32)
     return np.ldexp(1 / SCALE_UNIT, scales.astype(np.int32) - E2M1_BIAS).astype(np.float32)
 
 
 def zero_points(offsets: NDArray[np.generic], bits: int) -> Float:
-    """The codes that stand for zero, whole or between two codes."""
+    """Returns the codes that stand for zero, whole or between two codes."""
     return offsets.astype(np.float32) * np.float32((1 << bits) / ZERO_PARTS)
 
 
 def dequantize(blocks: Blocks, bits: int, view: View = "full") -> Float:
-    """The weights [n, blocks * block] of blocks whose constants are in units of the weights."""
+    """Restores weights [n, blocks * block] from blocks with constants in units of the weights."""
     blocks = blocks.without_supers()
     values = blocks.codes.astype(np.float32).reshape(*blocks.scales.shape, -1)
     if view == "hi":
@@ -430,7 +422,10 @@ def dequantize(blocks: Blocks, bits: int, view: View = "full") -> Float:
 
 
 def round_rows(x: Float, block: int) -> tuple[NDArray[np.int8], Float]:
-    """Activations float32 [M, K] -> levels int8 [M, blocks, block], scales float32 [M, blocks]."""
+    """Rounds activations float32 [M, K] to levels int8 [M, blocks, block].
+
+    Returns them with their scales, float32 [M, blocks].
+    """
     rows, columns = x.shape
     padded = np.pad(x, ((0, 0), (0, -columns % block))).reshape(rows, -1, block)
     top = np.abs(padded).max(axis=2)
@@ -443,7 +438,7 @@ def round_rows(x: Float, block: int) -> tuple[NDArray[np.int8], Float]:
 
 
 def linear(form: PanelFormat, panels: Bytes, x: Float, view: View = "full") -> Float:
-    """`x @ weight.T` as the kernels compute it: float32 [M, K] -> [M, rows]."""
+    """Computes `x @ weight.T` as the kernels do: float32 [M, K] -> [M, rows]."""
     if form.grid.has_supers:
         return _super_linear(form, unpack(form, panels), x, view)
     codes, scales, offsets, *_ = unpack(form, panels)
@@ -467,7 +462,7 @@ def linear(form: PanelFormat, panels: Bytes, x: Float, view: View = "full") -> F
 
 
 def _super_linear(form: PanelFormat, blocks: Blocks, x: Float, view: View) -> Float:
-    """`linear` of a grid with super-blocks."""
+    """Computes `linear` of a grid with super-blocks."""
     rows, supers, each = len(blocks.codes), form.supers, SUPER_BLOCK // form.block
     values = _read(form, blocks.codes, view) - _middles(form, None, rows)[0, 0]
     values = values.reshape(rows, supers, each, form.block)
@@ -493,10 +488,10 @@ def _super_linear(form: PanelFormat, blocks: Blocks, x: Float, view: View) -> Fl
 
 
 def best_panels(form: PanelFormat, scores: Float, count: int) -> NDArray[np.bool_]:
-    """Which panels a product in two passes reads whole: bool [M, panels].
+    """Chooses the panels that a product in two passes reads whole: bool [M, panels].
 
-    Those whose largest score in `scores`, float32 [M, rows] (view `hi`), is among the `count`
-    largest: they hold the best `count` rows. Of equal ones the first count.
+    Their largest score in `scores`, float32 [M, rows] (view `hi`), is among the `count` largest:
+    they hold the best `count` rows. Of equal ones the first count.
     """
     tops = panel_tops(form, scores)
     order = np.argsort(-tops, axis=1, kind="stable")[:, :count]
@@ -506,7 +501,7 @@ def best_panels(form: PanelFormat, scores: Float, count: int) -> NDArray[np.bool
 
 
 def linear_in_two_passes(form: PanelFormat, panels: Bytes, x: Float, count: int) -> Float:
-    """`linear` in view `hi`, but exact in what can be each row's `count` largest results.
+    """Computes `linear` in view `hi`, but exactly what can be each row's `count` largest results.
 
     Exact are the best `FIRST_PANELS` panels, which tell how far the upper nibbles alone err, and
     then every panel that would reach the `count`-th largest if it erred `MARGIN` times as far.
@@ -523,14 +518,14 @@ def linear_in_two_passes(form: PanelFormat, panels: Bytes, x: Float, count: int)
 
 
 def panel_tops(form: PanelFormat, scores: Float) -> Float:
-    """The largest score of every panel, float32 [M, panels], of scores [M, rows]."""
+    """Returns the largest score of every panel, float32 [M, panels], of scores [M, rows]."""
     spare = form.panels * PANEL_ROWS - form.rows
     padded = np.pad(scores, ((0, 0), (0, spare)), constant_values=-np.inf)
     return padded.reshape(len(scores), form.panels, PANEL_ROWS).max(axis=2)
 
 
 def _read(form: PanelFormat, codes: Bytes, view: View) -> NDArray[np.float64]:
-    """What a view makes of codes: whole and half numbers."""
+    """Returns what a view makes of codes: whole and half numbers."""
     if form.grid is Grid.E2M1:
         return E2M1_CODES[codes].astype(np.float64)
     if view == "full":
@@ -540,14 +535,14 @@ def _read(form: PanelFormat, codes: Bytes, view: View) -> NDArray[np.float64]:
 
 
 def _step(bits: int) -> int:
-    """How many codes are one to the view `hi`."""
+    """Counts the codes that are one to the view `hi`."""
     return 1 << max(0, bits - NIBBLE)
 
 
 def _middles(
     form: PanelFormat, offsets: NDArray[np.generic] | None, rows: int
 ) -> NDArray[np.float64]:
-    """What each block's grid takes off its codes [rows, blocks]."""
+    """Returns what each block's grid takes off its codes [rows, blocks]."""
     if form.grid is Grid.ZERO_POINT:
         assert offsets is not None
         return zero_points(offsets, form.bits).astype(np.float64)
@@ -558,7 +553,7 @@ def _middles(
 
 
 def _pack_numbers(form: PanelFormat, sides: list[NDArray[np.integer]]) -> Bytes:
-    """Numbers of sub-blocks [P * 16, blocks] -> their bytes [P, supers, bytes]."""
+    """Packs numbers of sub-blocks [P * 16, blocks] to bytes [P, supers, bytes]."""
     each = SUPER_BLOCK // form.block
     per_super = [side.reshape(form.panels, PANEL_ROWS, form.supers, each) for side in sides]
     rows = np.concatenate(per_super, axis=3).swapaxes(1, 2)
@@ -579,7 +574,7 @@ def _pack_numbers(form: PanelFormat, sides: list[NDArray[np.integer]]) -> Bytes:
 
 
 def _unpack_numbers(form: PanelFormat, fields: Bytes) -> list[NDArray[np.integer]]:
-    """The way back of `_pack_numbers`."""
+    """Reads what `_pack_numbers` writes."""
     each = SUPER_BLOCK // form.block
     sides = 2 if form.grid.has_minimum else 1
     count = fields.shape[0] * fields.shape[1]
@@ -602,20 +597,20 @@ def _unpack_numbers(form: PanelFormat, fields: Bytes) -> list[NDArray[np.integer
 
 
 def _by_block(form: PanelFormat, constants: NDArray[np.generic]) -> Bytes:
-    """Constants [P * 16, supers] -> their bytes [P, supers, 16 * size]."""
+    """Packs constants [P * 16, supers] to bytes [P, supers, 16 * size]."""
     turned = constants.reshape(form.panels, PANEL_ROWS, form.supers).swapaxes(1, 2)
     raw = np.ascontiguousarray(turned).view(np.uint8)
     return raw.reshape(form.panels, form.supers, -1)
 
 
 def _by_row(fields: Bytes, kind: type[Stored]) -> NDArray[Stored]:
-    """The way back of `_by_block`."""
+    """Reads what `_by_block` writes."""
     values = np.ascontiguousarray(fields).view(kind)
     return values.swapaxes(1, 2).reshape(-1, fields.shape[1])
 
 
 def _plane(form: PanelFormat, codes: Bytes, bits: int) -> Bytes:
-    """The lowest `bits` bits of codes [P * 16, blocks * block] -> bytes [P, plane bytes]."""
+    """Packs the lowest `bits` bits of codes [P * 16, blocks * block] to bytes [P, plane bytes]."""
     low = np.ascontiguousarray(codes & np.uint8((1 << bits) - 1)).view(np.uint32)
     fields = low.reshape(form.panels, PANEL_ROWS, -1, 8 // bits).swapaxes(1, 2)
     plane = fields[..., 0].copy()
@@ -625,7 +620,7 @@ def _plane(form: PanelFormat, codes: Bytes, bits: int) -> Bytes:
 
 
 def _codes(plane: Bytes, form: PanelFormat, bits: int) -> Bytes:
-    """The way back of `_plane`."""
+    """Reads what `_plane` writes."""
     groups = form.blocks * form.block * bits // 32
     packed = plane.reshape(len(plane), groups, PANEL_ROWS, 4).swapaxes(1, 2)
     fields = [packed >> np.uint8(bits * i) & np.uint8((1 << bits) - 1) for i in range(8 // bits)]

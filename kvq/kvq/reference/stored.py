@@ -1,7 +1,7 @@
-"""What every stored form and every kernel means, in numpy.
+"""Defines pages and attention over them in numpy.
 
-Native code is proved against this module. It favours being read over being quick and holds no
-state: `numpy_cache.cache` builds the cache out of it.
+Tests compare native code with this module. It favours being read over being quick and holds no
+state: `numpy_cache.cache` of the tests builds a cache out of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from kvq.formats import REACH, SAMPLED_PROBES
 Float = NDArray[Any]  # float32
 Half = NDArray[Any]  # float16
 Bytes = NDArray[Any]  # uint8
-KeyPart = tuple[Float, Callable[[Float], Float]]  # keys, and what turns a query to meet them
+KeyPart = tuple[Float, Callable[[Float], Float]]  # keys, and the turn that queries need for them
 
 KEYS, VALUES = 0, 1
 TINY = np.float32(1e-30)
@@ -27,28 +27,31 @@ TINY = np.float32(1e-30)
 
 
 def half_down(x: Float) -> Half:
-    """Largest float16 not above x."""
+    """Returns the largest float16 not above x."""
     with np.errstate(over="ignore"):
         half = x.astype(np.float16)
         return np.where(half > x, np.nextafter(half, np.float16(-np.inf)), half)
 
 
 def half_up(x: Float) -> Half:
-    """Smallest float16 not below x."""
+    """Returns the smallest float16 not below x."""
     with np.errstate(over="ignore"):
         half = x.astype(np.float16)
         return np.where(half < x, np.nextafter(half, np.float16(np.inf)), half)
 
 
 class QuantizedVector(NamedTuple):
-    """Numbers [n] of a page as low + unit * code: float16 (low, unit), uint8 codes."""
+    """Holds numbers [n] of a page as low + unit * code: float16 (low, unit), uint8 codes."""
 
     ends: Half
     codes: Bytes
 
     @classmethod
     def of(cls, x: Float, whole: Callable[[Float], Float]) -> "QuantizedVector":
-        """`whole` rounds to codes: `np.rint` or `np.ceil`. Raises `CacheError` beyond float16."""
+        """Rounds x to codes by `whole`, `np.rint` or `np.ceil`.
+
+        Raises `CacheError` beyond float16.
+        """
         # No -0, or equal pages would have different bytes.
         least, most = x.min() + np.float32(0), x.max() + np.float32(0)
         low = half_down(least)
@@ -67,7 +70,7 @@ class QuantizedVector(NamedTuple):
 
 
 class PageGrid(NamedTuple):
-    """Where the codes of one side of a page stand: scales and mids of its n groups."""
+    """Says where the codes of one side of a page stand: scales and mids of its n groups."""
 
     scales: QuantizedVector
     mids: QuantizedVector
@@ -81,13 +84,13 @@ class PageGrid(NamedTuple):
         return self.mids.values
 
     def stored(self) -> bytes:
-        """The bytes of `format.h`."""
+        """Returns the bytes that `format.h` defines."""
         parts = (self.scales.ends, self.mids.ends, self.scales.codes, self.mids.codes)
         return b"".join(part.tobytes() for part in parts)
 
     @classmethod
     def load(cls, stored: bytes) -> "PageGrid":
-        """The grid that `stored` gave."""
+        """Reads the bytes that `stored` returns."""
         ends = np.frombuffer(stored, np.float16, 4)
         scales, mids = np.frombuffer(stored, np.uint8)[8:].reshape(2, -1)
         return cls(QuantizedVector(ends[:2], scales), QuantizedVector(ends[2:], mids))
@@ -96,7 +99,7 @@ class PageGrid(NamedTuple):
 def encode(
     x: Float, axis: int, *, bits: int = 8, feedback: Float | None = None
 ) -> tuple[Bytes, PageGrid]:
-    """8-bit codes [64, D] of one page's keys or values, and the grid they stand on.
+    """Encodes one page's keys or values to 8-bit codes [64, D] and the grid they stand on.
 
     What lies along `axis` shares scale and mid: 0 for a group per channel, as keys have, 1 for one
     per token, as values have unless their form says otherwise. A mid is the middle of its group,
@@ -117,7 +120,7 @@ def encode(
 
 
 def codes_on(grid: PageGrid, x: Float, axis: int) -> Bytes:
-    """The 8-bit codes [64, D] of x on a grid whose groups lie along `axis`."""
+    """Returns the 8-bit codes [64, D] of x on a grid whose groups lie along `axis`."""
     return _codes(x, np.expand_dims(grid.scale, axis), np.expand_dims(grid.mid, axis))
 
 
@@ -127,7 +130,7 @@ def _codes(x: Float, scale: Float, mid: Float) -> Bytes:
 
 
 def carried(x: Float, grid: PageGrid, bits: int, feedback: Float) -> Float:
-    """Keys [64, D] moved such that rounding errs where queries do not look.
+    """Moves keys [64, D] such that rounding errs where queries do not look.
 
     Channel by channel, what a read at `bits` errs in channel i, times feedback[i, j], is taken off
     every channel j behind it before that one is rounded: GPTQ's step for weights (arXiv
@@ -142,13 +145,13 @@ def carried(x: Float, grid: PageGrid, bits: int, feedback: Float) -> Float:
 
 
 def decode(codes: Bytes, grid: PageGrid, bits: int, axis: int) -> Float:
-    """Values a read at `bits` sees, from 8-bit codes: the dropped bits read as their middle."""
+    """Returns what a read at `bits` sees of 8-bit codes: dropped bits read as their middle."""
     scale, mid = np.expand_dims(grid.scale, axis), np.expand_dims(grid.mid, axis)
     return mid + scale * _steps(codes, bits)
 
 
 def _steps(codes: Bytes, bits: int) -> Float:
-    """How many steps of 8-bit codes a read at `bits` sees them from the middle of their grid."""
+    """Returns where a read at `bits` sees 8-bit codes, in steps from the middle of their grid."""
     step = 1 << (8 - bits)
     return (codes // step).astype(np.float32) * step + np.float32((step - 1) / 2 - 127.5)
 
@@ -157,7 +160,7 @@ def _steps(codes: Bytes, bits: int) -> Float:
 
 
 def _tile(codes: Bytes, side: int, parts: int) -> Bytes:
-    """Codes [64, D] as [..., 32-byte vector, parts]: the order of `format.h`."""
+    """Orders codes [64, D] as `format.h` does: [..., 32-byte vector, parts]."""
     dim = codes.shape[1]
     if side == KEYS:
         return codes.reshape(8, 8, dim // (4 * parts), parts, 4).transpose(0, 2, 1, 4, 3)
@@ -165,13 +168,13 @@ def _tile(codes: Bytes, side: int, parts: int) -> Bytes:
 
 
 def nibble_plane(nibbles: Bytes, side: int) -> Bytes:
-    """Nibbles [64, D] as the 32*D bytes of a hi4 or lo4 plane."""
+    """Packs nibbles [64, D] to the 32*D bytes of a hi4 or lo4 plane."""
     tiled = _tile(nibbles, side, 2)
     return (tiled[..., 0] | tiled[..., 1] << 4).reshape(-1)
 
 
 def two_bit_plane(top: Bytes, side: int) -> Bytes:
-    """Two-bit codes [64, D] as the 16*D bytes of their plane."""
+    """Packs two-bit codes [64, D] to the 16*D bytes of their plane."""
     tiled = _tile(top, side, 4)
     return (tiled[..., 0] | tiled[..., 1] << 2 | tiled[..., 2] << 4 | tiled[..., 3] << 6).reshape(
         -1
@@ -179,7 +182,7 @@ def two_bit_plane(top: Bytes, side: int) -> Bytes:
 
 
 def planes(codes: Bytes, bits: int, side: int) -> Bytes:
-    """Bytes a page's side is stored in at `bits`: hi4 and lo4, of either only its top bits, hi4."""
+    """Returns the bytes that store a page's side at `bits`: hi4 and lo4, or fewer of these bits."""
     if bits == 2:
         return two_bit_plane(codes >> 6, side)
     stored = [nibble_plane(codes >> 4, side)]
@@ -194,13 +197,13 @@ def planes(codes: Bytes, bits: int, side: int) -> Bytes:
 
 
 def normalize(x: Float, weight: Float, eps: float) -> Float:
-    """RMSNorm over the last axis (2302.13971 and others)."""
+    """Computes RMSNorm over the last axis (arXiv 1910.07467)."""
     mean = np.mean(np.square(x.astype(np.float64)), axis=-1, keepdims=True).astype(np.float32)
     return x * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight.astype(np.float32)
 
 
 def rotate(x: Float, positions: NDArray[np.int64], inv_freq: Float, factor: float = 1.0) -> Float:
-    """RoPE (2104.09864) on x [T, heads, D]: pairs (i, i + n) for i < n = len(inv_freq)."""
+    """Applies RoPE (arXiv 2104.09864) to x [T, heads, D]: pairs (i, i + n), n = len(inv_freq)."""
     pairs = len(inv_freq)
     angle = positions.astype(np.float32)[:, None] * inv_freq[None, :]
     cos = (np.cos(angle) * np.float32(factor))[:, None, :]
@@ -211,10 +214,10 @@ def rotate(x: Float, positions: NDArray[np.int64], inv_freq: Float, factor: floa
 
 
 def hadamard(x: Float) -> Float:
-    """The orthonormal Hadamard transform of x [..., D], its own inverse.
+    """Computes the orthonormal Hadamard transform of x [..., D], its own inverse.
 
-    Of blocks of channels as long as the largest power of two that divides D: all of 64, 128 or 256,
-    16 of 80, 32 of 96.
+    It is of blocks of channels as long as the largest power of two that divides D: all of 64, 128
+    or 256, 16 of 80, 32 of 96.
     """
     length = x.shape[-1] & -x.shape[-1]
     out, half = x.astype(np.float32), 1
@@ -226,7 +229,7 @@ def hadamard(x: Float) -> Float:
 
 
 def split_heads(params: AttentionParams, qkv: Float) -> tuple[Float, Float, Float]:
-    """Packed rows [T, (H + 2 Hk) * D] as q [T, H, D], k [T, Hk, D], v [T, Hk, D]."""
+    """Splits packed rows [T, (H + 2 Hk) * D] into q [T, H, D], k [T, Hk, D], v [T, Hk, D]."""
     heads = qkv.reshape(len(qkv), -1, params.head_dim)
     last = params.num_heads + params.num_kv_heads
     return heads[:, : params.num_heads], heads[:, params.num_heads : last], heads[:, last:]
@@ -240,7 +243,7 @@ def stored_rows(
     inv_freq: Float,
     k_norm: Float | None,
 ) -> tuple[Half, Half]:
-    """Keys and values [T, Hk, D] as they are stored: keys normed and rotated, both as float16.
+    """Returns keys and values [T, Hk, D] as stored: keys normed and rotated, both float16.
 
     Raises `CacheError` beyond float16's range.
     """
@@ -255,7 +258,7 @@ def stored_rows(
 
 
 def ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Which rows of a branch each row sees [n, n]: its ancestors and itself.
+    """Returns which rows of a branch each row sees [n, n]: its ancestors and itself.
 
     `parents`: the row each one follows, an earlier one, or -1.
     """
@@ -272,7 +275,7 @@ def attention_weights(
     seen: NDArray[np.bool_],
     sink_logit: float | None = None,
 ) -> Float:
-    """Softmax weights float64 [T, n] of scaled logits over the keys that each query sees [T, n].
+    """Computes softmax weights float64 [T, n] of scaled logits over the keys that each query sees.
 
     A `sink_logit`, which no softcap holds, is of no key: it shares in the softmax and weighs on
     nothing, so that weights add up to less than 1.
@@ -299,10 +302,11 @@ def weighing(
     octaves: float,
     sink_logit: float | None = None,
 ) -> NDArray[np.bool_]:
-    """`seen` [T, n] without those of the `pages` first pages that weigh nothing for a query.
+    """Returns `seen` [T, n] without the keys of pages that weigh next to nothing for a query.
 
-    Those whose best logit [T, n] stands more than `octaves` binary orders below the best of the
-    floating-point keys, which come behind the pages, and of a `sink_logit`; 0: none.
+    These are among the first `pages` pages, which come before the floating-point keys. The best
+    logit [T, n] of such a page is more than `octaves` powers of two below the best floating-point
+    one, or a `sink_logit`. With 0 octaves there are none.
     """
     paged = pages * PAGE_TOKENS
     if octaves <= 0 or not pages:
@@ -321,7 +325,7 @@ def weighing(
 
 
 def page_bounds(q: Float, scale: Float, mid: Float) -> Float:
-    """Scores [R, C] of pages for query rows [R, D], from their keys' constants [C, D].
+    """Computes scores [R, C] of pages for query rows [R, D] from their keys' constants [C, D].
 
     No key of a page has a larger product with the row.
     """
@@ -330,7 +334,7 @@ def page_bounds(q: Float, scale: Float, mid: Float) -> Float:
 
 
 def chosen_pages(scores: Float, seen: NDArray[np.bool_], share: float) -> NDArray[np.bool_]:
-    """Which of C pages the query heads [R, C] of one token read together: its best share of `seen`.
+    """Chooses the share of `seen` pages that one token's query heads, scores [R, C], read together.
 
     Each head's scores count against that of its best page; of equal pages the older is read.
     """
@@ -346,14 +350,15 @@ def chosen_pages(scores: Float, seen: NDArray[np.bool_], share: float) -> NDArra
 
 # ---- evidence --------------------------------------------------------------------------------
 
-# A row that gives a page less than this much of its attention counts in its mass only.
+# A probe row that gives a page less of its attention counts in the page's mass alone.
 OBSERVED_MASS = 1 / 4096
-# How a page's history of masses is kept: in sixteenths of an octave below 1, which is code 255.
+# History of a page's masses, whose codes are sixteenths of an octave below 1, code 255: each
+# observation lowers the peak by `PEAK_STEP` codes and replaces `MEAN_SHARE` of the mean.
 PEAK_STEP, MEAN_SHARE = 4, 0.2
 
 
 def sampled_token(run: int) -> int:
-    """The token of the 64 from `run` * 64 on that is a probe: splitmix64 of the run, odd."""
+    """Returns which of the 64 tokens from `run` * 64 on is a probe: splitmix64 of the run, odd."""
     mask = (1 << 64) - 1
     x = (run + 0x9E3779B97F4A7C15) & mask
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
@@ -362,7 +367,7 @@ def sampled_token(run: int) -> int:
 
 
 def sample_slot(run: int) -> int | None:
-    """Which of `SAMPLED_PROBES` slots keeps the sampled token of a run; None: it is no probe.
+    """Returns which of `SAMPLED_PROBES` slots keeps a run's sampled token; None: it is no probe.
 
     Runs up to so many have a slot each. Whenever there are twice as many, every second sample goes,
     oldest first, as new ones come, now from every second run: after any number of runs each slot is
@@ -379,30 +384,31 @@ def sample_slot(run: int) -> int | None:
 def page_errors(
     weights: Float, q: Float, outputs: Float, values: Float, key_steps: Float, value_steps: Float
 ) -> Float:
-    """Per probe row, float64 [R, 3]: squared changes of its output.
+    """Computes squared changes of each probe row's output, float64 [R, 3].
 
-    Were the page's keys rounded to their 8-bit steps, were its values, and were the page gone.
+    They are those if the page's keys were rounded to their 8-bit steps, if its values were, and if
+    the page were gone.
     `weights` [R, 64] of the page's tokens, `q` [R, D] scaled to natural logits, `outputs` [R, D] of
     the whole attention, `values` [64, D] as read, `key_steps` [D], `value_steps` [64, 1] or
     [1, D]. Rounding to steps s adds noise of variance s^2 / 12; to first order a logit's error e at
     token t moves the output by S_t e (V_t - X), a value's by S_t e; without the page, X is
     renormalised exactly.
     """
-    away = values[None].astype(np.float64) - outputs[:, None]
+    deviation = values[None].astype(np.float64) - outputs[:, None]
     logit_noise = np.square(q.astype(np.float64) * key_steps).sum(axis=1) / 12
-    spread = (np.square(weights) * np.square(away).sum(axis=2)).sum(axis=1)
+    spread = (np.square(weights) * np.square(deviation).sum(axis=2)).sum(axis=1)
     steps = np.square(weights) @ np.broadcast_to(np.square(value_steps), values.shape).sum(axis=1)
-    moved = np.square(np.einsum("rt,rtd->rd", weights, away)).sum(axis=1)
-    # What is left may be next to nothing, and its share of rounding noise would look like loss.
+    moved = np.square(np.einsum("rt,rtd->rd", weights, deviation)).sum(axis=1)
+    # Where a page has nearly all the weight, the noise of what is left would look like loss.
     left = np.maximum(1 - weights.sum(axis=1), 1 / 16)
     return np.stack([logit_noise * spread, steps / 12, moved / left**2], axis=1)
 
 
 def mass_code(mass: float) -> int:
-    """A mass as one byte."""
+    """Encodes a mass as one byte."""
     return int(np.rint(np.clip(255 + 16 * np.log2(max(mass, 1e-9)), 1, 255)))
 
 
 def mass_of(code: int) -> float:
-    """The mass a byte stands for; 0: never observed."""
+    """Returns the mass that a byte stands for; 0: never observed."""
     return 2.0 ** ((code - 255) / 16) if code else 0.0

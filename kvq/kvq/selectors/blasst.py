@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvq.errors import UsageError
+from kvq.named import require
 from kvq.selectors import ReadRule
 
 
@@ -27,12 +27,8 @@ class Blasst:
     octaves: float = 12.0
 
     def __post_init__(self) -> None:
-        if not self.octaves > 0:
-            raise UsageError(
-                about="kv_read",
-                value=f"blasst: octaves={self.octaves:g}",
-                possible="above 0; all reads every page",
-            )
+        octaves = f"blasst: octaves={self.octaves:g}"
+        require(self.octaves > 0, "kv_read", octaves, "above 0; all reads every page")
 
     @property
     def rule(self) -> ReadRule:

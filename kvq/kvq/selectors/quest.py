@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvq.errors import UsageError
+from kvq.named import require
 from kvq.selectors import ReadRule
 
 
@@ -27,12 +27,8 @@ class Quest:
     share: float = 0.25
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise UsageError(
-                about="kv_read",
-                value=f"share={self.share:g}",
-                possible="give above 0 and up to 1, or 0% to 100%",
-            )
+        shares = "give above 0 and up to 1, or 0% to 100%"
+        require(0 < self.share <= 1, "kv_read", f"share={self.share:g}", shares)
 
     @property
     def rule(self) -> ReadRule:

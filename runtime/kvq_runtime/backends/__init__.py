@@ -208,7 +208,7 @@ class SequenceCache(Protocol):
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> None:
         """Adds `tokens` rows to the branch, before the pass that fills them.
 
@@ -216,7 +216,7 @@ class SequenceCache(Protocol):
         is then committed whole. `parents` are the rows of the branch that the new ones follow, -1
         for the last cached token; by default each follows the one before it. `view` is `full`, or
         `hi` for the upper nibbles of 8-bit pages. `at` is the first token of the gap that the rows
-        fill. In the layers `silent` they attend to nothing and are only stored. Raises
+        fill. In the layers `kv_only_layers` they attend to nothing and are only stored. Raises
         `BudgetError` where the context has no room.
         """
         ...

@@ -156,10 +156,10 @@ class LlamaCppCache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> None:
         """Makes sure that `tokens` new rows, a chain, have room. Raises `BudgetError`."""
-        assert (view, at, *silent) == ("full", None)
+        assert (view, at, *kv_only_layers) == ("full", None)
         first = self._rows
         if parents is not None and list(parents) != list(range(first - 1, first + tokens - 1)):
             raise BackendError(

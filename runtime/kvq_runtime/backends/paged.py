@@ -204,8 +204,8 @@ def class_fields(config: ModelConfig, forms: Sequence[PageForm] = ()) -> list[di
         {
             "shape": group.shape,
             "windows": group.windows,
-            "readers": group.readers,
-            "forms": tuple(class_forms),
+            "kv_shared_layers": group.kv_shared_layers,
+            "page_encodings": tuple(class_forms),
         }
         for group, class_forms in zip(config.cache_classes, config.by_class(forms), strict=True)
     ]

@@ -157,7 +157,9 @@ class Branch(AbstractContextManager["Branch[C]"], Generic[C]):
     ) -> PassRequest[C]:
         first = len(self._ids)
         chain = range(first - 1, first - 1 + len(ids))
-        self._cache.begin(len(ids), parents, view=mode.view, at=self._at, silent=mode.predicted)
+        self._cache.begin(
+            len(ids), parents, view=mode.view, at=self._at, kv_only_layers=mode.predicted
+        )
         self._ids += ids
         for parent in chain if parents is None else parents:
             self._depths.append(0 if parent < 0 else self._depths[parent] + 1)

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq.class_cache import KeyForm
+from kvq.class_cache import KeyTransform
 from kvq.reference.stored import rotate
 from kvq_models.config import ModelConfig
 from kvq_runtime.backends.paged import PagedBackend
@@ -184,7 +184,7 @@ class PromptPassages:
         assert piece.place is not None
         rows = slice(start - piece.place.start, stop - piece.place.start)
         forms = [
-            KeyForm(
+            KeyTransform(
                 params=self._config.attention(layer),
                 inv_freq=self._config.inv_freq(layer, long_rope=rope_long),
             )

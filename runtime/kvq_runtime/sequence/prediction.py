@@ -69,7 +69,7 @@ class PromptReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stretch:
-    """Has the first `sink` and the last `tail` tokens computed, and runs shorter than `least`."""
+    """Computes the first `sink` and last `tail` tokens, and stretches shorter than `least`."""
 
     sink: int = 4
     tail: int = 32

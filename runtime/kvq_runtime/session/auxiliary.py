@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq.cache import Cache
-from kvq.class_cache import KeyForm
+from kvq.class_cache import KeyTransform
 from kvq.config import FLOAT_WIDTH, Budget
 from kvq.errors import BackendError, argument
 from kvq.reference.stored import rotate
@@ -158,7 +158,7 @@ class Auxiliary:
             ]
         )
         layers = [
-            KeyForm(
+            KeyTransform(
                 params=config.attention(layer),
                 inv_freq=config.inv_freq(layer, long_rope=rope_long),
                 k_norm=norm,

@@ -114,7 +114,7 @@ class NumpyCache:
         """How passes read from now on."""
         self._rule = rule
 
-    def feed_back(self, feedback: Float) -> None:
+    def set_rounding_feedback(self, feedback: Float) -> None:
         """Keys that close or lose bits are `stored.carried` by it, [L, Hk, D, D]."""
         self.table.feedback = [rows for of_layer in feedback for rows in of_layer]
 
@@ -131,7 +131,7 @@ class NumpyCache:
     def missing(self, tokens: int) -> tuple[int, int]:
         """(bytes, columns) still missing before `tokens` more can be taken."""
         pages = self._closing(self.branch_rows + tokens)
-        needed = pages * self.table.entering_bytes if pages else 0
+        needed = pages * self.table.new_page_bytes if pages else 0
         over = self.used_bytes + needed - self.arena.num_bytes
         return max(0, over), max(0, len(self.table) + pages - self.arena.max_columns)
 
@@ -149,7 +149,7 @@ class NumpyCache:
         self._pass_rows = 0
         self._attended: set[int] = set()
         self._view = "full"
-        self._silent: frozenset[int] = frozenset()
+        self._kv_only_layers: frozenset[int] = frozenset()
         for other in self._mixers:
             other.forget()
 
@@ -182,7 +182,7 @@ class NumpyCache:
         *,
         view: str = "full",
         at: int | None = None,
-        silent: Sequence[int] = (),
+        kv_only_layers: Sequence[int] = (),
     ) -> bool:
         rows = self.branch_rows
         if self._unattended:
@@ -201,7 +201,7 @@ class NumpyCache:
             raise CacheError("a row's parent must be -1 or an earlier row of the branch")
         self._begin_at(at, rows + tokens)
         self._parents += added
-        self._pass_rows, self._view, self._silent = tokens, view, frozenset(silent)
+        self._pass_rows, self._view, self._kv_only_layers = tokens, view, frozenset(kv_only_layers)
         self._attended = set()
         self._probes.begin()
         for other in self._mixers:
@@ -246,12 +246,12 @@ class NumpyCache:
         q = rotate(q, positions, inv_freq, params.rope_factor)
         keys, values = stored_rows(params, k, v, positions, inv_freq, k_norm)
         self._store(params.layer, keys, values, positions)
-        if self._silent:
+        if self._kv_only_layers:
             self._probes.forget(self._branch_tokens()[-self._pass_rows :])
         elif self.arena.probes:
             tokens = self._branch_tokens()[-self._pass_rows :]
             self._probes.keep(params, q, tokens, positions, inv_freq)
-        if params.layer in self._silent:
+        if params.layer in self._kv_only_layers:
             return np.zeros((len(qkv), params.num_heads * params.head_dim), np.float32)
         out = self._attention(params, q, positions, inv_freq, sink_logits=sink_logits)
         return out.reshape(len(qkv), -1)
@@ -270,7 +270,7 @@ class NumpyCache:
             raise CacheError(f"begin() was not called for {len(rows)} tokens")
         return self._delta.recur(layer, rows, gates, weights, self._parents, self.tokens)
 
-    def look(
+    def attend_shared(
         self,
         params: AttentionParams,
         queries: Float,
@@ -290,13 +290,13 @@ class NumpyCache:
         positions = self._branch_positions[-self._pass_rows :][rows]
         q = q if q_norm is None else normalize(q, q_norm, params.norm_eps)
         q = rotate(q, positions, inv_freq, params.rope_factor)
-        if self.arena.probes and not self._silent:
+        if self.arena.probes and not self._kv_only_layers:
             row_tokens = self._branch_tokens()
             asking: list[int] = (self.branch_rows - self._pass_rows + rows).tolist()
             newest = [row_tokens[row] not in row_tokens[row + 1 :] for row in asking]
             tokens = [row_tokens[row] for row in asking]
             self._probes.keep_look(params, q, tokens, newest, positions, inv_freq)
-        if params.layer in self._silent:
+        if params.layer in self._kv_only_layers:
             return out
         return self._attention(params, q, positions, inv_freq, rows).reshape(out.shape)
 
@@ -656,10 +656,10 @@ class NumpyCache:
         self._check_between_passes()
         self.table.demote(actions)
 
-    def demote_entering(self, widths: Bytes) -> None:
+    def lower_new_page_widths(self, widths: Bytes) -> None:
         """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
         self._check_between_passes()
-        self.table.demote_entering(widths)
+        self.table.lower_new_page_widths(widths)
 
     def shift(self, column: int, delta: int) -> None:
         self._check_idle()
@@ -688,8 +688,8 @@ class NumpyCache:
 
     # -- what there is --
 
-    def entering(self) -> Bytes:
-        return self.table.entering()
+    def new_page_widths(self) -> Bytes:
+        return self.table.new_page_widths()
 
     def columns(self) -> tuple[NDArray[np.int64], Bytes]:
         return self.table.facts()

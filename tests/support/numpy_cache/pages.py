@@ -160,10 +160,10 @@ class PageTable:
     def __init__(self, arena: ClassArena) -> None:
         self._arena = arena
         self.columns: list[Column] = []
-        self.forms = arena.spec.forms or (PageForm.PLAIN,) * arena.streams
+        self.forms = arena.spec.page_encodings or (PageForm.PLAIN,) * arena.streams
         self.feedback: list[Float | None] = [None] * arena.streams
-        self._entering = np.empty((arena.streams, 2), np.uint8)
-        self._entering[:] = arena.plan.k_bits, arena.plan.v_bits
+        self._new_page_widths = np.empty((arena.streams, 2), np.uint8)
+        self._new_page_widths[:] = arena.plan.k_bits, arena.plan.v_bits
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -179,10 +179,10 @@ class PageTable:
         return len(pages) * constants + granules * granule_bytes(dim)
 
     @property
-    def entering_bytes(self) -> int:
+    def new_page_bytes(self) -> int:
         """What one more page of every stream takes."""
         dim, groups = self._arena.shape.head_dim, self._arena.value_groups
-        return sum(page_bytes(dim, k, v, groups) for k, v in self._entering.tolist())
+        return sum(page_bytes(dim, k, v, groups) for k, v in self._new_page_widths.tolist())
 
     # -- what there is --
 
@@ -216,10 +216,10 @@ class PageTable:
         views = [view for column in self.columns for view in column.views]
         return [view.first_token + np.flatnonzero(view.valid) for view in views]
 
-    def entering(self) -> Bytes:
+    def new_page_widths(self) -> Bytes:
         """Widths the next pages close at, uint8 [L, Hk, 2]."""
         shape = self._arena.shape
-        return self._entering.reshape(shape.num_layers, shape.num_kv_heads, 2).copy()
+        return self._new_page_widths.reshape(shape.num_layers, shape.num_kv_heads, 2).copy()
 
     def facts(self) -> tuple[NDArray[np.int64], Bytes]:
         """Facts int64 [C, 4] (pos0, delta, first_token, mask) and widths uint8 [L, Hk, C, 2]."""
@@ -277,7 +277,7 @@ class PageTable:
     def append(self, views: list[View], rows: Sequence[tuple[Half, Half]]) -> None:
         """Packs keys and values [64, D] of every stream as a column with these views."""
         column = Column(views)
-        packed = zip(self.forms, self.feedback, self._entering.tolist(), rows, strict=True)
+        packed = zip(self.forms, self.feedback, self._new_page_widths.tolist(), rows, strict=True)
         for form, feedback, (k_bits, v_bits), (keys, values) in packed:
             k, v = keys.astype(np.float32), values.astype(np.float32)
             k = hadamard(k) if form & PageForm.ROTATED_KEYS else k
@@ -308,12 +308,12 @@ class PageTable:
                 page.bits = (k_bits, v_bits)
         self.columns = [column for column in self.columns if any(column.pages)]
 
-    def demote_entering(self, widths: Bytes) -> None:
+    def lower_new_page_widths(self, widths: Bytes) -> None:
         """Lowers the widths uint8 [L, Hk, 2] that the pages to come close at."""
         pairs = widths.reshape(-1, 2)
-        if not np.isin(pairs, list(GRANULES)).all() or (pairs > self._entering).any():
+        if not np.isin(pairs, list(GRANULES)).all() or (pairs > self._new_page_widths).any():
             raise CacheError("a page's widths only fall")
-        self._entering = pairs.astype(np.uint8)
+        self._new_page_widths = pairs.astype(np.uint8)
 
     def shift(self, column: int, delta: int) -> None:
         for view in self.column(column).views:
@@ -365,7 +365,7 @@ class PageTable:
         arrays: dict[str, NDArray[Any]] = {
             "widths": self.facts()[1],
             "views": self.views(),
-            "entering": self._entering,
+            "new_page_widths": self._new_page_widths,
             "masses": np.array(masses, np.uint8).reshape(-1, self._arena.streams, 2),
         }
         for stream in range(self._arena.streams):
@@ -378,7 +378,7 @@ class PageTable:
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Takes what `arrays` gave."""
-        self._entering = arrays["entering"]
+        self._new_page_widths = arrays["new_page_widths"]
         widths = arrays["widths"].reshape(self._arena.streams, -1, 2)
         self.columns = []
         for c in range(widths.shape[1]):

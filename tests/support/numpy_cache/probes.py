@@ -50,7 +50,7 @@ class Probes:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         # Of the layers together, then of every reader.
-        self._kept: list[dict[int, Probe]] = [{} for _ in range(1 + geometry.readers)]
+        self._kept: list[dict[int, Probe]] = [{} for _ in range(1 + geometry.kv_shared_layers)]
         self._looks = 0
         self.layers: dict[int, tuple[AttentionParams, Float]] = {}
         self._kept_heads = kept_heads(geometry.shape)
@@ -62,8 +62,8 @@ class Probes:
     def askers(self, layer: int) -> list[int]:
         """The layer and those that read its keys."""
         layers = self._geometry.shape.num_layers
-        readers = range(layers, layers + self._geometry.readers) if layer == layers - 1 else ()
-        return [layer, *readers]
+        shared = self._geometry.kv_shared_layers if layer == layers - 1 else 0
+        return [layer, *range(layers, layers + shared)]
 
     def keep(
         self,
@@ -102,7 +102,7 @@ class Probes:
         that a slot holds the queries of that row or nothing.
         """
         layers = self._geometry.shape.num_layers
-        if params.layer != layers - 1 or self._looks >= self._geometry.readers:
+        if params.layer != layers - 1 or self._looks >= self._geometry.kv_shared_layers:
             return
         reader = layers + self._looks
         self._looks += 1
@@ -203,7 +203,7 @@ class Probes:
             for prefix in self._prefixes
         ]
         self.layers = {}
-        for layer in range(self._geometry.shape.num_layers + self._geometry.readers):
+        for layer in range(self._geometry.shape.num_layers + self._geometry.kv_shared_layers):
             if f"layer{layer}" in arrays:
                 values = zip(fields(AttentionParams), arrays[f"layer{layer}"], strict=True)
                 facts: dict[str, Any] = {f.name: f.type(v) for f, v in values}  # type: ignore[operator]
@@ -212,7 +212,7 @@ class Probes:
     @property
     def _prefixes(self) -> list[str]:
         """Of what a snapshot holds of the layers, then of every reader."""
-        return ["", *(f"reader{reader}" for reader in range(self._geometry.readers))]
+        return ["", *(f"reader{reader}" for reader in range(self._geometry.kv_shared_layers))]
 
     def _slot(self, token: int) -> int | None:
         """Where a token's query is kept, if it is a recent or a sampled probe."""
