@@ -108,10 +108,7 @@ def opened(name: str) -> Device:
 
 
 class DeviceCache(native.NativeCache):
-    """A cache whose pages and floating-point rows lie in a device's memory.
-
-    Decisions are those of the processor; the kernels are those of `device`'s library.
-    """
+    """Decides as `NativeCache` does, and computes with the kernels of `device`'s library."""
 
     def _device_number(self) -> int:
         if self.arena.conv is not None or self.arena.delta is not None:
@@ -131,7 +128,7 @@ class DeviceCache(native.NativeCache):
 
 
 class CudaCache(DeviceCache):
-    """In a GPU's memory."""
+    """Holds pages and floating-point rows in a GPU's memory."""
 
     device = "cuda"
 

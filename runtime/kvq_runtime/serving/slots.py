@@ -342,7 +342,7 @@ class Slots:
         return oldest
 
     def _save(self, slot: Slot) -> None:
-        """Has its text written, if that is worth it and the disk is not behind."""
+        """Saves a slot's text, if that is worth it and the disk is not behind."""
         worth = len(slot.tokens) >= WORTH_SAVING_TOKENS and not slot.transient
         if slot.dirty and worth and self.saved.fits(slot.session):
             if self.saved.has_room:
