@@ -1,6 +1,6 @@
 """KV Prediction: what is predicted, how good it is, and that it never counts as computed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from kvq import native_library
 from kvq.errors import UsageError
 from kvq_models.reference import PlainAttention, forward
-from kvq_runtime.backends import WHOLE, Mode
+from kvq_runtime.backends import WHOLE, Mode, SequencePass
 from kvq_runtime.engine import Engine
 from kvq_runtime.sequence.prediction import prediction_named
 from kvq_runtime.session.session import Session
@@ -244,7 +244,11 @@ def test_prompts_are_predicted_and_answers_never(engine: Engine) -> None:
     with opened(engine, "50%") as session:
         modes: list[Mode] = []
         forward = engine.backend.forward
-        watched: Any = lambda batch: (modes.append(batch.rows[0].mode), forward(batch))[1]  # noqa: E731
+
+        def watched(rows: Sequence[SequencePass[Any]], *, rope_long: bool) -> Any:
+            modes.append(rows[0].mode)
+            return forward(rows, rope_long=rope_long)
+
         engine.backend.forward = watched  # type: ignore[method-assign]
         try:
             session.prefill(TEXT)
