@@ -156,7 +156,7 @@ def read(toolset: Tools, text: str) -> list[tuple[str, Any]]:
 def written(family: str, calls: list[tuple[str, Any]]) -> str:
     """What the family's template writes."""
     rows = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return ChatTemplate(FAMILIES[family][1]).render({"calls": rows})
+    return ChatTemplate(FAMILIES[family][1]).prompt({"calls": rows})[0]
 
 
 def answered(toolset: Tools, seed: int, *, control: bool, most: int = 1500) -> str | None:
