@@ -103,7 +103,7 @@ HOSTILE = {
 def test_a_hostile_template_ends_in_a_model_error(name: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelError, match="the model's chat template") as caught:
-        ChatTemplate(HOSTILE[name]).render({"messages": MESSAGES})
+        ChatTemplate(HOSTILE[name]).prompt({"messages": MESSAGES})
     assert len(str(caught.value)) < 1000
     # KiB: the text a template may make, a few times.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
@@ -122,7 +122,7 @@ def test_a_template_may_do_what_templates_do() -> None:
         "{{ 7 ** 20 % 1000 }}{{ 'a</s>b'.rsplit('</s>')|last }}{{ ' c '|trim }}"
     )
     messages = [{"role": "user", "content": f"text\n{n} " * 50} for n in range(1000)]
-    text = template.render({"messages": messages})
+    text, _ = template.prompt({"messages": messages})
     assert text.count("<user>text\n    0") == 1
     assert text.endswith(
         'te   1.0of 20000000000: 17000000001700000000"'
@@ -134,7 +134,7 @@ def test_a_template_may_do_what_templates_do() -> None:
 def test_a_long_message_may_be_handled_many_times() -> None:
     template = ChatTemplate("{{ messages[0].content|trim|replace('a', 'bcd')|upper|title }}")
     text = "a" * 4_000_000
-    assert template.render({"messages": [{"content": text}]}) == "B" + "cd" + "bcd" * 3_999_999
+    assert template.prompt({"messages": [{"content": text}]})[0] == "B" + "cd" + "bcd" * 3_999_999
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_memory_stays_small_in_a_process_of_its_own() -> None:
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)\n"
         "for name in [name for name in HOSTILE if 'nested' not in name]:\n"
-        "    try: ChatTemplate(HOSTILE[name]).render({'messages': MESSAGES})\n"
+        "    try: ChatTemplate(HOSTILE[name]).prompt({'messages': MESSAGES})\n"
         "    except ModelError as error: assert 'MemoryError' not in str(error), name\n"
         "    else: raise SystemExit(name)\n"
     )
