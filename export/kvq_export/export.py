@@ -172,7 +172,7 @@ def _costs(model: OpenModel, weights: WeightFormat, options: ExportOptions) -> d
             (TUNE, 600.0, options.tune),
             (FIT_CACHE, 8.0, fits_cache),
             (SCORE_HEADS, 5.5, fits_cache),
-            (COMPARE, 70.0, has_tokenizer and options.quality),
+            (COMPARE, 40.0, has_tokenizer and options.quality),
             (PREDICT, 100.0, has_tokenizer and (options.predict or options.predict_with)),
         )
         if included

@@ -30,7 +30,7 @@ def require(holds: bool, about: str, value: str, possible: str) -> None:
 
 def _options(label: str, kind: Any, options: str) -> dict[str, Any]:
     """Returns the options with the types of the dataclass's fields (int, float or str)."""
-    known = {field.name: field.type for field in fields(kind)}
+    known = {field.name: field.type for field in fields(kind) if field.init}
     values: dict[str, Any] = {}
     for part in filter(None, options.split(",")):
         name, equals, value = part.partition("=")

@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_before_a_pass(
 
 @pytest.mark.parametrize(
     "text",
-    ["branches:kind=x", "superposed:tau=0", "superposed:alpha=1", "x"],
+    ["branches:kind=x", "superposed:tau=0", "superposed:alpha=1", "superposed:_store=x", "x"],
 )
 def test_impossible_options_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"possible"):

@@ -1,9 +1,9 @@
 """Measurements of a session: times, tokens and bytes."""
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from functools import partial
-from operator import attrgetter
+from operator import add, attrgetter, sub
 from typing import Any
 
 from kvq.class_cache import CacheUsage
@@ -29,11 +29,15 @@ class Rounds:
     choose_ms: float = 0.0
 
     def __add__(self, more: "Rounds") -> "Rounds":
-        return Rounds(**{name: value + getattr(more, name) for name, value in asdict(self).items()})
+        return self._combined(add, more)
 
     def __sub__(self, before: "Rounds") -> "Rounds":
+        return self._combined(sub, before)
+
+    def _combined(self, combine: Callable[[Any, Any], Any], other: "Rounds") -> "Rounds":
+        names = [field.name for field in fields(self)]
         return Rounds(
-            **{name: value - getattr(before, name) for name, value in asdict(self).items()}
+            **{name: combine(getattr(self, name), getattr(other, name)) for name in names}
         )
 
 

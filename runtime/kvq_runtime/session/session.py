@@ -234,7 +234,6 @@ class Session(Answering[C]):
         Raises:
             UsageError: For a session without text, a full context, a constraint that cannot be
                 followed, or bytes that no tokens spell.
-            BackendError: For a constraint where llguidance is not installed.
         """
         generation = self.begin(
             GenerationOptions(
