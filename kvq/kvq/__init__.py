@@ -1,26 +1,56 @@
 """kvq: a quantised KV cache in a hard byte budget, and the runtime around it.
 
 Names load on first use, so that `import kvq` costs nothing and pulls in neither torch nor
-ONNX Runtime. `__init__.pyi` lists them, for type checkers as for this module.
+ONNX Runtime. `__init__.pyi` says the same to type checkers.
 """
 
+# The names load lazily, so that no checker can read them here: `__init__.pyi` lists them.
 # pyright: reportUnsupportedDunderAll=false
 
 from importlib import import_module
 from typing import Any
 
-with open(f"{__file__}i", encoding="utf-8") as _stub:
-    # Lines `from MODULE import NAME as NAME`; other lines of the stub are no imports.
-    _MODULES = {line.split()[-1]: line.split()[1] for line in _stub if line.startswith("from ")}
+_NAMES = {
+    "AttentionParams": "kvq.config",
+    "BackendError": "kvq.errors",
+    "Budget": "kvq.config",
+    "BudgetError": "kvq.errors",
+    "BundleError": "kvq.errors",
+    "Cache": "kvq.cache",
+    "CacheError": "kvq.errors",
+    "CacheShape": "kvq.config",
+    "CacheSpec": "kvq.cache",
+    "CheckpointError": "kvq.errors",
+    "Constraint": "kvq_runtime.answer.constraint",
+    "DataError": "kvq.errors",
+    "Draft": "kvq_runtime.answer.drafter",
+    "Drafter": "kvq_runtime.answer.drafter",
+    "Engine": "kvq_apps.names.engine",
+    "Generation": "kvq_runtime.answer.generation",
+    "GenerationOptions": "kvq_runtime.answer.generation",
+    "KvPlan": "kvq.config",
+    "KvqError": "kvq.errors",
+    "ModelError": "kvq.errors",
+    "Sampling": "kvq_runtime.config",
+    "Session": "kvq_runtime.session.session",
+    "SessionStats": "kvq_runtime.session.metrics",
+    "SnapshotError": "kvq.errors",
+    "Step": "kvq_runtime.answer.generation",
+    "TokenSequence": "kvq_runtime.sequence.sequence",
+    "UnsupportedModelError": "kvq.errors",
+    "UsageError": "kvq.errors",
+    "Vocabulary": "kvq_runtime.answer.generation",
+    "heal": "kvq_runtime.answer.healing",
+}
 
-__all__ = sorted(_MODULES)  # noqa: PLE0605  the stub's names
+__all__ = sorted(_NAMES)  # noqa: PLE0605  the table above, in the same order
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _NAMES:
         raise AttributeError(f"module 'kvq' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
+    value = getattr(import_module(_NAMES[name]), name)
     globals()[name] = value
     return value
 

@@ -28,7 +28,7 @@ def test_a_public_name_is_the_object_of_its_module() -> None:
         assert getattr(importlib.import_module(value.__module__), name) is value
 
 
-def test_the_stub_names_each_object_where_it_is_defined() -> None:
+def test_type_checkers_are_told_the_same_names() -> None:
     stub = Path(kvq.__file__).with_suffix(".pyi")
     imports = [
         node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)
