@@ -41,6 +41,7 @@ from kvq_export.read.checkpoint import HEAD, keeps
 from kvq_export.read.source import Source, open_source
 from kvq_export.write.layout import Layout, plan_layout
 from kvq_export.write.staging import free_destination, require_space, staged
+from kvq_export.write.weights import quantizers
 from kvq_export.write.writer import (
     CheckpointWeights,
     WeightReader,
@@ -120,6 +121,7 @@ def export_model(
     job = progress
     if not isinstance(job, Phases):
         job = Phases.of_making(job, fetches=not path_of(source, ModelError).exists())
+    quantizers(options.threads)
     model = open_model(open_source(source, job.of(FETCH)), options)
     weights = _weight_format(model, options)
     phases = Phases(_costs(model, weights, options), job.of(MAKE))

@@ -346,6 +346,7 @@ def test_too_little_memory_for_a_bundle_is_named(
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     if done.returncode:
         check_memory_is_named(done.returncode, done.stderr)

@@ -10,8 +10,10 @@ a super-block are fitted as blocks with a zero point, and then get the nearest w
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from itertools import product
+from threading import Barrier
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,7 +150,7 @@ def quantize_chunks(
     At most `threads` + 1 chunks are in flight.
     """
     pending: deque[Future[Blocks]] = deque()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="kvq-quantize")
+    pool = quantizers(threads)
     try:
         for rows, importance in chunks:
             pending.append(pool.submit(quantize, rows, form, importance))
@@ -157,7 +159,23 @@ def quantize_chunks(
         while pending:
             yield pending.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        for future in pending:
+            future.cancel()
+        wait(pending)
+
+
+@cache
+def quantizers(threads: int) -> ThreadPoolExecutor:
+    """Returns the threads that quantise, all of them running.
+
+    An export asks for them at its beginning: CPython waits for ever for a thread that has no memory
+    to begin with.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="kvq-quantize")
+    all_run = Barrier(threads)
+    for begun in [pool.submit(all_run.wait) for _ in range(threads)]:
+        begun.result()
+    return pool
 
 
 def by_block(rows: np.ndarray, block: int) -> np.ndarray:
