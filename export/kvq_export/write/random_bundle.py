@@ -36,7 +36,7 @@ def random_bundle(
     control = ControlTokens(bos=config.bos_token_id, eos=config.eos_token_ids)
     with staged(folder, force=options.force) as partial:
         require_space(partial, layout.num_bytes)
-        reader = RandomWeights(sources, seed)
+        reader = RandomWeights(sources, seed, _repeated(config))
         files = write_model(partial, config, layout, reader, progress)
         manifest = Manifest(
             name=options.name or folder.name,
@@ -50,3 +50,12 @@ def random_bundle(
         )
         write_manifest(partial, manifest)
     return Bundle.open(folder)
+
+
+def _repeated(config: ModelConfig) -> dict[str, int]:
+    """Returns the rows of values of layers whose values are their keys."""
+    return {
+        f"layers.{index}.qkv": layer.attention.kv_width
+        for index, layer in enumerate(config.layers)
+        if layer.owns_keys and layer.attention.values == "keys"
+    }

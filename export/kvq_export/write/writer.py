@@ -7,8 +7,9 @@ the scales of one matrix.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, Protocol
@@ -88,10 +89,19 @@ class CheckpointWeights:
 
 
 class RandomWeights:
-    """Makes random codes of about the size of trained weights; nothing is quantised."""
+    """Makes random codes of about the size of trained weights; nothing is quantised.
 
-    def __init__(self, sources: Mapping[str, WeightSource], seed: int) -> None:
+    `repeated` says how many of a matrix's last rows repeat those before them.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, WeightSource],
+        seed: int,
+        repeated: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._sources = sources
+        self._repeated = repeated
         self._random = np.random.default_rng(seed)
 
     def vector(self, name: str) -> np.ndarray:
@@ -105,8 +115,14 @@ class RandomWeights:
         code_deviation = (1 << form.bits) / np.sqrt(12)
         scale = np.float32(1 / (code_deviation * np.sqrt(form.columns)))
         step = PANEL_ROWS * max(1, (1 << 20) // form.columns // PANEL_ROWS)
-        for start in range(0, form.rows, step):
-            rows = min(step, form.rows - start)
+        repeat_start = form.rows - self._repeated.get(name, 0)
+        original_start = 2 * repeat_start - form.rows
+        state = self._random.bit_generator.state
+        for start, rows in _chunks(sorted({0, original_start, repeat_start, form.rows}), step):
+            if start == original_start:
+                state = self._random.bit_generator.state
+            elif start == repeat_start:
+                self._random.bit_generator.state = state
             raw = np.frombuffer(self._random.bytes(rows * form.blocks * form.block), np.uint8)
             codes = raw.reshape(rows, -1) >> np.uint8(8 - form.bits)
             spread = self._random.uniform(0.5, 1.5, (rows, form.supers)).astype(np.float32)
@@ -129,6 +145,13 @@ class RandomWeights:
         if not form.grid.has_minimum:
             return Blocks(codes, scales, sub_scales=numbers)
         return Blocks(codes, scales, -scales * (1 << (form.bits - 1)), numbers, numbers)
+
+
+def _chunks(bounds: Sequence[int], step: int) -> Iterator[tuple[int, int]]:
+    """Yields first row and number of rows of parts of `step` at most, none across a bound."""
+    for first, end in pairwise(bounds):
+        for start in range(first, end, step):
+            yield start, min(step, end - start)
 
 
 def write_model(
