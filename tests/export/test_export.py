@@ -1,12 +1,14 @@
 """Exports: their memory, the quantiser, the bundle, and what is left when one is stopped."""
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from kvq_export.export import export_model, fit_cache
 from kvq_export.fit import quality
 from kvq_export.read.checkpoint import Checkpoint
 from kvq_export.read.hub import locate
+from kvq_export.write import staging
 from kvq_export.write.staging import staged
 from kvq_export.write.weights import join_rows, quantize, quantize_chunks
 from kvq_models.reference import PlainAttention, forward
@@ -487,6 +490,29 @@ def test_an_export_reports_its_own_quality(tmp_path: Path) -> None:
     assert 0 <= report["weights"]["mean_kld"] < 0.05
     assert report["weights"]["mean_kld"] < report["weights_and_kv"]["mean_kld"] < 2
     assert report["weights"]["top1_agreement"] > 0.9
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_an_export_that_another_overtakes_replaces_it_or_says_so(
+    force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination, move = tmp_path / "bundle", staging._move
+    overtaken: list[Path] = []
+
+    def overtaking(folder: Path, *places: Path) -> None:
+        if not overtaken:
+            overtaken.append(folder)
+            destination.mkdir()
+            (destination / "kvq.json").write_text("theirs")
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        move(folder, *places)
+
+    monkeypatch.setattr(staging, "_move", overtaking)
+    refusal = nullcontext() if force else pytest.raises(BundleError, match="already holds")
+    with refusal, staged(destination, force=force) as folder:
+        (folder / "kvq.json").write_text("ours")
+    assert (destination / "kvq.json").read_text() == ("ours" if force else "theirs")
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
 def test_a_cache_is_fitted_later_as_an_export_fits_it(shelf: Shelf, tmp_path: Path) -> None:

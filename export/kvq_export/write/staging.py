@@ -1,7 +1,8 @@
 """Makes a folder that appears whole or not at all. Knows nothing of what is in it."""
 
-import glob
+import errno
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -15,6 +16,10 @@ from kvq_runtime.bundle.manifest import MANIFEST_FILE
 
 if sys.platform != "win32":
     import fcntl
+
+# Errors of a rename where another export of the same name was first, and how often it is tried.
+_OVERTAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
+_TRIES = 4
 
 
 @contextmanager
@@ -35,9 +40,7 @@ def staged(destination: Path, *, force: bool) -> Generator[Path, None, None]:
         with _locked(folder):
             yield folder
             old = destination.with_name(f".{destination.name}.{mark}.old")
-            # By now something may lie there.
-            _check_destination(destination, force=force)
-            _publish(folder, destination, old)
+            _publish(folder, destination, old, force=force)
     except OSError as error:
         raise BundleError(
             f"{destination} cannot be written: {error.strerror or error}; "
@@ -88,13 +91,22 @@ def _clear_leftovers(destination: Path) -> None:
     for leftover in left_behind(destination.parent, r"\..+\.[0-9a-f]{8}\.partial"):
         with suppress(OSError), _locked(leftover):
             shutil.rmtree(leftover)
-    hidden = f".{glob.escape(destination.name)}.{'[0-9a-f]' * 8}"
-    for partial in destination.parent.glob(f"{hidden}.partial"):
-        with suppress(OSError), _locked(partial):  # refused while its export lives
-            shutil.rmtree(partial)
-    for old in destination.parent.glob(f"{hidden}.old"):
+    hidden = re.compile(rf"\.{re.escape(destination.name)}\.([0-9a-f]{{8}})\.(partial|old)")
+    leftovers = [
+        (match[1], match[2])
+        for path in destination.parent.iterdir()
+        if (match := hidden.fullmatch(path.name))
+    ]
+    for mark in sorted({mark for mark, _ in leftovers}):
+        partial, old = (
+            destination.with_name(f".{destination.name}.{mark}.{kind}")
+            for kind in ("partial", "old")
+        )
         with suppress(OSError):
-            if not old.is_dir() or old.with_suffix(".partial").exists():
+            if partial.is_dir():
+                with _locked(partial):  # refused while its export lives
+                    shutil.rmtree(partial)
+            if not old.is_dir():
                 continue
             if destination.exists():
                 shutil.rmtree(old)
@@ -121,7 +133,21 @@ def _check_destination(destination: Path, *, force: bool) -> None:
         )
 
 
-def _publish(folder: Path, destination: Path, old: Path) -> None:
+def _publish(folder: Path, destination: Path, old: Path, *, force: bool) -> None:
+    """Renames `folder` to `destination`, which another export may make or replace meanwhile."""
+    for last in (*(False,) * _TRIES, True):
+        # By now something may lie there.
+        _check_destination(destination, force=force)
+        try:
+            _move(folder, destination, old)
+        except OSError as error:
+            if last or error.errno not in _OVERTAKEN or not folder.is_dir():
+                raise
+        else:
+            return
+
+
+def _move(folder: Path, destination: Path, old: Path) -> None:
     """Renames `folder` to `destination`; puts back what was there if the second rename fails."""
     if not destination.exists():
         folder.rename(destination)
