@@ -539,7 +539,7 @@ class Cache:
         """Asks for a checkpoint after the first `tokens` tokens, which may be still to come.
 
         Convolutions and delta nets keep the two places longest that were marked, or gone back to,
-        last. Nothing happens where there are none of either, see `keeps_places`.
+        last. Nothing happens in a model without these, see `keeps_places`.
         """
         self.parts[0].mark(tokens)
 

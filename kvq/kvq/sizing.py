@@ -160,7 +160,7 @@ class ClassSpec:
         draft_tokens: Rows of a branch, 1 to 128. Default 8.
         threads: Threads that share a pass. Default 1.
         policy: What gives way when space is short, as `--kv-policy` writes it.
-        windows: Sliding window of every layer in tokens, 0 for none; empty: none has one.
+        windows: Sliding window of every layer in tokens, 0 for none. Empty: no layer has a window.
         edits: Whether the text will be edited in the middle, where queries look again at what a
             window has passed: all of it is kept.
         observed: Whether to keep probe queries as evidence. None: if the policy asks for attention
@@ -174,7 +174,7 @@ class ClassSpec:
             memory behind a device's.
         conv: Convolutions beside the layers that attend, whose rows are held here too.
         delta: Delta nets beside them, likewise.
-        kv_shared_layers: Layers without keys and values, which reuse those of the last one.
+        kv_shared_layers: How many layers store no keys and values and reuse the last layer's.
 
     Raises:
         UsageError: A value, or a combination of them, is not possible.

@@ -4,15 +4,16 @@ A client is called from one thread, never the screen's. It writes one reply at a
 `Stream`, and the screen reads from it when it likes.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
 from threading import Lock
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
-from kvq.errors import KvqError, ModelError
+from kvq.errors import KvqError, ModelError, SnapshotError
 from kvq.formats import format_bytes
 from kvq_apps.chat.messages import Message, ReplyStats, ToolCall
 from kvq_apps.terminal.output import bits_text, cache_sentence, kv_text, storable
@@ -267,32 +268,32 @@ class ReplyWriter:
         self.ms = (now - self._began_s) * 1e3
 
 
-class ChatClient:
+class ChatClient(Protocol):
     """Gives an engine to chat with. The defaults are of one that keeps no KV cache for the chat."""
 
+    @abstractmethod
     def open(self) -> Facts:
         """Gets ready; may take long. Raises `KvqError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reply(self, turn: Turn, stream: Stream) -> str:
         """Writes an answer into `stream`; returns stop, length, cancelled or tool_calls.
 
         Raises `ContextFullError` before anything else, `EngineLostError`, and other `KvqError`s.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def drafts(self, turn: Turn, count: int, stream: Stream) -> list[str]:
         """Writes `count` independent answers; returns why each ended, as `reply` does."""
-        raise NotImplementedError
 
     def begin(self) -> None:
         """Forgets the conversation: the next turn belongs to another chat."""
 
+    @abstractmethod
     def change_kv(
         self, k_bits: int | None, v_bits: int | None, budget: str | None, stream: Stream
     ) -> Facts:
         """Changes the KV settings and encodes the conversation again. Raises `KvqError`."""
-        raise NotImplementedError
 
     def reread(self, stream: Stream) -> int:
         """Encodes again what edits left as it was; returns how many tokens that were."""
@@ -304,7 +305,7 @@ class ChatClient:
 
     def restore(self, path: Path) -> ReplyStats:
         """Loads the KV cache saved at `path`; returns its numbers. Raises `SnapshotError`."""
-        raise NotImplementedError
+        raise SnapshotError(f"this engine keeps no KV cache of a chat, so it cannot load {path}")
 
     def close(self) -> None:
         """Frees everything."""

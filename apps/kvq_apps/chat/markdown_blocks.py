@@ -5,6 +5,7 @@ the next one begins. A block depends only on the text before its end, so any cut
 into pieces gives the same blocks.
 """
 
+import re
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from kvq_apps.terminal.output import storable
 BLOCK_CHARACTERS = 32 * 1024
 LINE_CHARACTERS = 8 * 1024
 PLAIN_LINES = 64
+_FENCE = re.compile(r"(?P<indent> {0,3})(?P<mark>`{3,}|~{3,})(?P<info>.*)")
 _LISTS = ("bullet_list_open", "ordered_list_open")
 
 
@@ -131,9 +133,23 @@ class BlockScanner:
 
 
 def code_fences(text: str) -> list[str]:
-    """Returns the code of every fence in a markdown text, in order; an open one ends with it."""
-    tokens = _block_parser().parse(storable(text))
-    return [token.content.removesuffix("\n") for token in tokens if token.type == "fence"]
+    """Returns the code of every fence in a markdown text, in order; an open one ends with it.
+
+    It reads lines and not blocks: models indent a fence in a list, and then not its code.
+    """
+    fences: list[list[str]] = []
+    indent = mark = ""
+    for line in storable(text).removesuffix("\n").split("\n"):
+        fence = _FENCE.fullmatch(line)
+        if mark and fence and fence["mark"].startswith(mark) and not fence["info"].strip():
+            mark = ""
+        elif mark:
+            fences[-1].append(line.removeprefix(indent))
+        # After backticks another backtick means inline code, not a fence.
+        elif fence and not (fence["mark"][0] == "`" and "`" in fence["info"]):
+            indent, mark = fence["indent"], fence["mark"]
+            fences.append([])
+    return ["\n".join(lines) for lines in fences]
 
 
 def plain_blocks(text: str) -> list[MarkdownBlock]:

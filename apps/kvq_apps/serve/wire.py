@@ -373,8 +373,8 @@ def _start_length(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
 class _LogprobColumns:
     """Builds the form of OpenAI's completions for one choice: four lists, as its tokens arrive.
 
-    `prompt` are the tokens of a prompt that comes first, with log-probabilities of its own. An
-    offset says where the token's text begins in the text of the choice.
+    `prompt` are the tokens of a prompt that is returned before the answer, with their
+    log-probabilities. An offset says where the token's text begins in the text of the choice.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:

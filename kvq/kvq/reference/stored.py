@@ -306,7 +306,7 @@ def weighing(
 
     These are among the first `pages` pages, which come before the floating-point keys. The best
     logit [T, n] of such a page is more than `octaves` powers of two below the best floating-point
-    one, or a `sink_logit`. With 0 octaves there are none.
+    one, or a `sink_logit`. With 0 octaves no key is left out.
     """
     paged = pages * PAGE_TOKENS
     if octaves <= 0 or not pages:

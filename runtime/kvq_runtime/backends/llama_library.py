@@ -1,6 +1,6 @@
 """Loads llama.cpp through llama-cpp-python, keeps its last errors, and owns a loaded model.
 
-Tries a file before that in a process of its own.
+Before a model is loaded, its file is tried in a child process.
 """
 
 import contextlib

@@ -260,6 +260,8 @@ def test_code_fences() -> None:
     assert code_fences("1. so:\n   ~~~sh\n   a\n     b\n\n   ~~~~\n```x```\n````\nopen\n```\n") == [
         "a\n  b\n", "open\n```"
     ]  # fmt: skip
+    # A parser of Markdown ends the list at the code, so that its fence is empty.
+    assert code_fences("1. Do this:\n   ```python\nx = 1\n   ```\n") == ["x = 1"]
 
 
 def test_prose_is_at_most_100_columns_wide_and_code_is_not() -> None:
